@@ -1,4 +1,4 @@
-"""Dequantise FP8 and MXFP4 weights while they are read: files appear with bfloat16 weights in them.
+"""Dequantise FP8, MXFP4 and integer weights while they are read: files appear with 16-bit floats in them.
 
 Planning and moving then work as with any source, range by range, and nothing is stored in between.
 """
@@ -9,13 +9,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.layouts.integers import Integers
 from paddle_reshard.pipeline.layouts.quantised import (
     BLOCK,
-    FP8,
     GROUP,
     GROUP_BYTES,
     Dequantised,
@@ -131,6 +132,13 @@ def dequantise_groups(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint
     return np.ascontiguousarray(mxfp4_values().ravel().take(codes).reshape(columns, groups * GROUP).T)
 
 
+def _widened(stored: npt.NDArray[Any]) -> Floats:
+    """Scales in float32, of float32, float16, or the bit patterns of bfloat16."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32, copy=False)
+
+
 @dataclass(frozen=True)
 class _Work:
     """Codes and scales that are being read, and where their values go."""
@@ -147,9 +155,7 @@ class _Work:
     """Bytes of ``buffer`` before those for ``goal``."""
 
     def run(self) -> None:
-        stored = np.frombuffer(self.rows, self.scales.code)
-        wide = (stored.astype(np.uint32) << 16).view(np.float32) if stored.dtype.itemsize == 2 else stored
-        scales = wide.reshape(-1, self.scales.columns)
+        scales = _widened(np.frombuffer(self.rows, self.scales.code)).reshape(-1, self.scales.columns)
         dequantise(self.buffer, self.first, self.scales.width, scales)
         if self.goal is not None:
             self.goal[:] = self.buffer[self.skip : self.skip + self.goal.nbytes]
@@ -180,12 +186,93 @@ class _ExpertWork:
             self.goal[low - self.first_byte : high - self.first_byte] = values[low - at : high - at]
 
 
+@cache
+def integer_values(bits: int, packed: bool) -> Floats:
+    """The values in each of the 256 bytes, in order, ``[256, 8 // bits]``; half their range was added if ``packed``.
+
+    >>> [integer_values(bits, packed)[0x9F].tolist() for bits, packed in ((4, True), (8, True), (8, False))]
+    [[7.0, 1.0], [31.0], [-97.0]]
+    """
+    stored = np.arange(256)
+    if packed:
+        fields = stored[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
+        found = (fields - (1 << (bits - 1))).astype(np.float32)
+    else:
+        found = stored.astype(np.int8)[:, None].astype(np.float32)
+    found.flags.writeable = False
+    return found
+
+
+def dequantise_integers(
+    values: npt.NDArray[Any], first: int, stored: bytearray, scales: Floats, layout: Integers
+) -> None:
+    """Fill ``values``, float16 or the bit patterns of bfloat16.
+
+    ``integer · scale``, rounded once. compressed-tensors (0.20.0 ``_dequantize``) casts the integer to the dtype of the
+    scale, which holds it exactly, and multiplies in that dtype, which on a CPU is float32 and a rounding.
+
+    Parameters
+    ----------
+    values
+        As many elements as are wanted.
+    first
+        Number of the first in the weight, in C order.
+    stored
+        Bytes of the integers, from that with the first element on.
+    scales
+        Rows of scales, beginning with that of the first element.
+    layout
+        How they are stored.
+    """
+    table, bits = integer_values(layout.bits, layout.packed), layout.bits
+    top = first // layout.width
+    begin = layout.byte_of(first)
+    for start, row, rows, column, columns in _chunks(first, first + len(values), layout.width):
+        low, high = column * bits // 8, -(-(column + columns) * bits // 8)
+        offset = row * layout.row_bytes + low - begin
+        some = np.ndarray((rows, high - low), np.uint8, stored, offset, (layout.row_bytes, 1))
+        skip = column * bits % 8 // bits
+        floats = table.take(some, axis=0).reshape(rows, -1)[:, skip : skip + columns]
+        left, right = column // layout.group, (column + columns - 1) // layout.group + 1
+        factors = np.repeat(scales[row - top : row - top + rows, left:right], layout.group, axis=1)
+        with np.errstate(all="ignore"):
+            floats *= factors[:, column - left * layout.group :][:, :columns]
+            rounded = bfloat16_bits(floats) if values.dtype == np.uint16 else floats.astype(values.dtype)
+        values[start - first : start - first + rows * columns] = rounded.ravel()
+
+
+@dataclass(frozen=True)
+class _IntegerWork:
+    """Integers and scales that are being read, and where the values of some of their bytes go."""
+
+    goal: memoryview
+    first_byte: int
+    """Offset of the first byte for ``goal`` in the weight as it is served."""
+    stored: bytearray
+    rows: bytearray
+    """Stored bytes of the rows of scales."""
+    layout: Integers
+
+    def run(self) -> None:
+        first, last = self.first_byte // 2, -(-(self.first_byte + self.goal.nbytes) // 2)
+        scales = _widened(np.frombuffer(self.rows, self.layout.code)).reshape(-1, self.layout.columns)
+        if 2 * (last - first) == self.goal.nbytes:
+            values = np.frombuffer(self.goal, self.layout.code)
+            dequantise_integers(values, first, self.stored, scales, self.layout)
+            return
+        values = np.empty(last - first, self.layout.code)
+        dequantise_integers(values, first, self.stored, scales, self.layout)
+        skip = self.first_byte % 2
+        self.goal[:] = values.view(np.uint8).data[skip : skip + self.goal.nbytes]
+
+
 @dataclass(frozen=True)
 class DequantisedSource(ComputedSource):
-    """A checkpoint that reads as if its FP8 or MXFP4 weights were bfloat16.
+    """A checkpoint that reads as if its quantised weights were bfloat16 or float16.
 
     Besides the buffers to be filled, which hold FP8 codes too, a read takes the scales of its range and a chunk; for
-    MXFP4, packed experts: a quarter of the bytes that they have in bfloat16.
+    MXFP4, packed experts: a quarter of the bytes that they have in bfloat16; for integers of 4 and 8 bits, a quarter
+    and half of the bytes that are read.
     """
 
     inner: Source
@@ -194,9 +281,7 @@ class DequantisedSource(ComputedSource):
     @property
     def summary(self) -> str:
         """What is computed, in words."""
-        block = f"{BLOCK} × {BLOCK}" if self.served.method == FP8 else str(GROUP)
-        method = self.served.method.upper()
-        return f"{self.served.weights} {method} weights, to bfloat16, with a scale for each {block} elements"
+        return self.served.summary
 
     @cached_property
     def _starts(self) -> dict[str, list[int]]:
@@ -220,7 +305,7 @@ class DequantisedSource(ComputedSource):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; the store gets all reads at once, those of scales included."""
         stored: list[Read] = []
-        works: list[_Work | _ExpertWork] = []
+        works: list[_Work | _ExpertWork | _IntegerWork] = []
         for read in reads:
             if (content := self.served.made.get(read.path)) is not None:
                 read.buffer[:] = content[read.byte_offset : read.byte_offset + read.buffer.nbytes]
@@ -233,7 +318,11 @@ class DequantisedSource(ComputedSource):
             work.run()
 
     def _read_served(
-        self, file: ServedFile, read: Read, stored: list[Read], works: list[_Work | _ExpertWork]
+        self,
+        file: ServedFile,
+        read: Read,
+        stored: list[Read],
+        works: list[_Work | _ExpertWork | _IntegerWork],
     ) -> None:
         at, stop = read.byte_offset, read.byte_offset + read.buffer.nbytes
         if at < len(file.header):
@@ -252,6 +341,10 @@ class DequantisedSource(ComputedSource):
                 stored.append(Read(read.path, section.byte_offset + first, buffer))
             elif isinstance(section.scales, Packed):
                 works += _read_experts(read.path, section.byte_offset, section.scales, first, buffer, stored)
+            elif isinstance(section.scales, Integers):
+                works.append(
+                    _read_integers(read.path, section.byte_offset, section.scales, first, buffer, stored)
+                )
             else:
                 works.append(_read_weight(read.path, section, section.scales, first, last, buffer, stored))
 
@@ -276,6 +369,21 @@ def _read_weight(
     rows = bytearray((bottom - top) * line)
     stored.append(Read(scales.path, scales.byte_offset + top * line, memoryview(rows)))
     return _Work(buffer, first, scales, rows, goal, skip)
+
+
+def _read_integers(
+    path: str, base: int, layout: Integers, first_byte: int, buffer: memoryview, stored: list[Read]
+) -> _IntegerWork:
+    """Ask for the integers and scales of bytes of a weight as it is served; what is to be done with them."""
+    first, last = first_byte // 2, -(-(first_byte + buffer.nbytes) // 2)
+    begin, end = layout.byte_of(first), layout.byte_of(last - 1) + 1
+    integers = bytearray(end - begin)
+    stored.append(Read(path, base + begin, memoryview(integers)))
+    top, bottom = first // layout.width, (last - 1) // layout.width + 1
+    line = layout.columns * 2
+    rows = bytearray((bottom - top) * line)
+    stored.append(Read(layout.path, layout.byte_offset + top * line, memoryview(rows)))
+    return _IntegerWork(buffer, first_byte, integers, rows, layout)
 
 
 def _read_experts(

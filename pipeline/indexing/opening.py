@@ -12,11 +12,13 @@ from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
 
 
 def open_checkpoint(location: str, access: Access) -> Source:
-    """Open a checkpoint; a Hugging Face checkpoint with FP8 or MXFP4 weights appears with bfloat16 weights.
+    """Open a checkpoint; a Hugging Face checkpoint with quantised weights appears with dequantised ones.
 
     Raises
     ------
@@ -29,7 +31,7 @@ def open_checkpoint(location: str, access: Access) -> Source:
 
 
 def dequantising(store: Source) -> Source:
-    """A store as it is read: the same, or if it holds FP8 or MXFP4 weights, with bfloat16 weights instead.
+    """A store as it is read: the same, or if it holds quantised weights, with 16-bit floats instead.
 
     Raises
     ------
@@ -40,14 +42,15 @@ def dequantising(store: Source) -> Source:
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store
     from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
-    from paddle_reshard.pipeline.layouts.quantised import dequantised, quantisation_of
+    from paddle_reshard.pipeline.layouts.quantised import INTEGERS, dequantised, quantisation_of
 
     config = files.config()
     method = quantisation_of(config)
     if method is None:
         return store
     payloads = index_here(_index_fp8, store, files.safetensors)
-    served = dequantised(payloads, files.weight_index(WEIGHT_INDEX), config, method)
+    shapes = _shapes(store, payloads) if method == INTEGERS else {}
+    served = dequantised(payloads, files.weight_index(WEIGHT_INDEX), config, method, shapes)
     if served is None:
         return store
     from paddle_reshard.tasks.dequantise import DequantisedSource
@@ -59,3 +62,21 @@ def _index_fp8(store: Readable, path: str, size_bytes: int) -> SafetensorsPayloa
     from paddle_reshard.storage.formats.safetensors import parse_safetensors
 
     return parse_safetensors(partial(store.read, path), size_bytes, path, fp8=True)
+
+
+def _shapes(store: Source, payloads: Mapping[str, SafetensorsPayload]) -> dict[str, tuple[int, int]]:
+    """Key → values of every tensor that holds the shape of a packed weight; read all at once."""
+    from paddle_reshard.pipeline.layouts.integers import shape_keys
+    from paddle_reshard.storage.store import Read
+
+    arrays = {key: (path, payloads[path].tensors[key]) for key, path in shape_keys(payloads).items()}
+    buffers = {key: bytearray(array.nbytes) for key, (_, array) in arrays.items()}
+    store.read_many(
+        [Read(path, array.byte_offset, memoryview(buffers[key])) for key, (path, array) in arrays.items()]
+    )
+    found = {}
+    for key, buffer in buffers.items():
+        half = len(buffer) // 2
+        rows, columns = (int.from_bytes(buffer[at : at + half], "little", signed=True) for at in (0, half))
+        found[key] = (rows, columns)
+    return found

@@ -12,8 +12,10 @@ for each 32 of them along a row, and the rows are the columns of the tensor that
     model.layers.0.mlp.experts.down_proj_blocks    U8  [32, 2880, 90, 16]    bfloat16: down_proj [32, 2880, 2880]
     model.layers.0.mlp.experts.down_proj_scales    U8  [32, 2880, 90]
 
-Here such files are laid out again, with these weights in bfloat16 and without scales. Nothing is computed:
-``tasks/dequantise.py`` serves these files, a range at a time.
+Integers with scales, as compressed-tensors stores them, are described in :mod:`.integers`.
+
+Here such files are laid out again, with these weights in bfloat16 (or float16, if the scales of integers are) and
+without scales. Nothing is computed: ``tasks/dequantise.py`` serves these files, a range at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
+from paddle_reshard.pipeline.layouts import integers
+from paddle_reshard.pipeline.layouts.integers import Integers, IntegerScheme
 from paddle_reshard.storage.formats.safetensors import (
     FP8_TAG,
     Index,
@@ -41,7 +46,7 @@ SCALES: Final = "_scale_inv"
 QUANTIZATION: Final = "quantization_config"
 """Entry of ``config.json``."""
 _METHOD: Final = "quant_method"
-FP8, MXFP4 = "fp8", "mxfp4"
+FP8, MXFP4, INTEGERS = "fp8", "mxfp4", integers.METHOD
 """Values of ``quant_method``."""
 PACKED, PACKED_SCALES = "_blocks", "_scales"
 """What MXFP4 values and their scales have behind the key of their tensor."""
@@ -57,6 +62,8 @@ _SUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
 """Entry of ``quantization_config`` → the values with which weights are what is described above."""
 _SCALE_CODES: Final[Mapping[str, str]] = {"F32": "<f4", "BF16": "<u2"}
 _BFLOAT16: Final = "BF16"
+_DTYPES: Final[Mapping[str, str]] = {"BF16": "bfloat16", "F16": "float16"}
+"""Tag of a weight as it is served → dtype in ``config.json``."""
 
 
 def fp8_config(not_converted: Sequence[str]) -> dict[str, Any]:
@@ -104,8 +111,8 @@ class Section(NamedTuple):
     """Byte offset in the file as it is served."""
     stop: int
     byte_offset: int
-    """Where the stored bytes begin; half as many, if they are FP8, a quarter, if they are MXFP4."""
-    scales: Scales | Packed | None
+    """Where the stored bytes begin; fewer than are served, if they are quantised."""
+    scales: Scales | Packed | Integers | None
     """``None``: the bytes are served as they are stored."""
 
 
@@ -126,14 +133,12 @@ class Dequantised:
     """Path → a safetensors file with quantised weights or scales."""
     made: Mapping[str, bytes]
     """Path → content of ``config.json`` and the index."""
-    weights: int
-    """Number of quantised weights."""
-    method: str
-    """``fp8`` or ``mxfp4``."""
+    summary: str
+    """What is dequantised, in words."""
 
 
 def quantisation_of(config: Mapping[str, Any]) -> str | None:
-    """How the weights are quantised according to ``config.json``, ``fp8`` or ``mxfp4``; ``None``: not at all.
+    """``quant_method`` of the weights according to ``config.json``, one that is supported; ``None``: not quantised.
 
     Paddle's own ``quantization_config`` has no ``quant_method``, or ``null``: it says how a job trains, not what is
     stored.
@@ -149,10 +154,14 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
         return None
     if method == MXFP4:
         return MXFP4
+    if method == INTEGERS:
+        integers.integer_scheme(entries)
+        return INTEGERS
     if method != FP8:
         raise UnsupportedError(
             f"{CONFIG}: the weights are quantised with {_METHOD} {method!r}; supported are {FP8}, with a scale for "
-            f"each block of {BLOCK} × {BLOCK} elements, and {MXFP4}. Convert the unquantised model"
+            f"each block of {BLOCK} × {BLOCK} elements, {MXFP4}, and integers of {INTEGERS}. Convert the unquantised "
+            "model"
         )
     for entry, values in _SUPPORTED.items():
         if (value := entries.get(entry)) not in values:
@@ -164,9 +173,13 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
 
 
 def dequantised(
-    payloads: Mapping[str, SafetensorsPayload], index: Index | None, config: Mapping[str, Any], method: str
+    payloads: Mapping[str, SafetensorsPayload],
+    index: Index | None,
+    config: Mapping[str, Any],
+    method: str,
+    shapes: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> Dequantised | None:
-    """Lay out the files with bfloat16 weights; ``None`` if there are neither quantised weights nor scales.
+    """Lay out the files with dequantised weights; ``None`` if there are neither quantised weights nor scales.
 
     Parameters
     ----------
@@ -177,36 +190,43 @@ def dequantised(
     config
         ``config.json``.
     method
-        ``fp8`` or ``mxfp4``.
+        Result of :func:`quantisation_of`.
+    shapes
+        Key → values of the tensors that :func:`.integers.shape_keys` finds.
 
     Raises
     ------
     CheckpointError
         If a weight lacks its scales, scales lack their weight, two files hold either, or shapes or dtypes do not match.
     UnsupportedError
-        If the model is meant to be used in another dtype than bfloat16, or a weight is not a matrix.
+        If the model is meant to be used in another dtype than that of the values, or a weight is not a matrix.
     """
     held = {key: path for path, payload in payloads.items() for key in payload.tensors}
-    named = _fp8_weights(payloads) if method == FP8 else _mxfp4_weights(held)
-    ending = SCALES if method == FP8 else PACKED_SCALES
-    scales = {key for key in held if key.endswith(ending)}
-    if not named and not scales:
+    scheme = integers.integer_scheme(config[QUANTIZATION]) if method == INTEGERS else None
+    named, companions = _weights_and_companions(payloads, held, method, scheme)
+    if not named and not companions:
         return None
-    _check_dtype(config, method)
     _check_once(held, payloads)
-    for key in sorted(scales - {weight + ending for weight in named.values()}):
-        weight = key.removesuffix(ending) + (PACKED if method == MXFP4 else "")
-        found = f"is {payloads[held[weight]].tags[weight]}, not FP8" if weight in held else "no file holds"
-        raise CoverageError(key, f"scales of {weight}, which {found}", (held[key],))
-    describe = _scales if method == FP8 else _packed
-    weights = {stored: describe(stored, key, held, payloads) for stored, key in named.items()}
-    for served_as, _, _ in weights.values():
-        if method == MXFP4 and served_as in held:
-            raise CoverageError(served_as, "stored both packed and as it is", (held[served_as],))
+    for key, weight in sorted(companions.items()):
+        if weight not in named:
+            found = f"is {payloads[held[weight]].tags[weight]}" if weight in held else "no file holds"
+            not_quantised = f", not {_stored_tag(method)}" if weight in held else ""
+            raise CoverageError(key, f"scales of {weight}, which {found}{not_quantised}", (held[key],))
+    weights = {
+        stored: _weight(stored, key, held, payloads, method, scheme, shapes) for stored, key in named.items()
+    }
+    for stored, weight_served in weights.items():
+        if weight_served.key != stored and weight_served.key in held:
+            raise CoverageError(
+                weight_served.key, "stored both packed and as it is", (held[weight_served.key],)
+            )
+    served_as = {weight.tag for weight in weights.values()}
+    for weight_served in weights.values():
+        _check_dtype(weight_served, config, method)
     files = {
-        path: _served(payload, weights, scales)
+        path: _served(payload, weights, companions)
         for path, payload in payloads.items()
-        if not payload.tensors.keys().isdisjoint({*weights, *scales})
+        if not payload.tensors.keys().isdisjoint({*weights, *companions})
     }
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
@@ -216,8 +236,10 @@ def dequantised(
         )
         for path, payload in payloads.items():
             total_bytes += sum(array.nbytes for array in payload.tensors.values()) if path not in files else 0
-        made[WEIGHT_INDEX] = format_index(_index_as_served(index, held, scales, weights, total_bytes))
-    return Dequantised(files, made, len(weights), method)
+        made[WEIGHT_INDEX] = format_index(_index_as_served(index, held, companions, weights, total_bytes))
+    dtypes = " and ".join(sorted(_DTYPES[tag] for tag in served_as))
+    summary = f"{len(weights)} {_kind(method, scheme)} weights, to {dtypes}, with a scale for each "
+    return Dequantised(files, made, summary + _scaled(method, scheme))
 
 
 class _Weight(NamedTuple):
@@ -225,28 +247,83 @@ class _Weight(NamedTuple):
 
     key: str
     shape: tuple[int, ...]
-    scales: Scales | Packed
+    scales: Scales | Packed | Integers
+    tag: str = _BFLOAT16
 
 
-def _fp8_weights(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
-    """Key of each FP8 weight as stored → as served, which is the same."""
-    return {
-        key: key for payload in payloads.values() for key in payload.tensors if payload.tags[key] == FP8_TAG
-    }
+def _kind(method: str, scheme: IntegerScheme | None) -> str:
+    """What a stored value is, in words."""
+    return method.upper() if scheme is None else f"INT{scheme.bits}"
 
 
-def _mxfp4_weights(held: Collection[str]) -> dict[str, str]:
-    """Key of packed values as stored → key of the tensor as served."""
-    return {key: key.removesuffix(PACKED) for key in held if key.endswith(PACKED)}
+def _scaled(method: str, scheme: IntegerScheme | None) -> str:
+    """What has a scale of its own, in words."""
+    if scheme is not None:
+        return scheme.group_in_words
+    return f"{BLOCK} × {BLOCK} elements" if method == FP8 else f"{GROUP} elements"
 
 
-def _check_dtype(config: Mapping[str, Any], method: str) -> None:
+def _stored_tag(method: str) -> str:
+    return "I8" if method == INTEGERS else "FP8"
+
+
+def _weights_and_companions(
+    payloads: Mapping[str, SafetensorsPayload],
+    held: Mapping[str, str],
+    method: str,
+    scheme: IntegerScheme | None,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Keys of quantised weights as stored → as served; keys of scales and shapes → of the weight as stored."""
+    if scheme is not None:
+        integers.refuse_further_tensors(held)
+        named = {
+            key: key.removesuffix(scheme.stored) + integers.WEIGHT
+            for key, path in held.items()
+            if key.endswith(scheme.stored) and (scheme.packed or payloads[path].tags[key] == "I8")
+        }
+        endings = (integers.SCALE, integers.SHAPE) if scheme.packed else (integers.SCALE,)
+        companions = {
+            key: key.removesuffix(ending) + scheme.stored
+            for key in held
+            for ending in endings
+            if key.endswith(ending)
+        }
+        return named, companions
+    if method == FP8:
+        named = {key: key for key, path in held.items() if payloads[path].tags[key] == FP8_TAG}
+        return named, {key: key.removesuffix(SCALES) for key in held if key.endswith(SCALES)}
+    named = {key: key.removesuffix(PACKED) for key in held if key.endswith(PACKED)}
+    ending = PACKED_SCALES
+    return named, {key: key.removesuffix(ending) + PACKED for key in held if key.endswith(ending)}
+
+
+def _weight(
+    stored: str,
+    key: str,
+    held: Mapping[str, str],
+    payloads: Mapping[str, SafetensorsPayload],
+    method: str,
+    scheme: IntegerScheme | None,
+    shapes: Mapping[str, tuple[int, int]],
+) -> _Weight:
+    if scheme is None:
+        return (_scales if method == FP8 else _packed)(stored, key, held, payloads)
+    shape, tag, found = integers.integer_weight(stored, scheme, held, payloads, shapes)
+    return _Weight(key, shape, found, tag)
+
+
+def _check_dtype(weight: _Weight, config: Mapping[str, Any], method: str) -> None:
+    """Raise ``UnsupportedError`` if the model is meant to be used in another dtype than that of a weight as served."""
     for entry in ("torch_dtype", "dtype"):
-        if (dtype := config.get(entry)) not in (None, "bfloat16"):
-            raise UnsupportedError(
-                f"{CONFIG}: {entry} is {dtype!r}, but {method.upper()} weights are dequantised to bfloat16 only, as by "
-                "the reference. Dequantise the model with its publisher's tool first"
-            )
+        if (dtype := config.get(entry)) in (None, _DTYPES[weight.tag]):
+            continue
+        if method == INTEGERS:
+            found = f"{weight.key} has scales in {_DTYPES[weight.tag]}, in which the reference multiplies"
+        else:
+            found = f"{method.upper()} weights are dequantised to bfloat16 only, as by the reference"
+        raise UnsupportedError(
+            f"{CONFIG}: {entry} is {dtype!r}, but {found}. Dequantise the model with its publisher's tool first"
+        )
 
 
 def _check_once(held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]) -> None:
@@ -312,13 +389,13 @@ def _packed(
 def _served(
     payload: SafetensorsPayload, weights: Mapping[str, _Weight], scales: Collection[str]
 ) -> ServedFile:
-    """A file with the bfloat16 weights and without the scales, laid out as the safetensors library would."""
+    """A file with the dequantised weights and without the scales, laid out as the safetensors library would."""
     kept = [key for key in payload.tensors if key not in scales]
     slots = []
     for number, key in enumerate(kept):
         served = weights.get(key)
         if served is not None:
-            slots.append(TensorSlot(number, served.key, _BFLOAT16, served.shape))
+            slots.append(TensorSlot(number, served.key, served.tag, served.shape))
         else:
             slots.append(TensorSlot(number, key, payload.tags[key], payload.tensors[key].shape))
     encoded = encode_safetensors(slots, payload.metadata)

@@ -240,7 +240,7 @@ def _model(**changes: Entry | None) -> dict[str, Entry]:
             {"quant_method": "gptq", "bits": 4},
             {},
             UnsupportedError,
-            "quant_method 'gptq'; supported are fp8, .* and mxfp4",
+            "quant_method 'gptq'; supported are fp8, .*, mxfp4, and integers of compressed-tensors",
         ),
         ({**FP8, "weight_block_size": [1, 128]}, {}, UnsupportedError, r"weight_block_size \[1, 128\]"),
         ({"quant_method": "fp8"}, {}, UnsupportedError, "weight_block_size None"),

@@ -1,0 +1,211 @@
+"""Weights that compressed-tensors has stored as integers are read as the floats that its own ``decompress`` makes.
+
+The answers in ``tests/golden/integers`` are the library's. For a real model, Paddle multiplies in bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError, UnsupportedError
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.storage.locate import Access
+from paddle_reshard.storage.store import Read
+from tests.conftest import case_directory
+from tests.ema.scaled import paddle
+from tests.golden.test_mxfp4 import _folder
+from tests.golden.test_quantize import Entries, read
+from tests.golden.unified_cases import write_safetensors
+
+ANSWERS = Path(__file__).parent / "integers"
+SCHEMES = sorted(path.parent.name for path in ANSWERS.glob("*/answer.safetensors"))
+FILE = "model.safetensors"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_range_of_every_value_is_the_librarys(scheme: str, tmp_path: Path) -> None:
+    """All schemes, integers and sizes of scales; ranges that cut elements, bytes, headers and tensors."""
+    shutil.copytree(ANSWERS / scheme, tmp_path / "model", ignore=shutil.ignore_patterns("answer*"))
+    source = pickle.loads(pickle.dumps(open_checkpoint(str(tmp_path / "model"), Access({}))))
+    whole = (ANSWERS / scheme / "answer.safetensors").read_bytes()
+    size = source.sizes()[FILE]
+    assert source.read(FILE, 0, size) == whole
+    assert "quantization_config" not in json.loads(
+        source.read("config.json", 0, source.sizes()["config.json"])
+    )
+    rng = np.random.default_rng(8)
+    starts = [int(start) for start in rng.integers(0, size, 200)] + [0, 1, size - 1]
+    lengths = rng.choice([1, 2, 3, 7, 99, 999], len(starts))
+    pieces = [(s, min(size - s, int(n))) for s, n in zip(starts, lengths, strict=True)]
+    buffers = [bytearray(nbytes) for _, nbytes in pieces]
+    source.read_many([Read(FILE, s, memoryview(b)) for (s, _), b in zip(pieces, buffers, strict=True)])
+    assert [bytes(b) for b in buffers] == [whole[s : s + n] for s, n in pieces]
+
+
+def _config(**changes: Any) -> dict[str, Any]:
+    """As Kimi-K2-Thinking has it; ``weights__NAME`` and ``group__NAME`` change entries further inside."""
+    weights: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": 32,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group: dict[str, Any] = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
+    config: dict[str, Any] = {
+        "format": "pack-quantized",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+    for name, value in changes.items():
+        inside = weights if name.startswith("weights__") else group if name.startswith("group__") else config
+        inside[name.split("__")[-1]] = value
+    return {"config_groups": {"group_0": {**group, "weights": weights}}, **config}
+
+
+def _bfloat16(integers: np.ndarray, scales: np.ndarray, group: int) -> bytes:
+    """``integer · scale`` as Paddle multiplies bfloat16."""
+    repeated = paddle.to_tensor(np.repeat(scales, group, axis=1)).view("bfloat16")
+    return (paddle.to_tensor(integers.astype(np.float32)).astype("bfloat16") * repeated).numpy().tobytes()
+
+
+def test_a_job_starts_from_experts_of_four_bits(tmp_path: Path) -> None:
+    """The model of a real job, with its experts as Kimi-K2-Thinking's, in two files."""
+    (checkpoint,) = case_directory("moe/dsv3_single").glob("checkpoint-*")
+    paddle_reshard.convert(checkpoint, tmp_path / "trained", format="huggingface")
+    config = json.loads((tmp_path / "trained" / "config.json").read_text())
+    stored, plain = read(tmp_path / "trained"), read(tmp_path / "trained")
+    experts = [key for key in plain if ".mlp.experts." in key]
+    assert len(experts) >= 12
+    rng, group = np.random.default_rng(3), 8
+    for key in experts:
+        rows, columns = plain[key][1]
+        integers = rng.integers(-8, 8, (rows, columns), np.int8)
+        scales = (
+            rng.uniform(0.001, 0.1, (rows, columns // group)).astype(np.float32).view(np.uint32) >> 16
+        ).astype("<u2")
+        codes = (integers + 8).astype(np.uint8)
+        words = (codes[:, 0::2] | codes[:, 1::2] << 4).view("<i4")
+        name = key.removesuffix(".weight")
+        del stored[key]
+        stored[f"{name}.weight_packed"] = ("I32", words.shape, words.tobytes())
+        stored[f"{name}.weight_scale"] = ("BF16", scales.shape, scales.tobytes())
+        stored[f"{name}.weight_shape"] = ("I32", (2,), np.array([rows, columns], "<i4").tobytes())
+        plain[key] = ("BF16", (rows, columns), _bfloat16(integers, scales, group))
+    quantised = {**config, "quantization_config": _config(weights__group_size=group)}
+    int4 = _folder(tmp_path / "int4", stored, quantised, 2)
+    bf16 = _folder(tmp_path / "bf16", plain, config)
+    report = paddle_reshard.convert(int4, tmp_path / "a", to="tp=2", memory="256MiB")
+    paddle_reshard.convert(bf16, tmp_path / "b", to="tp=2")
+    assert paddle_reshard.verify(tmp_path / "a", tmp_path / "b").equal
+    (told,) = (text for name, text in report.plan.facts() if name == "dequantised")
+    assert told == f"{len(experts)} INT4 weights, to bfloat16, with a scale for each 8 elements of a row"
+    paddle_reshard.convert(int4, tmp_path / "hf", format="huggingface")
+    assert read(tmp_path / "hf") == plain
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+def _model(**changes: Any) -> Entries:
+    tensors = {
+        "w.weight_packed": ("I32", (2, 8), bytes(64)),
+        "w.weight_scale": ("BF16", (2, 2), bytes(8)),
+        "w.weight_shape": ("I64", (2,), np.array([2, 64], "<i8").tobytes()),
+        **{key.replace("__", "."): entry for key, entry in changes.items()},
+    }
+    return {key: entry for key, entry in tensors.items() if entry is not None}
+
+
+def _shape(*extents: int) -> tuple[str, tuple[int, ...], bytes]:
+    return "I64", (len(extents),), np.array(extents, "<i8").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"format": "nvfp4-pack-quantized"},
+            "the format 'nvfp4-pack-quantized'; supported: pack-quantized or",
+        ),
+        ({"format": "float-quantized"}, "the format 'float-quantized'"),
+        ({"group__format": "marlin-24"}, "the format 'marlin-24', 'pack-quantized'"),
+        ({"format": "int-quantized"}, "num_bits 4 with int-quantized; supported: 8"),
+        ({"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "a sparsity_config"),
+        ({"config_groups": {}}, "0 kinds of weights"),
+        (
+            {
+                "config_groups": {
+                    "a": _config()["config_groups"]["group_0"],
+                    "b": {"weights": {"num_bits": 8, "group_size": -1}},
+                }
+            },
+            "2 kinds of weights",
+        ),
+        ({"config_groups": {"W4A16": ["Linear"]}}, "a config group without weights"),
+        ({"weights__symmetric": False}, "symmetric False; supported: True"),
+        ({"weights__num_bits": 3}, "num_bits 3; supported: 4 or 8"),
+        ({"weights__type": "float"}, "type 'float'"),
+        ({"weights__strategy": "block"}, "strategy 'block'; supported: 'group' or 'channel'"),
+        ({"weights__strategy": None, "weights__group_size": None}, "strategy 'tensor'"),
+        ({"weights__group_size": 0}, "group_size 0"),
+        ({"weights__actorder": "group"}, "actorder 'group'"),
+    ],
+)
+def test_other_ways_to_store_weights_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": _config(**changes)}
+    folder = _folder(tmp_path / "model", _model(), config)
+    with pytest.raises(
+        UnsupportedError, match=f"config.json: quantization_config .* has {words}.* Convert the unquantised"
+    ):
+        paddle_reshard.plan(folder, to="tp=2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"w__weight_scale": None}, CoverageError, "w.weight_scale: no file holds the scales of w.weight_packed"),
+        ({"w__weight_shape": None}, CoverageError, "w.weight_shape: no file holds the shape of w.weight_packed"),
+        ({"w__weight_packed": None}, CoverageError, "scales of w.weight_packed, which no file holds"),
+        ({"w__weight": ("BF16", (1,), bytes(2))}, CoverageError, "w.weight: stored both packed and as it is"),
+        ({"w__weight_shape": _shape(2, 65)}, CoverageError, r"\(2, 65\) are I32 of shape \(2, 9\)"),
+        ({"w__weight_shape": _shape(2, 63)}, CoverageError, "63 columns cannot be divided into groups of 32"),
+        ({"w__weight_shape": _shape(2, -8)}, CoverageError, r"w.weight_shape: the shape \(2, -8\)"),
+        ({"w__weight_shape": _shape(1, 2, 64)}, CoverageError, r"I64 of shape \(3,\), expected two integers"),
+        ({"w__weight_packed": ("U32", (2, 8), bytes(64))}, CoverageError, r"U32 of shape \(2, 8\), but 4-bit"),
+        ({"w__weight_packed": ("I32", (1, 2, 8), bytes(64))}, UnsupportedError, "only matrices are supported"),
+        ({"w__weight_scale": ("F32", (2, 2), bytes(16))}, CoverageError, "scales stored as F32; supported: BF16, F16"),
+        ({"w__weight_scale": ("BF16", (2, 1), bytes(4))}, CoverageError, r"has scales of shape \(2, 2\)"),
+        ({"w__weight_scale": ("F16", (2, 2), bytes(8))}, UnsupportedError, "w.weight has scales in float16"),
+        ({"w__weight_zero_point": ("I32", (1, 2), bytes(8))}, UnsupportedError, "zero points"),
+        ({"w__weight_g_idx": ("I32", (64,), bytes(256))}, UnsupportedError, "columns that GPTQ has grouped"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_refused(
+    changes: dict[str, Any], error: type[ReshardError], words: str, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": _config()}
+    folder = _folder(tmp_path / "model", _model(**changes), config)
+    with pytest.raises(error, match=words):
+        paddle_reshard.plan(folder, to="tp=2")
+
+
+def test_two_files_with_the_same_scales_are_refused(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", _model(), {"model_type": "llama", "quantization_config": _config()})
+    write_safetensors(folder / "more.safetensors", {"w.weight_scale": ("BF16", (2, 2), bytes(8))})
+    with pytest.raises(CoverageError, match=r"w\.weight_scale: two files hold it"):
+        paddle_reshard.plan(folder, to="tp=2")
