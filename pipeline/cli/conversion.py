@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import conversion_data, plan_data
+from paddle_reshard.pipeline.cli.json_output import conversion_data, coverage_data, plan_data
 from paddle_reshard.pipeline.cli.observers import observing, waiting
 from paddle_reshard.pipeline.cli.options import (
     Decorator,
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
 """Options of a conversion that make no sense for a series of checkpoints."""
+NOT_PROVEN = 1
+"""Exit status of a plan that ``--prove`` found to be incomplete."""
 
 
 def _declared(names: Iterable[str]) -> Iterator[Decorator]:
@@ -84,6 +86,12 @@ run_options = all_of(*_declared(("cluster", "workers", "exchange", "resume", "ta
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the plan to a file, for simulate and convert --plan.",
 )
+@click.option(
+    "--prove",
+    is_flag=True,
+    help="Prove that every byte of every target file is written exactly once, and that every element of the source is "
+    "used or left out for a reason. Exit status 1 if not.",
+)
 @click.pass_context
 def plan(
     context: click.Context,
@@ -92,6 +100,7 @@ def plan(
     target: str | None,
     targets: tuple[str, ...],
     save: Path | None,
+    prove: bool,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -101,11 +110,16 @@ def plan(
     destination = _destination(target, targets, options) if target or targets else None
     with waiting("reading headers and planning", quiet or as_json) as observe:
         planned = paddle_reshard.plan(source, destination, observe=observe, **options)
+        coverage = paddle_reshard.prove(planned) if prove else None
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan
 
         save_plan(planned.plan, save)
-    answer(plan_data(planned), as_json, quiet, lambda: print_facts(planned.facts()))
+    proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
+    shown = [*planned.facts(), *(() if coverage is None else coverage.facts())]
+    answer(plan_data(planned) | proof, as_json, quiet, lambda: print_facts(shown))
+    if coverage is not None and not coverage:
+        sys.exit(NOT_PROVEN)
 
 
 @click.command()

@@ -10,6 +10,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.convert.coverage import Coverage
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
@@ -119,6 +120,16 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "not_carried": [entry for data in described for entry in data["not_carried"]],
         "states_left": sorted({state for target in targets for state in target.states_not_carried}),
         "states_dropped": list(conversion.dropped),
+    }
+
+
+def coverage_data(coverage: Coverage) -> Json:
+    """What ``plan --prove --json`` prints under ``coverage``."""
+    return {
+        "complete": bool(coverage),
+        **asdict(coverage),
+        "left_out": [asdict(left) for left in coverage.left_out],
+        "problems": list(coverage.problems),
     }
 
 

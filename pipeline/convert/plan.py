@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     DROPPABLE,
     EMA_MASTER_WEIGHT,
@@ -88,6 +89,16 @@ class PlannedTarget:
         return f"<PlannedTarget: {self.spec.in_words()}>"
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Elements of the source that go into no target."""
+
+    state: str
+    reason: str
+    tensors: int
+    elements: int
+
+
 @dataclass(frozen=True, repr=False)
 class ConversionPlan(Shown):
     """A conversion that can be run."""
@@ -105,6 +116,8 @@ class ConversionPlan(Shown):
 
     dropped: tuple[str, ...] = ()
     """States of the source that were excluded by request."""
+    excluded: tuple[LeftOut, ...] = ()
+    """What was excluded by request before the targets were laid out."""
     spare_bytes: int = FREE_BYTES
     """Part of the process's footprint that is free for metadata."""
     fingerprint: str = "off"
@@ -255,8 +268,11 @@ def plan_checkpoint(
     dropped = sorted(
         source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
     )
+    stored = source.catalog.tensors
     source = _divided(source.without(dropped), request.target_requests, store)
     source, wanted = _as_requested(source, request)
+    excluded = tuple(_excluded(stored, source.catalog.tensors)) if request.dropped else ()
+    del stored
     if donor is not None:
         source, wanted = _completed(source, wanted, request, donor)
     sizes = store.sizes()
@@ -286,8 +302,25 @@ def plan_checkpoint(
     if spare_bytes is not None:
         trim_heap()
     return ConversionPlan(
-        store, source, targets, plan, pieces, dropped=tuple(dropped), fingerprint=request.fingerprint
+        store,
+        source,
+        targets,
+        plan,
+        pieces,
+        dropped=tuple(dropped),
+        excluded=excluded,
+        fingerprint=request.fingerprint,
     )
+
+
+def _excluded(before: Tensors, after: Tensors) -> Iterator[LeftOut]:
+    """The tensors that a request drops, counted by state."""
+    for state in sorted(before.states):
+        kept = after.of_state(state)
+        gone = [number for key, number in before.of_state(state).items() if key not in kept]
+        if gone:
+            elements = int(before.elements[gone].sum())
+            yield LeftOut(state, "dropped, as requested", len(gone), elements)
 
 
 def _as_requested(source: Checkpoint, request: ConversionRequest) -> tuple[Checkpoint, Checkpoint]:

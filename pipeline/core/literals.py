@@ -186,6 +186,12 @@ class Literals(Sequence[Literal]):
         return np.repeat(np.array([file for file, _ in self._runs], dtype=np.int64), counts)
 
     @property
+    def offsets(self) -> Ints:
+        """First byte of each literal in its file."""
+        found = [np.array(template.offsets, dtype=np.int64) for _, template in self._runs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+    @property
     def sizes(self) -> Ints:
         """Size of each literal in bytes."""
         found = [np.array(template.stops) - np.array(template.starts) for _, template in self._runs]

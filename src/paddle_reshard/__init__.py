@@ -16,12 +16,13 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
+    from paddle_reshard.pipeline.convert.coverage import Coverage, prove
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.convert.launch import Launch, launch
-    from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
+    from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut, PlannedTarget
     from paddle_reshard.pipeline.convert.options import (
         AverageOptions,
         ConversionOptions,
@@ -119,6 +120,7 @@ __all__ = [
     "ConversionPlan",
     "ConversionReport",
     "ConvertOptions",
+    "Coverage",
     "CoverageError",
     "DType",
     "Damage",
@@ -145,6 +147,7 @@ __all__ = [
     "IntegrityReport",
     "JobError",
     "Launch",
+    "LeftOut",
     "ListingError",
     "LoadOptions",
     "LoadReport",
@@ -202,6 +205,7 @@ __all__ = [
     "launch",
     "load_into",
     "plan",
+    "prove",
     "rank_pieces",
     "stage3_state_dict",
     "verify",
@@ -223,7 +227,8 @@ _HOMES = {
     "pipeline.convert.fingerprint": ("FingerprintReport", "fingerprint"),
     "pipeline.core.fingerprints": ("Fingerprints",),
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
-    "pipeline.convert.plan": ("ConversionPlan", "PlannedTarget"),
+    "pipeline.convert.plan": ("ConversionPlan", "LeftOut", "PlannedTarget"),
+    "pipeline.convert.coverage": ("Coverage", "prove"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
     "pipeline.core.catalog": ("File",),
     "pipeline.convert.conversion": ("ConversionReport",),

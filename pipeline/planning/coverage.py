@@ -1,0 +1,703 @@
+"""Prove that a plan writes every byte of every target file exactly once, with the values that belong there.
+
+Nothing of the planner is used here, only the columns that it made: ops, parts, bands and literals. They are held
+against what the files say: the fragments of the source, and the layout of the target.
+
+1. Literals, padding and values, cut into contiguous *runs* of bytes, are swept from the first byte to the last: each
+   run must begin where the run before it ends. A run that begins later leaves a gap, one that begins earlier
+   overlaps.
+2. Every box of values must lie, on both sides, in a fragment of its tensor in that file, at the byte that the fragment
+   gives for its elements. With 1., every element of the target comes from that element of the source.
+3. The parts must tile every file, and every op lie in a part and a band of its own group: what a group neither reads
+   nor holds, it cannot write.
+4. The elements of every source tensor that some box reads are counted, so that those left out are known.
+
+A matrix that is cut by columns has a run for each row. Runs are swept in windows, so memory depends on the number of
+boxes in a file, and not on its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.columns import Flags
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints, row_major_strides
+from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, OP, Ops
+from paddle_reshard.pipeline.planning.parts import MADE
+from paddle_reshard.pipeline.planning.plan import Plan
+
+LITERAL, PADDING, VALUE, COPIED = range(4)
+KINDS = ("a literal", "padding", "a value", "a value that the storage copies")
+MOST_PROBLEMS = 40
+"""So many problems are described; all are counted."""
+MOST_OF_A_WINDOW = 5
+"""So many gaps, and as many overlaps, of a window are described."""
+BATCH_BOXES = 1 << 19
+"""Files are taken together up to this number of boxes and literals."""
+WINDOW_RUNS = 1 << 19
+LARGEST_WINDOW = 1 << 28
+SMALLEST_WINDOW = 1 << 14
+PAIRS = 1 << 18
+"""Number of pairs of boxes and fragments looked at in one go."""
+_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+
+
+@dataclass
+class Problems:
+    """What contradicts the proof."""
+
+    count: int = 0
+    described: list[str] = field(default_factory=list)
+
+    def add(self, description: str, more: int = 0) -> None:
+        """Add a problem, and count ``more`` of its kind that are not described."""
+        self.count += 1 + more
+        if len(self.described) < MOST_PROBLEMS:
+            self.described.append(description)
+
+
+class Swept(NamedTuple):
+    """What a sweep over the targets found."""
+
+    bytes_of: Ints
+    """Bytes of literals, padding, values, and values that the storage copies."""
+    used: Ints
+    """Elements of each tensor that some value is read from."""
+    checked: Ints
+    """Elements of each tensor that are compared because no target holds them."""
+    problems: Problems
+
+
+def sweep(plan: Plan, source: Catalog, target: TargetFiles) -> Swept:
+    """Sweep over all target files, as they are planned.
+
+    Parameters
+    ----------
+    source, target
+        The fragments of the source, and the layout of the target, with the tensors and files of ``plan``.
+    """
+    problems = Problems()
+    bytes_of = np.zeros(len(KINDS), dtype=np.int64)
+    sizes = np.array([file.size_bytes for file in plan.target_files], dtype=np.int64)
+    _check_numbers(plan, problems)
+    if problems.count:
+        nothing = np.zeros(len(source.tensors), dtype=np.int64)
+        return Swept(bytes_of, nothing, nothing, problems)
+    _check_parts(plan, sizes, problems)
+    _check_groups(plan, problems)
+    values = _Values(plan, source, target, problems)
+    for files in _batches(plan, target):
+        bytes_of += _sweep_files(values, files, sizes, problems)
+    boxes = values.read()
+    checks = plan.ops[plan.ops["kind"] == CHECK]
+    return Swept(
+        bytes_of,
+        _distinct_elements(boxes["source_tensor"], boxes["offset"], boxes["extents"], source),
+        _distinct_elements(checks["tensor"], checks["offset"], checks["extents"], source),
+        problems,
+    )
+
+
+def _batches(plan: Plan, target: TargetFiles) -> Iterator[range]:
+    """Consecutive files with about ``BATCH_BOXES`` boxes and literals together."""
+    count = len(plan.target_files)
+    boxes = np.bincount(plan.ops["target_file"][plan.ops["kind"] == MOVE], minlength=count)
+    boxes = boxes + np.bincount(plan.literals.files, minlength=count)
+    boxes = boxes + np.bincount(target.fragments["file"], minlength=count)
+    batch = (np.cumsum(boxes) - boxes) // BATCH_BOXES
+    edges = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), count]
+    for first, stop in pairwise(edges):
+        if first < stop:
+            yield range(first, stop)
+
+
+# ------------------------------------------------------------------------------------------------------ values
+
+
+class _Values:
+    """The boxes of values that a plan moves, and those in the parts that the storage copies."""
+
+    def __init__(self, plan: Plan, source: Catalog, target: TargetFiles, problems: Problems) -> None:
+        self.plan, self.source, self.target = plan, source, target
+        self.by_source = _ByTensorAndFile(source.fragments, len(plan.source_files))
+        self.by_target = _ByTensorAndFile(target.fragments, len(plan.target_files))
+        self.copied = copied_values(plan, source, target)
+        moves = plan.ops["kind"] == MOVE
+        _check_sources(plan, self.copied, source, problems)
+        self._moves = np.flatnonzero(moves)
+        self._files = plan.ops["target_file"][self._moves]
+
+    def of_files(self, files: range) -> tuple[Ops, Ints]:
+        """Boxes of values in some files, copied ones last, and which kind each is."""
+        chosen = self._moves[(self._files >= files.start) & (self._files < files.stop)]
+        moved = self.plan.ops[chosen]
+        file = self.copied["target_file"]
+        copied = self.copied[(file >= files.start) & (file < files.stop)]
+        kinds = np.repeat(np.array([VALUE, COPIED]), [len(moved), len(copied)])
+        return Ops.joined([moved, copied]), kinds
+
+    def read(self) -> Ops:
+        """All boxes that are read for a value, or copied."""
+        return Ops.joined([self.plan.ops[self._moves], self.copied.copy()])
+
+
+def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
+    """The boxes of values in the parts that the storage copies, which have no op.
+
+    Where a fragment of the target in the written range and a fragment of the source in the copied range have elements
+    in common at the same distance from the beginning, the copy moves these elements. What a part copies besides is no
+    value, and remains a gap.
+    """
+    parts = plan.parts[plan.parts["source_file"] != MADE]
+    if not len(parts):
+        return Ops.empty()
+    written = _ByFile(target.fragments, len(plan.target_files))
+    stored = _ByFile(source.fragments, len(plan.source_files))
+    rows = [row for part in parts for row in _copied_by(part, written, stored, source.implied)]
+    return Ops.of_rows(np.array(rows, dtype=OP)) if rows else Ops.empty()
+
+
+class _ByFile:
+    """Fragments of each file, sorted by first byte, found by a range of bytes."""
+
+    def __init__(self, fragments: Fragments, files: int) -> None:
+        self.fragments = fragments
+        start, stop = _hulls(fragments)
+        self._order = np.lexsort((start, fragments["file"]))
+        self._first = np.searchsorted(fragments["file"][self._order], np.arange(files + 1))
+        self._start, self._stop = start[self._order], stop[self._order]
+
+    def meeting(self, file: int, start: int, stop: int) -> Fragments:
+        """The fragments of a file that may have bytes in a range."""
+        of_file = slice(int(self._first[file]), int(self._first[file + 1]))
+        meets = (self._start[of_file] < stop) & (self._stop[of_file] > start)
+        return self.fragments[self._order[of_file][meets]]
+
+
+def _copied_by(
+    part: np.void, written: _ByFile, stored: _ByFile, implied: Mapping[int, int]
+) -> Iterator[np.void]:
+    start, stop, from_ = int(part["start"]), int(part["stop"]), int(part["source_start"])
+    targets = written.meeting(int(part["file"]), start, stop).rows()
+    sources = stored.meeting(int(part["source_file"]), from_, from_ + stop - start).rows()
+    of_tensor: dict[int, list[np.void]] = {}
+    for row in sources:
+        of_tensor.setdefault(int(row["tensor"]), []).append(row)
+    for box in targets:
+        tensor = int(box["tensor"])
+        for one in of_tensor.get(implied.get(tensor, tensor), ()):
+            low = np.maximum(box["offset"], one["offset"])
+            extents = np.minimum(box["offset"] + box["extents"], one["offset"] + one["extents"]) - low
+            if (extents <= 0).any() or box["dtype"] != one["dtype"]:
+                continue
+            op: np.void = np.zeros(1, dtype=OP)[0]
+            op["kind"], op["tensor"], op["source_tensor"] = MOVE, tensor, one["tensor"]
+            for side, row in (("target", box), ("source", one)):
+                op[f"{side}_file"], op[f"{side}_dtype"] = row["file"], row["dtype"]
+                op[f"{side}_strides"] = row["strides"]
+                op[f"{side}_byte"] = row["byte_base"] + int(((low - row["offset"]) * row["strides"]).sum())
+            op["offset"], op["extents"] = low, extents
+            if (clipped := _clipped(op, start, stop)) is not None and (
+                clipped["target_byte"] - start == clipped["source_byte"] - from_
+            ):
+                yield clipped
+
+
+def _clipped(op: np.void, start: int, stop: int) -> np.void | None:
+    """The slabs, along the slowest dim, of a box whose bytes lie in ``[start, stop)`` of its target."""
+    strides = np.where(op["extents"] > 1, op["target_strides"], -1)
+    dim = int(strides.argmax())
+    step = max(int(strides[dim]), 1)
+    inner = [other for other in range(MAX_DIMS) if other != dim]
+    length = int(_SIZES[op["target_dtype"]])
+    length += int(((op["extents"][inner] - 1) * op["target_strides"][inner]).sum())
+    first = max(0, -((int(op["target_byte"]) - start) // step))
+    last = min(int(op["extents"][dim]), (stop - int(op["target_byte"]) - length) // step + 1)
+    if first >= last:
+        return None
+    for side in ("source", "target"):
+        op[f"{side}_byte"] += first * op[f"{side}_strides"][dim]
+        reach = (
+            (np.where(np.arange(MAX_DIMS) == dim, last - first, op["extents"]) - 1) * op[f"{side}_strides"]
+        ).sum()
+        op[f"{side}_stop"] = op[f"{side}_byte"] + reach + _SIZES[op[f"{side}_dtype"]]
+    op["offset"][dim] += first
+    op["extents"][dim] = last - first
+    return op
+
+
+# -------------------------------------------------------------------------------------------- fragments and boxes
+
+
+def _hulls(fragments: Fragments) -> tuple[Ints, Ints]:
+    start = fragments["byte_base"].astype(np.int64)
+    reach = ((fragments["extents"] - 1) * fragments["strides"]).sum(axis=1)
+    return start, start + reach + _SIZES[fragments["dtype"]]
+
+
+class _ByTensorAndFile:
+    """Fragments found by tensor and file."""
+
+    def __init__(self, fragments: Fragments, files: int) -> None:
+        self.fragments, self._files = fragments, files
+        keys = fragments["tensor"].astype(np.int64) * files + fragments["file"]
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+
+    def holds(self, ops: Ops, tensor: str, side: str) -> Flags:
+        """Whether each box is part of a fragment, element for element and byte for byte."""
+        keys = ops[tensor].astype(np.int64) * self._files + ops[f"{side}_file"]
+        first, stop = (np.searchsorted(self._keys, keys, side=end) for end in ("left", "right"))
+        found = np.zeros(len(ops), dtype=bool)
+        ends = np.cumsum(stop - first)
+        done = 0
+        while done < len(ops):
+            before = int(ends[done - 1]) if done else 0
+            until = max(done + 1, int(np.searchsorted(ends, before + PAIRS, side="right")))
+            rows = slice(done, until)
+            count = (stop - first)[rows]
+            op = np.repeat(np.arange(done, until), count)
+            within = np.arange(len(op)) - np.repeat(np.cumsum(count) - count, count)
+            fragments = self.fragments[self._order[np.repeat(first[rows], count) + within]]
+            found[op[_part_of(ops[op], fragments, side)]] = True
+            done = until
+        return found
+
+
+def _part_of(ops: Ops, fragments: Fragments, side: str) -> Flags:
+    distance = ops["offset"] - fragments["offset"]
+    inside = (distance >= 0).all(axis=1)
+    inside &= (distance + ops["extents"] <= fragments["extents"]).all(axis=1)
+    inside &= ops[f"{side}_dtype"] == fragments["dtype"]
+    byte = fragments["byte_base"] + (distance * fragments["strides"]).sum(axis=1)
+    inside &= ops[f"{side}_byte"] == byte
+    alike = (ops[f"{side}_strides"] == fragments["strides"]) | (ops["extents"] == 1)
+    return np.asarray(inside & alike.all(axis=1))
+
+
+def _check_sources(plan: Plan, copied: Ops, source: Catalog, problems: Problems) -> None:
+    """Check that the values of every box are read from its tensor, or from those that it is defined by."""
+    count = len(plan.tensors)
+    allowed = {(tensor, master) for tensor, master in source.implied.items()}
+    allowed |= {(tensor, term.tensor) for tensor, mixture in plan.mixtures.items() for term in mixture.terms}
+    defined = np.array([tensor * count + other for tensor, other in allowed], dtype=np.int64)
+    for ops in (plan.ops, copied):
+        moved = ops["kind"] == MOVE
+        tensor, read = (ops[name][moved].astype(np.int64) for name in ("tensor", "source_tensor"))
+        mixed = np.isin(tensor, list(plan.mixtures))
+        wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)
+        if wrong.any():
+            one = int(np.argmax(wrong))
+            problems.add(
+                f"{plan.tensors[int(tensor[one])].label} is made from {plan.tensors[int(read[one])].label}, which "
+                "does not define it",
+                int(wrong.sum()) - 1,
+            )
+
+
+def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
+    """Check that every box lies where the fragments of source and target have its elements."""
+    plan = values.plan
+    for side, tensor, files, found in (
+        ("target", "tensor", plan.target_files, values.by_target),
+        ("source", "source_tensor", plan.source_files, values.by_source),
+    ):
+        held = found.holds(ops, tensor, side)
+        if not held.all():
+            row = ops[~held][:1].rows()[0]
+            path = files[int(row[f"{side}_file"])].path
+            problems.add(
+                f"{plan.tensors[int(row[tensor])].label}: elements at {_ints(row['offset'])} of extents "
+                f"{_ints(row['extents'])} are not at byte {row[f'{side}_byte']} of {path}",
+                int((~held).sum()) - 1,
+            )
+
+
+def _ints(values: Ints) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+# -------------------------------------------------------------------------------------------------- groups
+
+
+def _check_numbers(plan: Plan, problems: Problems) -> None:
+    """Check that everything that the columns name exists, and that workers find it: sorted by group."""
+    ops, moves = plan.ops, plan.ops["kind"] == MOVE
+    sources, targets = len(plan.source_files), len(plan.target_files)
+    copied = plan.parts["source_file"]
+    for what, numbers, count in (
+        ("source file", ops["source_file"], sources),
+        ("source file", ops["target_file"][~moves], sources),
+        ("source file", plan.bands["file"], sources),
+        ("source file", copied[copied != MADE], sources),
+        ("target file", ops["target_file"][moves], targets),
+        ("target file", plan.parts["file"], targets),
+        ("target file", plan.literals.files, targets),
+        ("tensor", ops["tensor"], len(plan.tensors)),
+        ("tensor", ops["source_tensor"], len(plan.tensors)),
+        *(
+            ("group", groups, plan.groups)
+            for groups in (plan.op_groups, plan.bands["group"], plan.parts["group"])
+        ),
+    ):
+        wrong = (numbers < 0) | (numbers >= count)
+        if wrong.any():
+            number = int(numbers[np.argmax(wrong)])
+            problems.add(f"the {what} {number} is named, but there are {count}", int(wrong.sum()) - 1)
+    for what, groups in (
+        ("ops", plan.op_groups),
+        ("bands", plan.bands["group"]),
+        ("parts", plan.parts["group"]),
+    ):
+        if (np.diff(groups) < 0).any():
+            problems.add(f"the {what} are not sorted by group, so that workers would not find all of them")
+
+
+def _check_parts(plan: Plan, sizes: Ints, problems: Problems) -> None:
+    """Check that the parts tile every target file."""
+    parts = plan.parts[np.lexsort((plan.parts["start"], plan.parts["file"]))]
+    file, start, stop = (parts[name].astype(np.int64) for name in ("file", "start", "stop"))
+    opens = np.diff(file, prepend=-1) != 0
+    wrong = start != np.where(opens, 0, np.r_[0, stop[:-1]][: len(stop)])
+    closes = np.diff(file, append=len(sizes)) != 0
+    wrong |= closes & (stop != sizes[file])
+    bare = np.setdiff1d(np.flatnonzero(sizes), file)
+    for at in np.flatnonzero(wrong)[:1].tolist():
+        problems.add(
+            f"{plan.target_files[int(file[at])].path}: the part [{start[at]}, {stop[at]}) does not begin where the one "
+            f"before it ends, or the file of {sizes[file[at]]} bytes does not end with it",
+            int(wrong.sum()) - 1,
+        )
+    if len(bare):
+        problems.add(f"{plan.target_files[int(bare[0])].path}: has no part", len(bare) - 1)
+
+
+def _check_groups(plan: Plan, problems: Problems) -> None:
+    """Check that every op writes into a part of its group, and reads from a band of its group and pass."""
+    ops, groups = plan.ops, plan.op_groups.astype(np.int64)
+    moves = ops["kind"] == MOVE
+    made = plan.parts[plan.parts["source_file"] == MADE]
+    files = max(len(plan.target_files), len(plan.source_files), 1)
+    passes = 1 + max(int(ops["pass"].max(initial=0)), int(plan.bands["pass"].max(initial=0)))
+    written = _within(
+        groups[moves] * files + ops["target_file"][moves],
+        ops["target_byte"][moves],
+        ops["target_stop"][moves],
+        made["group"].astype(np.int64) * files + made["file"],
+        made["start"],
+        made["stop"],
+    )
+    bands = plan.bands
+    read = _within(
+        (groups * passes + ops["pass"]) * files + ops["source_file"],
+        ops["source_byte"],
+        ops["source_stop"],
+        (bands["group"].astype(np.int64) * passes + bands["pass"]) * files + bands["file"],
+        bands["start"],
+        bands["stop"],
+    )
+    compared = _within(  # a comparison has a source file on both sides
+        ((groups * passes + ops["pass"]) * files + ops["target_file"])[~moves],
+        ops["target_byte"][~moves],
+        ops["target_stop"][~moves],
+        (bands["group"].astype(np.int64) * passes + bands["pass"]) * files + bands["file"],
+        bands["start"],
+        bands["stop"],
+    )
+    for rows, inside, what in (
+        (np.flatnonzero(moves), written, "writes outside of the parts of its group"),
+        (np.arange(len(ops)), read, "reads outside of the bands of its group"),
+        (np.flatnonzero(~moves), compared, "reads outside of the bands of its group"),
+    ):
+        if not inside.all():
+            row = int(rows[np.argmin(inside)])
+            label = plan.tensors[int(ops["tensor"][row])].label
+            problems.add(f"{label}: a box of group {groups[row]} {what}", int((~inside).sum()) - 1)
+
+
+def _within(keys: Ints, start: Ints, stop: Ints, of_keys: Ints, low: Ints, high: Ints) -> Flags:
+    """Whether each range lies in one of those with the same key, of which none overlap."""
+    if not len(of_keys):
+        return np.zeros(len(keys), dtype=bool)
+    order = np.lexsort((low, of_keys))
+    of_keys, low, high = of_keys[order], low[order].astype(np.int64), high[order].astype(np.int64)
+    known = np.unique(of_keys)
+    number = np.searchsorted(known, keys)
+    missing = (number == len(known)) | (known[np.minimum(number, len(known) - 1)] != keys)
+    span = 1 + int(max(high.max(), stop.max(initial=0)))
+    at = (
+        np.searchsorted(np.searchsorted(known, of_keys) * span + low, number * span + start, side="right") - 1
+    )
+    at = np.maximum(at, 0)
+    return np.asarray(~missing & (of_keys[at] == keys) & (low[at] <= start) & (stop <= high[at]))
+
+
+# ------------------------------------------------------------------------------------------------------ runs
+
+
+class _Spans(NamedTuple):
+    """Strided boxes of bytes in one row of addresses: ``unit`` bytes, repeated ``counts`` times ``steps`` apart."""
+
+    first: Ints
+    unit: Ints
+    counts: Ints
+    """Slowest dim first; 1 where the box has no such dim."""
+    steps: Ints
+    kind: Ints
+    owner: Ints
+    """Which box it is, for messages."""
+
+    @property
+    def stops(self) -> Ints:
+        """One past the last byte of each."""
+        return np.asarray(self.first + ((self.counts - 1) * self.steps).sum(axis=1) + self.unit)
+
+    def chosen(self, rows: Ints | Flags | slice) -> _Spans:
+        """Some of them."""
+        return _Spans(*(column[rows] for column in self))
+
+
+def _spans(first: Ints, extents: Ints, strides: Ints, unit: Ints, kind: Ints, owner: Ints) -> _Spans:
+    """Boxes as runs: dims that continue where a run ends make it longer."""
+    key = np.where(extents > 1, strides, -1)
+    order = np.argsort(-key, axis=1, kind="stable")
+    counts, steps = (np.take_along_axis(side, order, axis=1) for side in (extents, np.maximum(key, 0)))
+    unit, open_ = unit.copy(), np.ones(len(first), dtype=bool)
+    for dim in reversed(range(MAX_DIMS)):
+        single = counts[:, dim] == 1
+        joins = open_ & ~single & (steps[:, dim] == unit)
+        unit[joins] *= counts[joins, dim]
+        counts[joins, dim] = 1
+        open_ &= single | joins
+    return _Spans(first.astype(np.int64), unit, counts, steps, kind, owner)
+
+
+def _ranges(first: Ints, sizes: Ints, kind: int) -> _Spans:
+    """Contiguous ranges."""
+    ones = np.ones((len(first), MAX_DIMS), dtype=np.int64)
+    some = sizes > 0
+    numbers = np.full(len(first), kind, dtype=np.int64)
+    return _Spans(first, sizes, ones, ones * 0, numbers, np.arange(len(first))).chosen(some)
+
+
+class _Runs(NamedTuple):
+    start: Ints
+    stop: Ints
+    span: Ints
+    """Index of the span of each run."""
+
+
+def _windows(spans: _Spans, size: int) -> Iterator[tuple[int, int, _Runs]]:
+    """The runs of all spans in windows of ``[0, size)``, sorted by start and cut at the ends of the window.
+
+    A window is as large as its runs allow. ``spans`` are sorted by first byte.
+    """
+    stops = spans.stops
+    reach = np.maximum.accumulate(stops) if len(stops) else stops
+    runs = spans.counts.prod(axis=1)
+    density = runs / np.maximum(stops - spans.first, 1)
+    low, width = 0, LARGEST_WINDOW
+    while low < size:
+        high = min(low + width, size)
+        first = int(np.searchsorted(reach, low, side="right"))
+        last = int(np.searchsorted(spans.first, high, side="left"))
+        rows = first + np.flatnonzero(stops[first:last] > low)
+        overlap = np.minimum(stops[rows], high) - np.maximum(spans.first[rows], low)
+        if (density[rows] * overlap).sum() + len(rows) > WINDOW_RUNS and width > SMALLEST_WINDOW:
+            width //= 4
+            continue
+        yield low, high, _runs_within(spans, rows, low, high)
+        low, width = high, min(2 * width, LARGEST_WINDOW)
+
+
+def _runs_within(spans: _Spans, rows: Ints, low: int, high: int) -> _Runs:
+    start = spans.first[rows]
+    counts, steps, unit = spans.counts[rows], spans.steps[rows], spans.unit[rows]
+    inner = ((counts - 1) * steps).sum(axis=1) + unit
+    for dim in range(MAX_DIMS):
+        inner = inner - (counts[:, dim] - 1) * steps[:, dim]
+        if (counts[:, dim] == 1).all():
+            continue
+        step = np.maximum(steps[:, dim], 1)
+        begin = np.clip(-((start + inner - low - 1) // step), 0, counts[:, dim])
+        end = np.clip((high - 1 - start) // step + 1, begin, counts[:, dim])
+        repeated = np.repeat(np.arange(len(rows)), end - begin)
+        within = np.arange(len(repeated)) - np.repeat(np.cumsum(end - begin) - (end - begin), end - begin)
+        start = start[repeated] + (begin[repeated] + within) * steps[repeated, dim]
+        rows, counts, steps, unit, inner = (side[repeated] for side in (rows, counts, steps, unit, inner))
+    start, stop = np.maximum(start, low), np.minimum(start + unit, high)
+    some = start < stop
+    order = np.argsort(start[some], kind="stable")
+    return _Runs(start[some][order], stop[some][order], rows[some][order])
+
+
+# ------------------------------------------------------------------------------------------------------ bytes
+
+
+def _sweep_files(values: _Values, files: range, sizes: Ints, problems: Problems) -> Ints:
+    """Sweep over some files, laid end to end; returns the bytes of each kind."""
+    plan, target = values.plan, values.target
+    base = np.cumsum(sizes[files.start : files.stop]) - sizes[files.start : files.stop]
+    size = int(sizes[files.start : files.stop].sum())
+    ops, kinds = values.of_files(files)
+    _check_boxes(values, ops, problems)
+    last = np.ones(len(ops), dtype=bool)
+    for tensor, mixture in plan.mixtures.items():  # every step writes to the same bytes
+        last &= (ops["tensor"] != tensor) | (ops["source_tensor"] == mixture.terms[-1].tensor)
+    ops, kinds = ops[last], kinds[last]
+    boxes = _spans(
+        base[ops["target_file"] - files.start] + ops["target_byte"],
+        ops["extents"],
+        ops["target_strides"],
+        _SIZES[ops["target_dtype"]],
+        kinds,
+        ops["tensor"].astype(np.int64),
+    )
+    literals = plan.literals
+    chosen = (literals.files >= files.start) & (literals.files < files.stop)
+    written = _ranges(
+        base[literals.files[chosen] - files.start] + literals.offsets[chosen], literals.sizes[chosen], LITERAL
+    )
+    fills = np.array([fill for fill in target.fills if fill[0] in files], dtype=np.int64).reshape(-1, 3)
+    padding = _ranges(base[fills[:, 0] - files.start] + fills[:, 1], fills[:, 2], PADDING)
+    beyond = _beyond(target.fragments, values.source, files, base)
+    columns = (np.concatenate(column) for column in zip(boxes, written, padding, beyond, strict=True))
+    spans = _Spans(*columns)
+    outside = (spans.first < 0) | (spans.stops > size)
+    if outside.any():
+        problems.add(_outside(plan, spans.chosen(outside)), int(outside.sum()) - 1)
+        spans = spans.chosen(~outside)
+    spans = spans.chosen(np.argsort(spans.first, kind="stable"))
+    described = _Files(plan, files, base)
+    bytes_of = np.zeros(len(KINDS), dtype=np.int64)
+    for low, high, runs in _windows(spans, size):
+        _check_runs(described, spans, runs, low, high, problems)
+        lengths = np.bincount(spans.kind[runs.span], weights=runs.stop - runs.start, minlength=len(KINDS))
+        bytes_of += lengths.astype(np.int64)
+    return bytes_of
+
+
+def _outside(plan: Plan, spans: _Spans) -> str:
+    kind = int(spans.kind[0])
+    whose = f" of {plan.tensors[int(spans.owner[0])].label}" if kind in (VALUE, COPIED) else ""
+    return f"{KINDS[kind]}{whose} lies outside of its file"
+
+
+class _Files(NamedTuple):
+    """Files that are laid end to end."""
+
+    plan: Plan
+    files: range
+    base: Ints
+
+    def at(self, address: int) -> tuple[File, int]:
+        """The file of an address, and the byte in it."""
+        number = int(np.searchsorted(self.base, address, side="right")) - 1
+        return self.plan.target_files[self.files.start + number], address - int(self.base[number])
+
+    def what(self, spans: _Spans, span: int) -> str:
+        """What a span is."""
+        kind = int(spans.kind[span])
+        if kind not in (VALUE, COPIED):
+            return KINDS[kind]
+        return f"{KINDS[kind]} of {self.plan.tensors[int(spans.owner[span])].label}"
+
+
+def _check_runs(files: _Files, spans: _Spans, runs: _Runs, low: int, high: int, problems: Problems) -> None:
+    """Check that the runs of a window follow one another from its first byte to its last."""
+    reach = np.maximum.accumulate(np.r_[low, runs.stop])
+    begins = np.r_[runs.start, high]
+    gaps, overlaps = begins > reach, begins[:-1] < reach[:-1]
+    for at in _some(gaps):
+        file, byte = files.at(int(reach[at]))
+        problems.add(
+            f"{file.path}: bytes [{byte}, {byte + int(begins[at] - reach[at])}) are written by nothing"
+        )
+    for at in _some(overlaps):
+        file, byte = files.at(int(begins[at]))
+        before = int(np.argmax(runs.stop[:at]))
+        first, second = (files.what(spans, int(runs.span[run])) for run in (before, at))
+        problems.add(f"{file.path}: byte {byte} is written twice, as {first} and as {second}")
+    described = len(_some(gaps)) + len(_some(overlaps))
+    problems.count += int(gaps.sum() + overlaps.sum()) - described
+
+
+def _some(wrong: Flags) -> list[int]:
+    return np.flatnonzero(wrong)[:MOST_OF_A_WINDOW].tolist()
+
+
+def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> _Spans:
+    """What of the target's boxes extends beyond the source's tensors: zeros, because a larger vocabulary was requested.
+
+    A box of (8, 6) of which (5, 6) are inside gives one box of (3, 6).
+    """
+    chosen = fragments[(fragments["file"] >= files.start) & (fragments["file"] < files.stop)]
+    shapes = source.tensors.shapes
+    reach = np.clip(shapes[chosen["tensor"]] - chosen["offset"], 0, chosen["extents"])
+    larger = (reach < chosen["extents"]).any(axis=1)
+    chosen, reach = chosen[larger], reach[larger]
+    found = [_ranges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), PADDING)]
+    first = base[chosen["file"] - files.start] + chosen["byte_base"]
+    for dim in range(MAX_DIMS):
+        extents = np.where(np.arange(MAX_DIMS) < dim, reach, chosen["extents"])
+        extents[:, dim] -= reach[:, dim]
+        some = (extents > 0).all(axis=1)
+        begin = first + reach[:, dim] * chosen["strides"][:, dim]
+        kind = np.full(len(chosen), PADDING, dtype=np.int64)
+        unit = _SIZES[chosen["dtype"]]
+        boxes = _spans(
+            begin, np.maximum(extents, 1), chosen["strides"], unit, kind, chosen["tensor"].astype(np.int64)
+        )
+        found.append(boxes.chosen(some))
+    return _Spans(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+# --------------------------------------------------------------------------------------------------- elements
+
+
+def _distinct_elements(tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> Ints:
+    """How many elements of each tensor lie in at least one of its boxes."""
+    found = np.zeros(len(source.tensors), dtype=np.int64)
+    order = np.argsort(tensors, kind="stable")
+    order = order[tensors[order] < len(found)]
+    tensors = tensors[order].astype(np.int64)
+    done = 0
+    while done < len(order):
+        stop = int(np.searchsorted(tensors, tensors[min(done + BATCH_BOXES, len(order)) - 1], side="right"))
+        rows = order[done:stop]
+        _add_distinct(found, tensors[done:stop], offset[rows], extents[rows], source)
+        done = stop
+    return found
+
+
+def _add_distinct(found: Ints, tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> None:
+    """Count the elements of the boxes of some tensors, sorted by tensor, whose elements are laid end to end."""
+    known = np.unique(tensors)
+    shapes = [source.tensors[number].global_shape for number in known.tolist()]
+    elements = source.tensors.elements[known]
+    strides = np.zeros((len(known), MAX_DIMS), dtype=np.int64)
+    for row, shape in enumerate(shapes):
+        strides[row, : len(shape)] = row_major_strides(shape, 1)
+    number = np.searchsorted(known, tensors)
+    base = np.cumsum(elements) - elements
+    first = base[number] + (offset * strides[number]).sum(axis=1)
+    ones = np.ones(len(tensors), dtype=np.int64)
+    spans = _spans(first, extents, strides[number], ones, ones * VALUE, number)
+    inside = (spans.first >= base[number]) & (spans.stops <= base[number] + elements[number])
+    spans = spans.chosen(inside)
+    spans = spans.chosen(np.argsort(spans.first, kind="stable"))
+    for low, _, runs in _windows(spans, int(elements.sum())):
+        if not len(runs.start):
+            continue
+        reach = np.maximum.accumulate(np.r_[low, runs.stop])[:-1]
+        added = np.maximum(runs.stop - np.maximum(runs.start, reach), 0)
+        counted = np.bincount(spans.owner[runs.span], weights=added, minlength=len(known))
+        found[known] += counted.astype(np.int64)
