@@ -1,4 +1,4 @@
-"""A Hugging Face model whose matrices have several blocks of 128 rows and columns, with ragged edges."""
+"""A Hugging Face model whose matrices have several blocks of 128 rows and columns, with ragged edges by default."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> dict[str, tuple[int, ...]]:
     """Key → shape of every tensor."""
-    narrow = HIDDEN * KV_HEADS // HEADS
+    narrow = hidden * KV_HEADS // HEADS
     found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.embed_tokens.weight": (VOCAB, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (VOCAB, hidden),
     }
     for layer in range(LAYERS):
         for name, shape in {
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-            "self_attn.q_proj": (HIDDEN, HIDDEN),
-            "self_attn.k_proj": (narrow, HIDDEN),
-            "self_attn.v_proj": (narrow, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HIDDEN),
-            "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-            "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-            "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (narrow, hidden),
+            "self_attn.v_proj": (narrow, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (intermediate, hidden),
+            "mlp.up_proj": (intermediate, hidden),
+            "mlp.down_proj": (hidden, intermediate),
         }.items():
             found[f"model.layers.{layer}.{name}.weight"] = shape
     return found
 
 
-def write_wide(folder: Path) -> Path:
+def write_wide(folder: Path, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> Path:
     """The model with random values of many magnitudes, in one file; returns ``folder``."""
     rng = np.random.default_rng(17)
     tensors = {}
-    for key, shape in shapes().items():
+    for key, shape in shapes(hidden, intermediate).items():
         values = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 3, shape))
         if key.endswith("q_proj.weight"):
             values[:128, :128] = 0
         bits = values.astype(np.float32).view(np.uint32) >> 16
         tensors[key] = ("BF16", shape, bits.astype("<u2").tobytes())
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": hidden // HEADS}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
     write_safetensors(folder / "model.safetensors", tensors)
     return folder

@@ -272,7 +272,7 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
     return replace(
         _files_of(source, shards, _names(len(shards) + 1)),
         quantization_config=fp8_config([key.removesuffix(".weight") for key in kept]),
-        remarks=(_quantised_from(source, quantised, target),),
+        remarks=(_quantised_from(source, quantised, target), *_ragged(quantised)),
     )
 
 
@@ -286,6 +286,22 @@ def _quantised_from(source: Catalog, quantised: Sequence[_Exported], target: Hug
     else:
         origin = "master weights, or parameters where the source holds no master weight"
     return f"{len(quantised)} weights are quantised to {target.quantize}, from their {origin}"
+
+
+def _ragged(quantised: Sequence[_Exported]) -> tuple[str, ...]:
+    """A remark on weights with smaller blocks at an edge, if there are any.
+
+    ``Fp8Dequantize`` of transformers 5.23 divides the rows and columns of a weight evenly among its scales.
+    """
+    found = [one for one in quantised if any(extent > BLOCK and extent % BLOCK for extent in one.part.shape)]
+    if not found:
+        return ()
+    part = found[0].part
+    return (
+        f"the rows or columns of {len(found)} quantised weights, such as {part.key} of shape {part.shape}, are not a "
+        f"multiple of {BLOCK}: where transformers 5 dequantises, as on a CPU, it stops at them or takes other blocks "
+        "and computes wrong values",
+    )
 
 
 def _files_of(
