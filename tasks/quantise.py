@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.layouts.quantised import BLOCK
 from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Piece, QuantisedFile, ScaleFile
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
@@ -36,6 +35,17 @@ _BIAS_DIFFERENCE = 127 - 7
 _SMALLEST_NORMAL = np.float32(2.0**-6)
 _SUBNORMALS = np.float32(2.0**9)
 """Subnormal numbers of e4m3 are multiples of 2⁻⁹."""
+
+
+class NotFiniteError(ValueError):
+    """A value of a weight has no scale. ``byte_offset`` is that of the value in the file as planned."""
+
+    def __init__(self, key: str, index: tuple[int, int], value: float, byte_offset: int) -> None:
+        super().__init__(key, index, value, byte_offset)
+        self.key, self.index, self.value, self.byte_offset = key, index, value, byte_offset
+
+    def __str__(self) -> str:
+        return f"{self.key}: the value at {self.index} is {self.value}, so it has no FP8 scale"
 
 
 def e4m3_codes(values: Floats) -> Codes:
@@ -72,7 +82,7 @@ def quantise(weight: Floats, codes: Codes) -> Floats:
         starts = np.arange(0, values.shape[1], BLOCK)
         amax = np.maximum.reduceat(np.abs(values).max(axis=0), starts)
         if not np.isfinite(amax).all():
-            raise OverflowError(f"a value is {values[~np.isfinite(values)][0]}")
+            raise OverflowError("a value is infinite or not a number")
         scale = np.maximum(amax, SMALLEST_AMAX) / LARGEST
         scales[first // BLOCK : first // BLOCK + len(scale)] = scale
         factors = np.repeat(np.float32(1) / scale, np.diff(starts, append=values.shape[1]))
@@ -101,7 +111,7 @@ class QuantisingWriter:
 
         Raises
         ------
-        PlanError
+        NotFiniteError
             If a weight holds an infinite value or NaN.
         """
         file = self.files.get(path)
@@ -136,8 +146,13 @@ def _quantise_piece(flat: Codes, at: int, begin: int, piece: Piece, scales: list
         try:
             scales.append(quantise(weight, codes))
         except OverflowError as error:
-            raise PlanError(
-                f"{piece.tensor.key}: {error}, so it has no FP8 scale; export without --quantize"
+            row, column = (int(at) for at in np.argwhere(~np.isfinite(weight))[0])
+            element = columns * (first + row) + column
+            raise NotFiniteError(
+                piece.tensor.key,
+                (first + row, column),
+                float(weight[row, column]),
+                piece.tensor.start + FLOAT_BYTES * element,
             ) from error
         flat[at : at + codes.nbytes] = codes.ravel()
         at, begin = at + codes.nbytes, begin + FLOAT_BYTES * codes.nbytes

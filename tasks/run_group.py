@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.errors import CastError, MasterDriftError
+from paddle_reshard.pipeline.core.errors import CastError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops
@@ -35,6 +35,7 @@ from paddle_reshard.tasks.group import (
     summed_up,
     with_ranges,
 )
+from paddle_reshard.tasks.quantise import NotFiniteError
 from paddle_reshard.tasks.sums import Sums, added, is_summed_in_place
 
 
@@ -96,10 +97,39 @@ def _make(
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
             literal = next(literals, None)
         path = work.target_paths[int(part["file"])]
-        receipts.append(target.write_part(path, int(part["start"]), buffer.data))
+        try:
+            receipts.append(target.write_part(path, int(part["start"]), buffer.data))
+        except NotFiniteError as error:
+            files = ", ".join(_read_from(work, int(part["file"]), error.byte_offset))
+            raise PlanError(
+                f"{error}. It was read from {files}; nothing is published. Export without --quantize, or an earlier "
+                "checkpoint"
+            ) from error
     written = sum(receipt.nbytes for receipt in receipts)
     summed = summed_up(work, reports)
     return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=found)
+
+
+def _read_from(work: GroupWork, file: int, byte_offset: int) -> list[str]:
+    """Paths of the source files from which the value at a byte of a target file is moved."""
+    ops = work.ops[work.ops["kind"] == MOVE]
+    here = (ops["target_file"] == file) & (ops["target_byte"] <= byte_offset)
+    near = ops[here & (byte_offset < ops["target_stop"])]
+    return sorted(
+        {work.source_paths[int(op["source_file"])] for op in near.rows() if _holds(op, byte_offset)}
+    )
+
+
+def _holds(op: np.void, byte_offset: int) -> bool:
+    """Whether an element of an op's target begins at a byte."""
+    rest = byte_offset - int(op["target_byte"])
+    for stride, extent in sorted(
+        zip(op["target_strides"].tolist(), op["extents"].tolist(), strict=True), reverse=True
+    ):
+        if extent > 1:
+            index = min(rest // stride, extent - 1)
+            rest -= index * stride
+    return rest == 0
 
 
 class _Accumulator(NamedTuple):

@@ -6,6 +6,7 @@ The codes and scales are computed here once more, block by block; Paddle rounds 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,15 +197,39 @@ def test_what_cannot_be_quantised_is_refused(
         paddle_reshard.plan(source, **{**FP8, **options})
 
 
-def test_values_without_a_scale_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "index", "bits", "value", "rank"),
+    [
+        ("up_proj", (300, 77), b"\x80\x7f", "inf", 0),
+        ("up_proj", (699, 319), b"\x80\xff", "-inf", 1),
+        ("down_proj", (130, 349), b"\xc0\x7f", "nan", 0),
+        ("down_proj", (319, 350), b"\xc0\x7f", "nan", 1),
+    ],
+)
+def test_a_value_without_a_scale_is_named(
+    name: str, index: tuple[int, int], bits: bytes, value: str, rank: int, tmp_path: Path
+) -> None:
+    """With its tensor, its row and column, and the file of the rank that holds it: each has half of 700."""
     source = write_wide(tmp_path / "model")
     tensors = read(source)
-    key = "model.layers.1.mlp.up_proj.weight"
+    key = f"model.layers.1.mlp.{name}.weight"
     tag, shape, data = tensors[key]
-    tensors[key] = (tag, shape, data[:-2] + b"\x80\x7f")
+    at = 2 * (index[0] * shape[1] + index[1])
+    tensors[key] = (tag, shape, data[:at] + bits + data[at + 2 :])
     write_safetensors(source / "model.safetensors", tensors)
-    with pytest.raises(ReshardError, match=f"{key}: a value is inf, so it has no FP8 scale"):
-        paddle_reshard.convert(source, tmp_path / "fp8", **FP8)
+    paddle_reshard.convert(source, tmp_path / "job", to="tp=2")
+    words = (
+        rf"{re.escape(f'{key}: the value at {index} is {value}, so it has no FP8 scale')}\. "
+        rf"It was read from model_state\.tp0{rank}\.pdparams; nothing is published"
+    )
+    with pytest.raises(ReshardError, match=words):
+        in_groups(300_000).convert(tmp_path / "job", tmp_path / "fp8", **FP8)
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_what_was_trained_in_float16_is_refused(tmp_path: Path) -> None:
+    source = write_wide(tmp_path / "model")
+    tensors = read(source)
     (source / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float16"}))
     halves = {key: ("F16", shape, data) for key, (_, shape, data) in tensors.items()}
     write_safetensors(source / "model.safetensors", halves)
