@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package test exhaustive cluster serving check fuzz format parity parity-table bench memory s3 chaos clean
+.PHONY: help demo package docs test exhaustive cluster serving check fuzz format parity parity-table bench memory s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -16,6 +16,7 @@ help:
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
+	@echo "make docs     the documentation as a site and a manual page, into .docs"
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
@@ -36,7 +37,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.made
-	$(BIN)/pip install --quiet -e '.[s3,ray,test,check]'
+	$(BIN)/pip install --quiet -e '.[s3,ray,test,check,docs]'
 	touch $@ $(VENV)/.demo
 
 CASE := tests/golden/cases/mp2pp2sh2_s1v2_meta_ema
@@ -72,6 +73,10 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs .docs/site
+	$(BIN)/python -m sphinx -q -W --keep-going -b man docs .docs/man
 
 package:
 	rm -rf dist .package
@@ -114,4 +119,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .corpus .demo .package .parity .bench .s3 .chaos build dist *.egg-info
+	rm -rf $(VENV) .corpus .demo .docs .package .parity .bench .s3 .chaos build dist *.egg-info

@@ -71,6 +71,7 @@ def command_lines(text: str) -> Iterator[str]:
                 ("…", "tp=1"),
                 ("TOPOLOGY", "tp=1"),
                 ("FILE", "README.md"),
+                ("simulate plan.reshard", "simulate README.md"),
             ):
                 line = line.replace(shown, value)
             yield line
