@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.layouts.forms import (
     form_of,
     matches_of,
     parts_of_tensors,
-    widths_and_groups,
+    spans_of,
 )
 from paddle_reshard.pipeline.layouts.model import Model, read_model
 from paddle_reshard.pipeline.layouts.rules import (
@@ -143,13 +143,13 @@ def _cut_all(model: Model, source: Source) -> dict[str, Value]:
         value = source.values[tensor.key]
         for number, of_expert in enumerate(_experts(value, form, model.config, tensor.key)):
             for part, cut in enumerate(_cut(of_expert, form, model.config, tensor.key)):
-                spelled = form.keys[part] if form.stacked is None else form.key_of(part, number)
+                spelled = form.tensors[part] if form.stacked is None else form.key_of(part, number)
                 key = tensor.rule.fill_in(spelled, tensor.key)
                 if key in parts:
                     raise RuleError(
                         tensor.key, f"it and another tensor would both be {key} in a Hugging Face checkpoint"
                     )
-                parts[key] = permuted(cut, None) if form.transposed else cut
+                parts[key] = _swapped(cut) if form.transposed else cut
     return parts
 
 
@@ -171,23 +171,18 @@ def _own_dim(key: str) -> RuleError:
 
 
 def _cut(value: Value, form: HuggingFaceForm, config: Config, key: str) -> list[Value]:
-    """The parts that are fused along the last dim."""
+    """The tensors that are fused along the last dim."""
     if len(form.keys) == 1:
         return [value]
     axis = len(value.shape) - 1
-    widths, groups = widths_and_groups(form, config, key, value.shape[axis])
-    starts = [sum(widths[:part]) for part in range(len(widths))]
     return [
         assembled(
             [value],
             [value.shape[axis]],
-            [
-                Piece(0, group * sum(widths) + start, group * sum(widths) + start + width)
-                for group in range(groups)
-            ],
+            [Piece(0, span.here, span.here + span.extent) for span in spans],
             axis,
         )
-        for start, width in zip(starts, widths, strict=True)
+        for spans in spans_of(form, config, key, value.shape[axis])
     ]
 
 
@@ -197,23 +192,29 @@ def _joined(key: str, of_tensor: PartsOfTensor, parts: Mapping[str, Value], conf
         raise _own_dim(key)
     experts = []
     for keys in of_tensor.keys:
-        values = [permuted(parts[one], None) if of_tensor.transposed else parts[one] for one in keys]
+        values = [_swapped(parts[one]) if of_tensor.transposed else parts[one] for one in keys]
         experts.append(_fused(values, of_tensor.form, config, key))
     return experts[0] if len(experts) == 1 else concatenated(experts, 0)
 
 
 def _fused(values: Sequence[Value], form: HuggingFaceForm, config: Config, key: str) -> Value:
-    if len(values) == 1:
+    if len(form.keys) == 1:
         return values[0]
     axis = len(values[0].shape) - 1
     extents = [value.shape[axis] for value in values]
-    widths, groups = widths_and_groups(form, config, key, sum(extents))
-    pieces = [
-        Piece(part, group * width, (group + 1) * width)
-        for group in range(groups)
-        for part, width in enumerate(widths)
-    ]
+    spans = sorted(
+        (span.here, number, span)
+        for number, of_value in enumerate(spans_of(form, config, key, sum(extents)))
+        for span in of_value
+    )
+    pieces = [Piece(number, span.there, span.there + span.extent) for _, number, span in spans]
     return assembled(values, extents, pieces, axis)
+
+
+def _swapped(value: Value) -> Value:
+    """The value with its last two dims swapped."""
+    dims = len(value.shape)
+    return permuted(value, (*range(dims - 2), dims - 1, dims - 2))
 
 
 def _with_aliases(catalog: Catalog, model: Model) -> Catalog:

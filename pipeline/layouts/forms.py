@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
@@ -65,6 +66,55 @@ def widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int
     return tuple(total // groups for total in totals), groups
 
 
+class Span(NamedTuple):
+    """A range of a tensor's last dim in Paddle, and of the same dim of a tensor in a Hugging Face checkpoint."""
+
+    here: int
+    there: int
+    extent: int
+
+
+def spans_of(form: HuggingFaceForm, config: Config, key: str, last: int) -> list[tuple[Span, ...]]:
+    """For each tensor there, the ranges that make it up, in their order there.
+
+    Parts of 8, 4 and 4 elements in 2 groups here, the first two of them one tensor with a single group there, are
+    ``[(0, 0, 4), (8, 4, 4), (4, 8, 2), (12, 10, 2)]`` and ``[(6, 0, 2), (14, 2, 2)]``.
+
+    Raises
+    ------
+    RuleError
+        If the parts do not make up the dim.
+    """
+    widths, groups = widths_and_groups(form, config, key, last)
+    groups_there = 1
+    if form.groups_there is not None:
+        (groups_there,) = evaluate_sizes([form.groups_there], config, key)
+    found = []
+    for tensor in form.tensors:
+        own = [part for part, spelled in enumerate(form.keys) if spelled == tensor]
+        divided = groups_there if len(own) > 1 else 1
+        totals = [widths[part] * groups for part in own]
+        if divided < 1 or any(total % divided for total in totals):
+            raise RuleError(
+                key, f"parts of {totals} elements do not divide into {divided} groups ({form.groups_there})"
+            )
+        shares = [total // divided for total in totals]
+        spans = [
+            Span(
+                first // width * sum(widths) + sum(widths[:part]) + first % width,
+                first // share * sum(shares) + sum(shares[:place]) + first % share,
+                stop - first,
+            )
+            for place, (part, share) in enumerate(zip(own, shares, strict=True))
+            for width in [widths[part]]
+            for first, stop in pairwise(
+                sorted({*range(0, width * groups + 1, width), *range(0, width * groups + 1, share)})
+            )
+        ]
+        found.append(tuple(sorted(spans, key=lambda span: span.there)))
+    return found
+
+
 class Match(NamedTuple):
     """The row of the rule table that matches a tensor of a Hugging Face checkpoint."""
 
@@ -89,7 +139,7 @@ def matches_of(keys: Iterable[str], table: RuleTable, config: Config) -> dict[st
         _Spelling(replace(rule, key=spelled).pattern(), rule, part)
         for rule in table.rules
         if rule.huggingface is not None and rule.applies(config) and not rule.former
-        for part, spelled in enumerate(rule.huggingface.keys)
+        for part, spelled in enumerate(rule.huggingface.tensors)
     ]
     return {key: _match_of(key, spellings, table, config) for key in keys}
 
@@ -168,10 +218,10 @@ def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dic
         rule = rules[whole]
         form = _form(rule)
         experts = 1 if form.stacked is None else evaluate_sizes([form.stacked], config, whole)[0]
-        wanted = [[(expert, part) for part in range(len(form.keys))] for expert in range(experts)]
+        wanted = [[(expert, part) for part in range(len(form.tensors))] for expert in range(experts)]
         for expert, part in (one for of_expert in wanted for one in of_expert):
             if (expert, part) not in of_whole:
-                spelled = form.keys[part] if form.stacked is None else form.key_of(part, expert)
+                spelled = form.tensors[part] if form.stacked is None else form.key_of(part, expert)
                 raise CoverageError(
                     rule.fill_in(spelled, whole), f"no file holds it, and it is a part of {whole}"
                 )

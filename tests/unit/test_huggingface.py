@@ -13,7 +13,7 @@ from paddle_reshard.pipeline.cli.conversion import convert
 from paddle_reshard.pipeline.cli.jobs import Request
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
+from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
@@ -88,11 +88,77 @@ def _model(config: Mapping[str, Any], *tensors: tuple[str, tuple[int, ...], Any]
         ("a", {"keys": ["b", "c"], "widths": ["1"]}, "several keys need a width each"),
         ("a", {"keys": ["b"], "widths": ["1"]}, "several keys need a width each"),
         ("a", {"keys": ["b"], "groups": "heads"}, "groups require several keys"),
+        (
+            "a",
+            {"keys": ["b", "c"], "widths": ["1", "1"], "groups_there": "heads"},
+            "groups_there require parts with the same key",
+        ),
     ],
 )
 def test_rows_that_are_refused(key: str, form: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         _table((key, form))
+
+
+GATED = {
+    "keys": ["q.weight", "q.weight", "k.weight", "v.weight"],
+    "transposed": True,
+    "widths": ["heads*width", "heads*width", "groups*width", "groups*width"],
+    "groups": "groups",
+    "groups_there": "heads",
+}
+TOWER = {
+    "keys": ["qkv.weight"] * 3,
+    "transposed": True,
+    "widths": ["heads*width"] * 3,
+    "groups": "heads",
+}
+ROWS, HEADS, GROUPS, WIDTH = 3, 6, 2, 5
+
+
+def _filled(part: Part, logical: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array = np.full(part.shape, -1)
+    for box in part.boxes:
+        for place in np.ndindex(*box.extents):
+            there = box.first_element + sum(n * s for n, s in zip(place, box.strides, strict=True))
+            array.reshape(-1)[there] = logical[tuple(n + o for n, o in zip(place, box.offset, strict=True))]
+    return array
+
+
+def test_parts_of_one_tensor() -> None:
+    """Queries and gates alternate by head there; the projections of a vision tower come one after the other."""
+    rng = np.random.default_rng(3)
+    config = {"heads": HEADS, "groups": GROUPS, "width": WIDTH}
+    gated = rng.permutation(2 * HEADS * WIDTH * ROWS).reshape(HEADS, 2, WIDTH, ROWS)
+    keys, values = 1000 + rng.permutation(2 * GROUPS * WIDTH * ROWS).reshape(2, GROUPS, WIDTH, ROWS)
+    of_group = [
+        np.concatenate(
+            [
+                *gated[first : first + HEADS // GROUPS, 0],
+                *gated[first : first + HEADS // GROUPS, 1],
+                keys[group],
+                values[group],
+            ]
+        )
+        for group, first in enumerate(range(0, HEADS, HEADS // GROUPS))
+    ]
+    model = _model(config, ("a", (ROWS, 2 * (HEADS + GROUPS) * WIDTH), GATED))
+    ((_, parts),) = model_parts(model)
+    assert [part.key for part in parts] == ["q.weight", "k.weight", "v.weight"]
+    for part, wanted in zip(parts, (gated, keys, values), strict=True):
+        assert (_filled(part, np.concatenate(of_group).T) == wanted.reshape(-1, ROWS)).all()
+
+    tower = rng.permutation(3 * HEADS * WIDTH * ROWS).reshape(3, HEADS, WIDTH, ROWS)
+    model = _model(config, ("a", (ROWS, 3 * HEADS * WIDTH), TOWER))
+    ((_, (whole,)),) = model_parts(model)
+    assert (_filled(whole, tower.swapaxes(0, 1).reshape(-1, ROWS).T) == tower.reshape(-1, ROWS)).all()
+
+
+def test_parts_that_do_not_divide_into_the_groups_there() -> None:
+    config = {"heads": 4, "groups": 2, "width": 3, "odd": 5}
+    model = _model(config, ("a", (ROWS, 36), GATED | {"groups_there": "odd"}))
+    with pytest.raises(RuleError, match=r"a: parts of \[12, 12\] .* into 5 groups \(odd\)"):
+        list(model_parts(model))
 
 
 def test_boxes_of_a_grouped_projection() -> None:

@@ -11,14 +11,14 @@ split before it is moved::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
-from paddle_reshard.pipeline.layouts.forms import form_of, widths_and_groups
+from paddle_reshard.pipeline.layouts.forms import Span, form_of, spans_of
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, evaluate_sizes
 from paddle_reshard.pipeline.layouts.rules.entries import Config
@@ -73,15 +73,13 @@ def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> t
     """The parts of a tensor with the given form."""
     own_dim = _has_own_dim(tensor, form)
     dims = len(tensor.global_shape) - own_dim
-    if dims == 0 or (form.transposed and dims != 2):
+    if dims == 0 or (form.transposed and dims not in (2, 3 - own_dim)):
         raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")
-    widths, groups = widths_and_groups(form, model.config, tensor.key, tensor.global_shape[-1])
-    group_width = sum(widths)
-    starts = [sum(widths[:i]) for i in range(len(widths))]
+    spans = spans_of(form, model.config, tensor.key, tensor.global_shape[-1])
     return tuple(
-        _part(tensor, form, key, rows, start, width, group_width, groups)
+        _part(tensor, form, key, rows, of_part)
         for rows, spellings in _stacked(form, model.config, tensor, own_dim)
-        for key, start, width in zip(spellings, starts, widths, strict=True)
+        for key, of_part in zip(spellings, spans, strict=True)
     )
 
 
@@ -106,7 +104,9 @@ def _stacked(
     """
     shape = tensor.global_shape
     if form.stacked is None:
-        return [(_Rows(0, shape[:-1]), [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.keys])]
+        return [
+            (_Rows(0, shape[:-1]), [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.tensors])
+        ]
     (experts,) = evaluate_sizes([form.stacked], config, tensor.key)
     rows, rest = divmod(shape[0], experts) if experts > 0 else (0, 1)
     if rest or len(shape) != 2 + own_dim or (own_dim and rows != 1):
@@ -117,7 +117,7 @@ def _stacked(
     return [
         (
             _Rows(expert * rows, (rows, *shape[1:-1])),
-            [tensor.rule.fill_in(form.key_of(part, expert), tensor.key) for part in range(len(form.keys))],
+            [tensor.rule.fill_in(form.key_of(part, expert), tensor.key) for part in range(len(form.tensors))],
         )
         for expert in range(experts)
     ]
@@ -128,29 +128,31 @@ def _part(
     form: HuggingFaceForm,
     key: str,
     rows: _Rows,
-    start: int,
-    width: int,
-    group_width: int,
-    groups: int,
+    spans: Sequence[Span],
 ) -> Part:
     first, leading = rows
     own_dims = int(_has_own_dim(tensor, form))
-    shape = (*leading[own_dims:], width * groups)
+    shape = (*leading[own_dims:], sum(span.extent for span in spans))
     strides = row_major_strides(shape, 1)
     if form.transposed:
-        shape = (shape[1], shape[0])
-        strides = tuple(reversed(row_major_strides(shape, 1)))
+        shape = swapped(shape)
+        strides = swapped(row_major_strides(shape, 1))
     origin = (first, *(0,) * (len(leading) - 1))[: len(leading)]
     boxes = tuple(
         PartBox(
-            offset=(*origin, group * group_width + start),
-            extents=(*leading, width),
-            first_element=group * width * strides[-1],
+            offset=(*origin, span.here),
+            extents=(*leading, span.extent),
+            first_element=span.there * strides[-1],
             strides=(*(0,) * own_dims, *strides),
         )
-        for group in range(groups)
+        for span in spans
     )
     return Part(key, shape, boxes, form.keep_float32)
+
+
+def swapped(shape: Shape) -> Shape:
+    """A shape, or strides, with the last two dims swapped."""
+    return (*shape[:-2], *reversed(shape[-2:]))
 
 
 def part_elements(part: Part) -> int:

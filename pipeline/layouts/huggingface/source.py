@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
-from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, tensor_parts
+from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, swapped, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.rules import RuleTable, tables_to_train_with
 from paddle_reshard.pipeline.layouts.rules.entries import Config
@@ -251,7 +251,8 @@ def _logical(
     tensors = []
     for whole, of_whole in parts_of_tensors(matches, config).items():
         shapes = [
-            stored[key].shape[::-1] if of_whole.transposed else stored[key].shape for key in of_whole.keys[0]
+            swapped(stored[key].shape) if of_whole.transposed else stored[key].shape
+            for key in of_whole.keys[0]
         ]
         width = sum(shape[-1] for shape in shapes if shape)
         shape = (*shapes[0][:-1], width) if shapes[0] else ()

@@ -34,9 +34,10 @@ class HuggingFaceForm:
     """A tensor's form in a Hugging Face checkpoint: a single tensor, or several that Paddle fuses."""
 
     keys: tuple[str, ...]
-    """Key of each part in Hugging Face checkpoints; ``{layer}`` and ``{expert}`` are the numbers in the row's key."""
+    """Key of each part in Hugging Face checkpoints; ``{layer}`` and ``{expert}`` are the numbers in the row's key.
+    Parts with the same key are one tensor there."""
     transposed: bool = False
-    """Whether the two dims are swapped: ``[in, out]`` in Paddle, ``[out, in]`` in Hugging Face."""
+    """Whether the last two dims are swapped: ``[in, out]`` in Paddle, ``[out, in]`` in Hugging Face."""
     saved_transposed: bool | None = None
     """Whether the two dims are swapped when the trainer saves with ``save_to_hf``; ``None``: as ``transposed`` for a
     single key, not at all for several."""
@@ -48,6 +49,9 @@ class HuggingFaceForm:
     4 query heads and 2 key/value heads with ``groups = "num_key_value_heads"`` are stored as
     ``[q q k v | q q k v]``.
     """
+    groups_there: str | None = None
+    """Config entry with the number of groups into which a tensor of several parts is divided in Hugging Face
+    checkpoints; each group has a share of every part. ``None``: one part after the other."""
     stacked: str | None = None
     """Config entry: the number of routed experts that lie one after the other along the first dim here, or in a
     ``shape`` of three dims along a dim of their own. Each has tensors of its own there, numbered where its key has
@@ -55,9 +59,14 @@ class HuggingFaceForm:
     keep_float32: bool = False
     """Whether it stays float32 when the model is converted to another dtype."""
 
-    def key_of(self, part: int, expert: int) -> str:
-        """Key there of a part of one of several experts that are stacked here."""
-        return self.keys[part].replace("{expert}", str(expert))
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The keys there, each once."""
+        return tuple(dict.fromkeys(self.keys))
+
+    def key_of(self, tensor: int, expert: int) -> str:
+        """Key of one of the :attr:`tensors` there, of one of several experts that are stacked here."""
+        return self.tensors[tensor].replace("{expert}", str(expert))
 
     @property
     def transposed_as_saved(self) -> bool:
@@ -724,6 +733,8 @@ def _form_fault(rule: Rule) -> str | None:
         )
     if form.groups is not None and len(form.keys) == 1:
         return "groups require several keys"
+    if form.groups_there is not None and len(form.tensors) == len(form.keys):
+        return "groups_there require parts with the same key"
     return None
 
 
