@@ -17,6 +17,7 @@ from tests.golden.test_families import EXPORTS
 from tests.golden.test_fleet import CASES as FLEET
 from tests.golden.test_fleet import assert_same, exported, read_flex
 from tests.golden.test_fleet_only import DECLARED as FLEET_ONLY
+from tests.golden.test_fleet_vision import DECLARED as FLEET_VISION
 from tests.golden.test_newer_checkpoints import checkpoint, truth_of
 
 TRAINED = {
@@ -58,7 +59,7 @@ NEVER_SEEN = "deepseek_v3.paddlenlp"
 def test_every_table_goes_there_and_back() -> None:
     tables = {f"{table.family}.{table.convention}" for table in shipped_tables() if table.proven.huggingface}
     here = {*TRAINED, *FOR_FLEET, SAVED, NEVER_SEEN}
-    assert here | {f"{family}.paddlefleet" for family in FLEET_ONLY} == tables
+    assert here | {f"{family}.paddlefleet" for family in (*FLEET_ONLY, *FLEET_VISION)} == tables
 
 
 @pytest.mark.parametrize(
