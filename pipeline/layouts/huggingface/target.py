@@ -389,7 +389,8 @@ def _is_quantised(part: Part, dtype: DType, quantize: str) -> bool:
     """
     if len(part.shape) == 3 and EXPERTS in part.key and not part.keep_float32:
         raise UnsupportedError(
-            f"--quantize {quantize}: {part.key} holds all experts of a layer in one tensor, which is not supported"
+            f"--quantize {quantize}: {part.key} holds all experts of a layer in one tensor, which is not supported: "
+            "inference libraries do not agree on their scales. Export without --quantize"
         )
     if not QUANTISED.fullmatch(part.key) or len(part.shape) != 2 or not all(part.shape) or part.keep_float32:
         return False
