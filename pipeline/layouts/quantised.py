@@ -223,10 +223,11 @@ def dequantised(
     served_as = {weight.tag for weight in weights.values()}
     for weight_served in weights.values():
         _check_dtype(weight_served, config, method)
+    changed = {*weights, *companions}
     files = {
         path: _served(payload, weights, companions)
         for path, payload in payloads.items()
-        if not payload.tensors.keys().isdisjoint({*weights, *companions})
+        if not changed.isdisjoint(payload.tensors)
     }
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
