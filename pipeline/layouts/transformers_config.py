@@ -136,7 +136,8 @@ def _glm_ocr(config: Config) -> _Agreement:
     """PaddleFormers 1.2 has 1e-6 in the norms of decoder layers (``transformers/glm_ocr/modeling.py:203-212``).
 
     Without ``partial_rotary_factor`` it rotates whole heads (line 813), as ``transformers`` does, but vLLM 0.33 half of
-    each (``vllm/model_executor/models/glm4.py:88``).
+    each (``vllm/model_executor/models/glm4.py:88``). Without ``attention_bias`` SGLang 0.5 expects biases of attention
+    (``sglang/srt/models/glm4.py:227``), and takes what memory holds for them.
     """
     text = config.get("text_config")
     if config.get("model_type") != "glm_ocr" or "paddleformers_version" not in config:
@@ -144,7 +145,7 @@ def _glm_ocr(config: Config) -> _Agreement:
     if not isinstance(text, dict):
         return _Agreement()
     rope, configured = text.get("rope_parameters"), text.get("rms_norm_eps", 1e-5)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {} if "attention_bias" in text else {"attention_bias": False}
     remark = ""
     if isinstance(rope, dict) and "partial_rotary_factor" not in rope:
         found["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
@@ -217,12 +218,40 @@ def _minimax_experts(config: Config) -> _Agreement:
     )
 
 
-def _gelu(config: Config) -> _Agreement:
-    """PaddleFormers 1.2 calls ``gelu_tanh`` what ``transformers`` knows as ``gelu_pytorch_tanh``."""
+def _vision(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 calls ``gelu_tanh`` what ``transformers`` knows as ``gelu_pytorch_tanh``.
+
+    FastDeploy requires ``in_chans``, with which Qwen2.5-VL is published; both libraries write ``in_channels``.
+    """
     vision = config.get("vision_config")
-    if not isinstance(vision, dict) or vision.get("hidden_act") != "gelu_tanh":
+    if not isinstance(vision, dict):
         return _Agreement()
-    return _Agreement({"vision_config": {**vision, "hidden_act": "gelu_pytorch_tanh"}})
+    found: dict[str, Any] = {}
+    if vision.get("hidden_act") == "gelu_tanh":
+        found["hidden_act"] = "gelu_pytorch_tanh"
+    if config.get("model_type") == "qwen2_5_vl" and "in_channels" in vision:
+        found["in_chans"] = vision["in_channels"]
+    return _Agreement({"vision_config": {**vision, **found}} if found else {})
+
+
+def _ernie_routing(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 routes with ``e_score_correction_bias`` by default, and leaves the entry out of ``config.json``
+    (``ernie4_5_moe/configuration.py:255``). FastDeploy ignores the bias without it; other engines always use it."""
+    if config.get("model_type") != "ernie4_5_moe" or "paddleformers_version" not in config:
+        return _Agreement()
+    return _Agreement({} if "moe_use_aux_free" in config else {"moe_use_aux_free": True})
+
+
+def _full_attention_interval(config: Config) -> _Agreement:
+    """SGLang 0.5 requires the entry, with which Qwen3-Next is published; both libraries write ``layer_types`` only."""
+    layers = config.get("layer_types")
+    if config.get("model_type") != "qwen3_next" or "full_attention_interval" in config:
+        return _Agreement()
+    if not isinstance(layers, list) or "full_attention" not in layers:
+        return _Agreement()
+    interval = layers.index("full_attention") + 1
+    regular = all((kind == "full_attention") == (n % interval == 0) for n, kind in enumerate(layers, 1))
+    return _Agreement({"full_attention_interval": interval} if regular else {})
 
 
 _ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
@@ -253,5 +282,7 @@ _AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
     _published_entries,
     _experts,
     _minimax_experts,
-    _gelu,
+    _vision,
+    _ernie_routing,
+    _full_attention_interval,
 )

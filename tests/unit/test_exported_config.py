@@ -20,6 +20,10 @@ GEMMA = {
 ROPE = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 DEEPSEEK = {"model_type": "deepseek_v3", "paddleformers_version": "1.2.0", "max_position_embeddings": 8192}
 GLM_OCR = {"model_type": "glm_ocr", "paddleformers_version": "1.2.0"}
+QWEN_VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+ERNIE = {"model_type": "ernie4_5_moe", "paddleformers_version": "1.2.0"}
+QWEN_NEXT = {"model_type": "qwen3_next"}
+LINEAR, FULL = ["linear_attention"] * 3, "full_attention"
 CASES = {
     "no window": ({"sliding_window": False}, {"sliding_window": None}, ""),
     "a window": ({"sliding_window": 4096}, {}, ""),
@@ -39,12 +43,12 @@ CASES = {
     ),
     "glm_ocr": (
         {**GLM_OCR, "text_config": {"rms_norm_eps": 1e-5, "hidden_size": 32}},
-        {"text_config": {"rms_norm_eps": 1e-6, "hidden_size": 32}},
+        {"text_config": {"rms_norm_eps": 1e-6, "hidden_size": 32, "attention_bias": False}},
         "rms_norm_eps of text_config is 1e-06 instead of 1e-05",
     ),
     "glm_ocr by default": (
         {**GLM_OCR, "text_config": {}},
-        {"text_config": {"rms_norm_eps": 1e-6}},
+        {"text_config": {"rms_norm_eps": 1e-6, "attention_bias": False}},
         "is 1e-06 instead of 1e-05",
     ),
     "glm_ocr, rotated heads": (
@@ -53,6 +57,7 @@ CASES = {
             "text_config": {
                 "rms_norm_eps": 1e-6,
                 "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+                "attention_bias": False,
             }
         },
         "",
@@ -83,6 +88,23 @@ CASES = {
         {"vision_config": {"hidden_act": "gelu_pytorch_tanh", "depth": 2}},
         "",
     ),
+    "channels of qwen2_5_vl": (
+        {**QWEN_VL, "vision_config": {"in_channels": 3}},
+        {"vision_config": {"in_channels": 3, "in_chans": 3}},
+        "",
+    ),
+    "channels of others": ({"model_type": "paddleocr_vl", "vision_config": {"in_channels": 3}}, {}, ""),
+    "routing of ernie": (ERNIE, {"moe_use_aux_free": True}, ""),
+    "routing of ernie, without a bias": ({**ERNIE, "moe_use_aux_free": False}, {}, ""),
+    "routing of ernie, of another library": ({"model_type": "ernie4_5_moe"}, {}, ""),
+    "interval": ({**QWEN_NEXT, "layer_types": [*LINEAR, FULL] * 2}, {"full_attention_interval": 4}, ""),
+    "interval, cut": (
+        {**QWEN_NEXT, "layer_types": [*LINEAR, FULL, *LINEAR]},
+        {"full_attention_interval": 4},
+        "",
+    ),
+    "interval, another": ({**QWEN_NEXT, "layer_types": [*LINEAR, FULL, FULL]}, {}, ""),
+    "interval, none": ({**QWEN_NEXT, "layer_types": LINEAR}, {}, ""),
     "deepseek as published": ({**DEEPSEEK, "max_position_embeddings": 163_840, "rope_scaling": ROPE}, {}, ""),
 }
 
