@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,8 +23,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from click.testing import CliRunner
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.locate import open_source
@@ -65,6 +69,10 @@ class Tour:
         rows = self.plan.ops.rows()
         rows = rows[rows["tensor"] == self.number(state)]
         return rows[np.lexsort((rows["offset"][:, 1], rows["offset"][:, 0]))]
+
+    def origins(self) -> tuple[paddle_reshard.Origin, ...]:
+        """Where the element comes from, in each state."""
+        return paddle_reshard.explain(self.planned, key=KEY, element=(ROW, COLUMN)).origins
 
     def group(self) -> int:
         return int(
@@ -207,6 +215,50 @@ def shown(path: str, sum_of_bytes: str, byte: int, file: Path) -> Iterator[str]:
     yield f"  byte {sum_of_bytes} = {byte}: {found.hex(' ')} = {value:.8g}"
 
 
+def explained(tour: Tour) -> Iterator[str]:
+    """The same from the command line, and what its commands show."""
+    arguments = ["explain", str(SOURCE), "--tensor", KEY, "--element", f"{ROW},{COLUMN}", "--to", "tp=1"]
+    shown = CliRunner().invoke(cli, arguments).stdout
+    yield f"$ {shlex.join(['paddle-reshard', *arguments]).replace(f'{REPO}/', '')}"
+    yield "…"
+    shown = shown.replace("\t", "  ")
+    yield from (line for line in shown.splitlines() if line.startswith("rule"))
+    yield "…"
+    yield from (
+        line for line in shown.splitlines() if "(master_weight)" in line and not line.startswith("tensor")
+    )
+    yield "…"
+    origin = next(o for o in tour.origins() if o.state == "master_weight")
+    for path, start in ((origin.source_file, origin.source_byte), (origin.target_file, origin.target_byte)):
+        line = next(
+            line
+            for line in shown.splitlines()
+            if line.startswith("od") and f"-j {start} " in line and path in line
+        )
+        yield f"$ {line.replace(f'{REPO}/', '').replace('DST/', 'one-card/')}"
+        command = shlex.split(line.replace("DST/", f"{tour.target}/"))
+        yield subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def python(tour: Tour) -> Iterator[str]:
+    """The same without any command of ours."""
+    origin = next(o for o in tour.origins() if o.state == "master_weight")
+    for folder, shown, path, start in (
+        (SOURCE, SOURCE.relative_to(REPO), origin.source_file, origin.source_byte),
+        (tour.target, "one-card", origin.target_file, origin.target_byte),
+    ):
+        code = "import struct; print(struct.unpack_from('<f', open({!r}, 'rb').read(), {})[0])"
+        yield f'$ python3 -c "{code.format(f"{shown}/{path}", start)}"'
+        done = [sys.executable, "-c", code.format(str(folder / path), start)]
+        yield subprocess.run(done, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def proof(tour: Tour) -> Iterator[str]:
+    """Every byte of the target, and every element of the source."""
+    for name, value in paddle_reshard.prove(tour.planned).facts():
+        yield f"{name:<15}{value}"
+
+
 def result(tour: Tour) -> Iterator[str]:
     """What came of it all."""
     moved = tour.report.moved
@@ -224,6 +276,9 @@ BLOCKS: tuple[Callable[[Tour], Iterator[str]], ...] = (
     cast,
     group,
     element,
+    explained,
+    python,
+    proof,
     result,
 )
 

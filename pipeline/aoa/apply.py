@@ -35,6 +35,8 @@ class AoaOutcome:
     """File and line of each statement that matches no tensor of the source."""
     casts: frozenset[Cast]
     """Pairs of stored and resulting dtype."""
+    statements: Mapping[str, tuple[str, ...]]
+    """Key of the target → the statements that made it, in order, with file and line."""
 
 
 def apply_aoa(
@@ -76,5 +78,7 @@ def apply_aoa(
     source = Source(catalog)
     run = Run(source, program, wanted, source_blocks or {}, target_blocks or {})
     run.all()
-    made = target_catalog(source, run.outputs(allow_created), frozenset(untied))
-    return AoaOutcome(made, tuple(run.created), tuple(run.dropped), tuple(run.idle), made.casts())
+    outputs = run.outputs(allow_created)
+    made = target_catalog(source, outputs, frozenset(untied))
+    followed = run.statements(outputs.keys())
+    return AoaOutcome(made, tuple(run.created), tuple(run.dropped), tuple(run.idle), made.casts(), followed)

@@ -46,6 +46,7 @@ def rewrite(
         catalog=outcome.catalog,
         model=model,
         sequence_parallel=None,
+        statements=outcome.statements,
         not_carried=(
             *source.not_carried,
             *((name, f"dropped by {program.where}") for name in outcome.dropped),

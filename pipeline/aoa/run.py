@@ -41,6 +41,8 @@ class _Binding:
     """The source tensor with the same values, except for dtype and order of dims."""
     made_by: Statement | None
     used_by: Statement | None = None
+    followed: tuple[Statement, ...] = ()
+    """The statements that made the value, in order."""
 
 
 class Run:
@@ -129,8 +131,10 @@ class Run:
         except PlanError as error:
             raise statement.impossible(str(error)) from error
         root = bindings[0].root if statement.only_renames else None
+        before = dict.fromkeys(made for binding in bindings for made in binding.followed)
+        followed = (*before, statement)
         for name, result in zip(statement.right, results, strict=True):
-            self._write(statement, name.text, _Binding(result, root, statement))
+            self._write(statement, name.text, _Binding(result, root, statement, followed=followed))
 
     def _read(self, statement: Statement, name: str) -> _Binding:
         binding = self.names.get(name)
@@ -235,6 +239,14 @@ class Run:
         found = {name: m.value for name, m in self.names.items() if name in wanted}
         self._check_nothing_lost(found)
         return found
+
+    def statements(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Name → the statements that made its value, in order, with file and line."""
+        return {
+            name: tuple(f"{made.where}: {made.text}" for made in self.names[name].followed)
+            for name in names
+            if self.names[name].followed
+        }
 
     def _check_nothing_lost(self, found: Mapping[str, Value]) -> None:
         """Check that every value is written or used."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.coverage import Coverage
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
+    from paddle_reshard.pipeline.convert.explain import Explanation, Origin, Stretch
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
@@ -130,6 +131,58 @@ def coverage_data(coverage: Coverage) -> Json:
         **asdict(coverage),
         "left_out": [asdict(left) for left in coverage.left_out],
         "problems": list(coverage.problems),
+    }
+
+
+def explanation_data(found: Explanation) -> Json:
+    """What ``explain --json`` prints."""
+    return {
+        "source_path": found.source,
+        "source": found.source_in_words,
+        "target": found.target_in_words,
+        "file": found.file,
+        "size_bytes": found.size_bytes,
+        "tensors": [
+            {**asdict(tensor), "shape": list(tensor.shape), "rules": list(tensor.rules)}
+            for tensor in found.tensors
+        ],
+        "stretches": [_stretch_data(stretch) for stretch in found.stretches],
+    }
+
+
+def _stretch_data(stretch: Stretch) -> Json:
+    """Bytes ``[start, stop)``; the content of a literal in hexadecimal."""
+    return {
+        "start": stretch.start,
+        "stop": stretch.stop,
+        "kind": stretch.kind,
+        "content": stretch.content.hex() if stretch.kind == "literal" else None,
+        "source_file": stretch.source_file or None,
+        "origins": [_origin_data(origin) for origin in stretch.origins],
+    }
+
+
+def _origin_data(origin: Origin) -> Json:
+    sides = {
+        side: {
+            "file": getattr(origin, f"{side}_file"),
+            "start": getattr(origin, f"{side}_range")[0],
+            "stop": getattr(origin, f"{side}_range")[1],
+            "strides": list(getattr(origin, f"{side}_strides")),
+            "dtype": getattr(origin, f"{side}_dtype"),
+        }
+        for side in ("target", "source")
+    }
+    return {
+        "key": origin.key,
+        "state": origin.state,
+        "offset": list(origin.offset),
+        "extents": list(origin.extents),
+        **sides,
+        "source_state": origin.source_state,
+        "rank": dict(origin.rank),
+        "how": origin.how,
+        "copied": origin.copied,
     }
 
 

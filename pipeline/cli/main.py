@@ -24,6 +24,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "delta": "delta",
     "diff": "diff",
     "ema": "ema",
+    "explain": "explain",
     "families": "families",
     "fingerprint": "fingerprint",
     "inspect": "inspect",

@@ -1,9 +1,9 @@
 """What commands print and how they end: guarded streams, plain tables, a JSON object.
 
-The purpose of a command determines whether its output matters. ``diff``, ``families``, ``fingerprint``, ``inspect``,
-``plan``, ``simulate`` and ``verify`` answer a question: if the answer cannot be written, they fail, as ``ls`` and
-``cmp`` do. All other commands perform an action: their exit status says whether it was performed, even if their output
-was lost.
+The purpose of a command determines whether its output matters. ``diff``, ``explain``, ``families``, ``fingerprint``,
+``inspect``, ``plan``, ``simulate`` and ``verify`` answer a question: if the answer cannot be written, they fail, as
+``ls`` and ``cmp`` do. All other commands perform an action: their exit status says whether it was performed, even if
+their output was lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
 """Environment variable by which a shell requests completions."""
-ANSWERS = ("diff", "families", "fingerprint", "inspect", "plan", "simulate", "verify")
+ANSWERS = ("diff", "explain", "families", "fingerprint", "inspect", "plan", "simulate", "verify")
 """Commands that are run for their output."""
 TROUBLE = {"diff": 2, "verify": 2}
 """Exit status of failures, for commands where 1 is a valid answer."""

@@ -148,11 +148,21 @@ def layout_of(plan: ConversionPlan) -> LaidOut:
     PlanError
         If the plan was run before: its columns were released then.
     """
-    if len(plan.plan.ops) != len(plan.plan.op_groups):
-        raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
+    check_not_run(plan)
     sizes, folders = plan.store.sizes(), plan.store.folders
     laid_out = [lay_out(plan.source, target.wanted, target.spec, sizes, folders) for target in plan.targets]
     return join(plan.source.catalog, laid_out, prefixes(len(laid_out)))
+
+
+def check_not_run(plan: ConversionPlan) -> None:
+    """Refuse a plan whose columns are gone.
+
+    Raises
+    ------
+    PlanError
+    """
+    if len(plan.plan.ops) != len(plan.plan.op_groups):
+        raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
 
 
 def _stored_smaller(plan: ConversionPlan, problems: Problems) -> int:
@@ -229,6 +239,11 @@ def _reasons(plan: ConversionPlan, key: str, state: str, used: int, compared: bo
         return
     if compared:
         yield "it is its master weight, rounded, and compared with it"
+    yield from reasons_left_out(plan, key, state)
+
+
+def reasons_left_out(plan: ConversionPlan, key: str, state: str) -> Iterator[str]:
+    """Why no target has a tensor."""
     if all(state in target.states_not_carried for target in plan.targets):
         formats = {target.spec.format for target in plan.targets}
         models = all(FORMATS[name].model_only for name in formats)

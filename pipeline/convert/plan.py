@@ -138,7 +138,7 @@ class ConversionPlan(Shown):
     def _in_short(self) -> str:
         targets = "; ".join(target.spec.in_words() for target in self.targets)
         return (
-            f"{_source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
+            f"{source_in_words(self.source)} → {targets}; {readable_bytes(self.plan.written_bytes)} to write"
         )
 
     def facts(self) -> Facts:
@@ -150,7 +150,7 @@ class ConversionPlan(Shown):
             for number, target in enumerate(targets)
             for decision in target.spec.decisions
         ]
-        facts.append(("from", _source_in_words(self.source)))
+        facts.append(("from", source_in_words(self.source)))
         if self.source.dequantised is not None:
             facts.append(("dequantised", self.source.dequantised))
         if self.source.merged is not None:
@@ -228,7 +228,8 @@ def _completion_in_words(completion: Completion, targets: Sequence[PlannedTarget
     return f"{', '.join(given) or 'nothing was lacking'}: from {completion.location}"
 
 
-def _source_in_words(source: Checkpoint) -> str:
+def source_in_words(source: Checkpoint) -> str:
+    """Format, topology and sharding strategy."""
     if source.topology is None:
         return source.format
     return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"

@@ -118,6 +118,8 @@ class Checkpoint:
     """What it took from another model; ``None`` where none was given."""
     former_config: Mapping[str, Any] | None = None
     """The source's config, if tensors were given other names or layouts and the model has another one."""
+    statements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key → the statements of ``--aoa`` that made it, in order, with file and line."""
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
 

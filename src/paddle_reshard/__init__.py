@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
     from paddle_reshard.pipeline.convert.coverage import Coverage, prove
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
+    from paddle_reshard.pipeline.convert.explain import (
+        ExplainedTensor,
+        Explanation,
+        Origin,
+        Stretch,
+        explain,
+    )
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
@@ -133,6 +140,8 @@ __all__ = [
     "DriftError",
     "EmaCounts",
     "Event",
+    "ExplainedTensor",
+    "Explanation",
     "File",
     "FilesRead",
     "FingerprintOptions",
@@ -156,6 +165,7 @@ __all__ = [
     "ModelTensor",
     "MoveReport",
     "Observer",
+    "Origin",
     "PathLike",
     "Piece",
     "Plan",
@@ -177,6 +187,7 @@ __all__ = [
     "StepEnded",
     "StepStarted",
     "StorageOptions",
+    "Stretch",
     "TargetError",
     "TargetOptions",
     "Tensor",
@@ -200,6 +211,7 @@ __all__ = [
     "delta",
     "diff",
     "ema_callback",
+    "explain",
     "fingerprint",
     "inspect",
     "launch",
@@ -229,6 +241,7 @@ _HOMES = {
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
     "pipeline.convert.plan": ("ConversionPlan", "LeftOut", "PlannedTarget"),
     "pipeline.convert.coverage": ("Coverage", "prove"),
+    "pipeline.convert.explain": ("ExplainedTensor", "Explanation", "Origin", "Stretch", "explain"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
     "pipeline.core.catalog": ("File",),
     "pipeline.convert.conversion": ("ConversionReport",),

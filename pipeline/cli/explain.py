@@ -1,0 +1,132 @@
+"""The command ``explain``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.conversion import OF_ONE_SOURCE, target_options
+from paddle_reshard.pipeline.cli.json_output import explanation_data
+from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.options import all_of, declared, given
+from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
+from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.convert.options import flag_of
+from paddle_reshard.pipeline.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.explain import Explanation, Origin
+
+HEADINGS = ("bytes", "what", "box", "from", "bytes", "of rank", "how")
+SHOWN_BYTES = 40
+"""So many bytes of a literal are shown."""
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("file", metavar="[FILE]", required=False)
+@click.argument("key", metavar="[KEY]", required=False)
+@click.option(
+    "--tensor", metavar="KEY", help="Explain this tensor in all files of the target, in place of FILE."
+)
+@click.option(
+    "--element",
+    metavar="INDEX",
+    help="Explain one element of the tensor, such as 20,18, and print commands that show its bytes on both sides.",
+)
+@all_of(*map(declared, OF_ONE_SOURCE), target_options)
+@click.pass_context
+def explain(
+    context: click.Context,
+    /,
+    source: str,
+    file: str | None,
+    key: str | None,
+    tensor: str | None,
+    element: str | None,
+    as_json: bool,
+    quiet: bool,
+    **_: Any,
+) -> None:
+    """Explain where the bytes of a target come from. Nothing is converted.
+
+    FILE is a file of the target, as plan --json lists it, and KEY a tensor in it. For every range of bytes: whether it
+    is a literal, padding or values; for values the tensor, its box, and the file, bytes and rank that it comes from.
+    Give the options of the conversion, such as --to or --format.
+    """
+    if tensor is not None and (file is not None or key is not None):
+        raise UsageError("give FILE and KEY, or --tensor KEY, not both")
+    chosen = None if element is None else _index(element)
+    with waiting("reading headers and planning", quiet or as_json) as observe:
+        planned = paddle_reshard.plan(source, observe=observe, **given(context))
+        found = paddle_reshard.explain(planned, file, key or tensor, element=chosen)
+    answer(explanation_data(found), as_json, quiet, lambda: _show(found, chosen is not None))
+
+
+def _index(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise UsageError(f"{flag_of('element')} {text!r}: not an index like 20,18") from error
+
+
+def _show(found: Explanation, by_hand: bool) -> None:
+    print_facts(found.facts())
+    click.echo()
+    several = found.file is None
+    rows = [row for stretch in found.stretches for row in _rows(stretch, several)]
+    print_table(HEADINGS, rows)
+    if not by_hand:
+        return
+    click.echo()
+    for line in dict.fromkeys(line for origin in found.origins for line in _commands(found, origin)):
+        say(line)
+
+
+def _rows(stretch: Any, several: bool) -> Iterator[tuple[str, ...]]:
+    if not stretch.origins:
+        text = repr(stretch.content[:SHOWN_BYTES]) + ("…" if len(stretch.content) > SHOWN_BYTES else "")
+        what = f"{stretch.kind} {text}" if stretch.content else stretch.kind
+        whole = _bytes(0, stretch.stop) if stretch.source_file else ""
+        yield _bytes(stretch.start, stretch.stop), what, "", stretch.source_file, whole, "", ""
+    for origin in stretch.origins:
+        where = f"{origin.target_file} " if several else ""
+        yield (
+            where + _bytes(*origin.target_range),
+            f"{origin.key} ({origin.state})",
+            _box(origin),
+            origin.source_file,
+            _bytes(*origin.source_range),
+            ", ".join(f"{axis} {rank}" for axis, rank in origin.rank.items()),
+            origin.how or ("copied by the storage" if origin.copied else "as it is"),
+        )
+
+
+def _bytes(start: int, stop: int) -> str:
+    return f"{start}…{stop - 1}"
+
+
+def _box(origin: Origin) -> str:
+    """As Python indexes it."""
+    return (
+        "["
+        + ", ".join(
+            str(first) if extent == 1 else f"{first}:{first + extent}"
+            for first, extent in zip(origin.offset, origin.extents, strict=True)
+        )
+        + "]"
+    )
+
+
+def _commands(found: Explanation, origin: Origin) -> Iterator[str]:
+    """Commands that show the bytes of an element in the source, and in a target called DST."""
+    for folder, file, (start, stop) in (
+        (found.source, origin.source_file, origin.source_range),
+        ("DST", origin.target_file, origin.target_range),
+    ):
+        path = f"{folder.rstrip('/')}/{file}"
+        yield shlex.join(["od", "-A", "d", "-t", "x1", "-j", str(start), "-N", str(stop - start), path])

@@ -1,0 +1,202 @@
+"""What ``explain`` says of targets is so: plain Python finds the truth's values at the bytes that it names.
+
+The truth was taken from the memory of the trainer. Nothing here parses a checkpoint: bytes are sliced out of files.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.main import cli
+from tests import oracle
+from tests.conftest import case_directory
+from tests.published import SCHEMA, checked
+
+HYBRID = "mp2pp2sh2_s1v2_meta_ema"
+KEY = "model.layers.3.self_attn.k_proj.weight"
+SUFFIXES = {"param": "", "master_weight": ".w_0", "ema_master_weight": ".ema_w_0", "ema_param": ".ema"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one card": (HYBRID, {"to": "tp=1"}),
+    "other cuts": (HYBRID, {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v1"}),
+    "padded": (HYBRID, {"to": "sharding=2", "vocab_pad": 192}),
+    "flex": (HYBRID, {"format": "flex", "files": 2}),
+    "unified": (HYBRID, {"format": "unified", "drop": ["ema"]}),
+    "model": (HYBRID, {"format": "huggingface"}),
+    "average": (HYBRID, {"format": "huggingface", "state": "ema"}),
+    "sharding v1": ("dense/mp2sh2_s1v1_meta", {"to": "tp=1"}),
+    "from flex": ("dense/fc_sh2_s1v2", {"format": "flex"}),
+    "from unified": ("dense/uc_single", {"format": "huggingface"}),
+    "experts": ("moe/ep2_sh2_s1v2_meta_ema", {"to": "tp=1"}),
+    "experts to a model": ("moe/ep2_pp2sh2_s1v2_meta", {"format": "huggingface"}),
+}
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Float32 as the nearest bfloat16, ties to even; these values are finite."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def truth_of(truth: oracle.Tensors, key: str, state: str) -> np.ndarray:
+    suffix = SUFFIXES.get(state, f".{state}_0")
+    return truth[key + suffix]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_values_lie_where_it_says(name: str, tmp_path: Path) -> None:
+    case, options = CASES[name]
+    folder = case_directory(case)
+    source, target = folder / "checkpoint-3", tmp_path / "target"
+    truth = oracle.read_truth(folder / "truth.safetensors")
+    paddle_reshard.convert(source, target, **options)
+    plan = paddle_reshard.plan(source, **options)
+    random = np.random.default_rng(1)
+    files = (p for p in source.rglob("*") if p.is_file())
+    stored_files = {p.relative_to(source).as_posix(): p.read_bytes() for p in files}
+    seen = 0
+    for path in sorted(p for p in target.rglob("*") if p.is_file() and p.name != "paddle_reshard.json"):
+        file = path.relative_to(target).as_posix()
+        content = path.read_bytes()
+        found = paddle_reshard.explain(plan, file)
+        reach = 0
+        for stretch in found.stretches:
+            assert stretch.start <= reach < stretch.stop
+            reach = stretch.stop
+            if stretch.kind == "literal":
+                assert content[stretch.start : stretch.stop] == stretch.content
+            elif stretch.kind == "padding":
+                assert not any(content[stretch.start : stretch.stop])
+            elif stretch.kind == "file":
+                assert content == stored_files[stretch.source_file]
+        assert reach == len(content) == found.size_bytes
+        assert {(o.key, o.state) for o in found.origins} == {(t.key, t.state) for t in found.tensors}
+        for origin in found.origins:
+            element = [
+                int(o + random.integers(e)) for o, e in zip(origin.offset, origin.extents, strict=True)
+            ]
+            one = origin.at(element)
+            assert one is not None
+            written = content[slice(*one.target_range)]
+            stored = stored_files[one.source_file][slice(*one.source_range)]
+            read = truth_of(truth, one.key, one.source_state)
+            assert stored == read[tuple(element)].tobytes(), one
+            if one.source_dtype == one.target_dtype:
+                assert written == stored
+            else:
+                assert written == rounded(read)[tuple(element)].tobytes(), one
+            seen += 1
+    assert seen > 20
+
+
+def test_ranks_are_those_of_the_source_file() -> None:
+    plan = paddle_reshard.plan(case_directory("moe/ep2_sh2_s1v2_meta_ema") / "checkpoint-3", to="tp=1")
+    key = "model.layers.1.mlp.experts.3.down_proj.weight"
+    found = paddle_reshard.explain(plan, key=key)
+    moments = [origin for origin in found.origins if origin.state == "moment1"]
+    assert moments
+    for origin in moments:
+        assert origin.rank["ep"] == origin.rank["sharding"] == 1
+        assert "shard01" in origin.source_file
+    assert any(
+        "whole experts are distributed over ep" in rule for tensor in found.tensors for rule in tensor.rules
+    )
+
+
+def test_statements_and_rules_are_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.txt"
+    program.write_text(
+        "model.norm.weight -> tail.norm.weight\n"
+        "model.layers.0.self_attn.q_proj.weight -> q0, q1, axis=1\n"
+        "q1^T -> q1_turned\n"
+    )
+    plan = paddle_reshard.plan(case_directory(HYBRID) / "checkpoint-3", format="huggingface", aoa=program)
+    found = paddle_reshard.explain(plan, key="q1_turned")
+    (tensor,) = [tensor for tensor in found.tensors if tensor.state == "param"]
+    assert [rule.split(": ", 1) for rule in tensor.rules if str(tmp_path) in rule] == [
+        [f"{program}, line 2", "model.layers.0.self_attn.q_proj.weight -> q0, q1, axis=1"],
+        [f"{program}, line 3", "q1^T -> q1_turned"],
+    ]
+    assert all("transposed" in origin.how for origin in found.origins)
+
+    usual = paddle_reshard.explain(
+        paddle_reshard.plan(case_directory(HYBRID) / "checkpoint-3", to="tp=1"), key=KEY
+    )
+    assert all("k_proj.weight: tp cuts dim 1" in tensor.rules[0] for tensor in usual.tensors)
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+SOURCE = case_directory(HYBRID) / "checkpoint-3"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["explain", str(SOURCE), *map(str, arguments)])
+
+
+def test_the_printed_commands_show_the_same_bytes(tmp_path: Path) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "DST", to="tp=1")
+    shown = run("--tensor", KEY, "--element", "20,18", "--to", "tp=1")
+    assert shown.exit_code == 0
+    commands = [line for line in shown.stdout.splitlines() if line.startswith("od ")]
+    assert len(commands) == 9  # five values, of which two are made from one
+    dumped = {}
+    for command in commands:
+        done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=True)
+        dumped[command] = done.stdout.splitlines()[0].split()[1:]
+    value = oracle.read_truth(case_directory(HYBRID) / "truth.safetensors")[f"{KEY}.w_0"][20, 18]
+    expected = value.tobytes().hex(" ").split()
+    assert sum(found == expected for found in dumped.values()) == 2
+
+
+def test_json_is_as_the_schema_says() -> None:
+    for arguments in (("config.json", "--format", "huggingface"), ("optimizer.pdopt", KEY, "--to", "tp=1")):
+        shown = run(*arguments, "--json")
+        found = checked(subprocess.CompletedProcess([], 0, shown.stdout))
+        assert found["file"] == arguments[0]
+        assert found["stretches"]
+    assert {"$ref": "#/$defs/explain"} in SCHEMA["anyOf"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["optimzer.pdopt", "--to", "tp=1"],
+            "did you mean ema.pdopt or optimizer.pdopt?",
+        ),
+        (["--tensor", f"{KEY}s", "--to", "tp=1"], f"has no tensor {KEY}s; did you mean {KEY}"),
+        (["ema.pdopt", "model.layers.3", "--to", "tp=1"], "the source has no tensor model.layers.3"),
+        (
+            ["--tensor", KEY, "--element", "64,0", "--to", "tp=1"],
+            "lies in none of its boxes, which end at [64, 32]",
+        ),
+        (["--tensor", KEY, "--element", "a", "--to", "tp=1"], "'a': not an index like 20,18"),
+        (["--to", "tp=1"], "name a file of the target or the key of a tensor"),
+        (["model_state.pdparams", "--tensor", KEY, "--to", "tp=1"], "not both"),
+        (["model_state.pdparams", "--element", "0,0", "--to", "tp=1"], "give its key too"),
+        (["config.json", KEY, "--format", "huggingface"], "they go to model.safetensors"),
+        (
+            ["model-00001-of-00002.safetensors", "--format", "huggingface", "--quantize", "fp8"],
+            "without --quantize",
+        ),
+    ],
+)
+def test_what_it_cannot_explain_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
+    refused = run(*arguments)
+    assert refused.exit_code in (1, 2)
+    assert sentence in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_what_no_target_has_is_explained_too() -> None:
+    plan = paddle_reshard.plan(SOURCE, format="huggingface")
+    found = paddle_reshard.explain(plan, key=KEY)
+    assert {tensor.state: tensor.left_out for tensor in found.tensors}["moment1"] == "not requested"
+    assert [origin.state for origin in found.origins] == ["param"] * 4
