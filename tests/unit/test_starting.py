@@ -122,7 +122,11 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_loads_no_further_command(command: str) -> None:
     declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
-    shared = {"paddle_reshard.pipeline.cli.conversion"} if command in ("ema", "explain", "submit", "watch") else set()
+    shared = (
+        {"paddle_reshard.pipeline.cli.conversion"}
+        if command in ("ema", "explain", "submit", "watch")
+        else set()
+    )
     own = f"paddle_reshard.pipeline.cli.{COMMANDS[command]}"
     assert loaded(command, "--help") & declaring == {own, *shared}
 
