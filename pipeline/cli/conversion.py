@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.cli.options import (
     quiet_option,
 )
 from paddle_reshard.pipeline.cli.output import answer, print_facts
+from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.convert.options import (
     CONVERSION_OPTIONS,
@@ -92,6 +93,7 @@ run_options = all_of(*_declared(("cluster", "workers", "exchange", "resume", "ta
     help="Prove that every byte of every target file is written exactly once, and that every element of the source is "
     "used or left out for a reason. Exit status 1 if not.",
 )
+@report_option
 @click.pass_context
 def plan(
     context: click.Context,
@@ -101,6 +103,7 @@ def plan(
     targets: tuple[str, ...],
     save: Path | None,
     prove: bool,
+    report_path: Path | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -108,8 +111,12 @@ def plan(
     """Show what a conversion would read, write and need."""
     options = given(context)
     destination = _destination(target, targets, options) if target or targets else None
-    with waiting("reading headers and planning", quiet or as_json) as observe:
-        planned = paddle_reshard.plan(source, destination, observe=observe, **options)
+    with (
+        waiting("reading headers and planning", quiet or as_json) as observe,
+        reporting(report_path, "plan", observe) as report,
+    ):
+        planned = paddle_reshard.plan(source, destination, observe=report.observe, **options)
+        report.planned(planned)
         coverage = paddle_reshard.prove(planned) if prove else None
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan
@@ -126,6 +133,7 @@ def plan(
 @conversion_options
 @run_options
 @all_of(*_declared(("expected_plan", "device", "verify")))
+@report_option
 @click.pass_context
 def convert(
     context: click.Context,
@@ -133,6 +141,7 @@ def convert(
     source: str,
     target: str | None,
     targets: tuple[str, ...],
+    report_path: Path | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -140,8 +149,13 @@ def convert(
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
     destination = _destination(target, targets, options)
-    with observing(quiet or as_json) as observe, _finished(as_json, quiet):
-        report = paddle_reshard.convert(source, destination, observe=observe, **options)
+    with (
+        _finished(as_json, quiet),
+        observing(quiet or as_json) as observe,
+        reporting(report_path, "convert", observe) as page,
+    ):
+        report = paddle_reshard.convert(source, destination, observe=page.observe, **options)
+        page.converted(report)
     answer(conversion_data(report), as_json, quiet, lambda: print_facts([*report.facts(), *_next(report)]))
 
 

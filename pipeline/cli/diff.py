@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from paddle_reshard.pipeline.cli.json_output import diff_data
 from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import compare_options, declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import answer, print_table
+from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
 
@@ -44,6 +46,7 @@ DIFFERENT = 1
 )
 @declared("memory")
 @compare_options
+@report_option
 @json_option
 @quiet_option
 @click.pass_context
@@ -55,6 +58,7 @@ def diff(
     states: str | None,
     atol: float,
     rtol: float,
+    report_path: Path | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -67,10 +71,14 @@ def diff(
     Exit status: 0 all tensors agree within --atol and --rtol, 1 they do not, 2 the comparison could not be made.
     """
     chosen = None if states is None else [state.strip() for state in states.split(",")]
-    with waiting("reading headers", quiet or as_json) as observe:
+    with (
+        waiting("reading headers", quiet or as_json) as observe,
+        reporting(report_path, "diff", observe) as page,
+    ):
         report = paddle_reshard.diff(
-            a, b, states=chosen, atol=atol, rtol=rtol, observe=observe, **given(context)
+            a, b, states=chosen, atol=atol, rtol=rtol, observe=page.observe, **given(context)
         )
+        page.compared(report, a, b)
     answer(diff_data(report), as_json, quiet, lambda: _show(report))
     sys.exit(0 if report else DIFFERENT)
 

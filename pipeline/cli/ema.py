@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ from paddle_reshard.pipeline.cli.json_output import conversion_data
 from paddle_reshard.pipeline.cli.observers import observing
 from paddle_reshard.pipeline.cli.options import given
 from paddle_reshard.pipeline.cli.output import answer, print_facts
+from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
@@ -27,6 +29,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 @click.option("--uniform", is_flag=True, help="Give every SRC the same weight.")
 @target_options
 @run_options
+@report_option
 @click.pass_context
 def ema(
     context: click.Context,
@@ -35,6 +38,7 @@ def ema(
     decay: float | None,
     weights: str | None,
     uniform: bool,
+    report_path: Path | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -43,16 +47,17 @@ def ema(
 
     DST becomes the last SRC with the average as its EMA state or, with --format huggingface, the average as a model.
     """
-    with observing(quiet or as_json) as observe:
+    with observing(quiet or as_json) as observe, reporting(report_path, "ema", observe) as page:
         report = paddle_reshard.average(
             paths[:-1],
             paths[-1],
             decay=decay,
             weights=_numbers(weights),
             uniform=uniform,
-            observe=observe,
+            observe=page.observe,
             **given(context),
         )
+        page.converted(report)
     answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 
 

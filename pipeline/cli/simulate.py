@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paddle_reshard.pipeline.cli.output import print_object, print_table
+from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.core.shown import readable_bytes
 from paddle_reshard.pipeline.core.units import parse_size
 
@@ -51,10 +52,19 @@ HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", 
     metavar="SECONDS",
     help="Time until a store begins to respond.",
 )
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def simulate(plan: Path, workers: str, latency: float, as_json: bool, **rates: str | None) -> None:
+def simulate(
+    plan: Path,
+    workers: str,
+    latency: float,
+    report_path: Path | None,
+    as_json: bool,
+    **rates: str | None,
+) -> None:
     """Estimate how long a plan takes on many workers. PLAN is a file written by plan --save."""
     from paddle_reshard.pipeline.convert.plan_file import load_plan
+    from paddle_reshard.pipeline.core.events import ignore_events
     from paddle_reshard.pipeline.planning.simulate import Rates
     from paddle_reshard.pipeline.planning.simulate import simulate as estimate
 
@@ -66,7 +76,10 @@ def simulate(plan: Path, workers: str, latency: float, as_json: bool, **rates: s
         copy_bytes_per_second=_rate(rates["copy_rate"]),
         request_seconds=latency,
     )
-    results = estimate(load_plan(plan), _counts(workers), chosen)
+    with reporting(report_path, "simulate", ignore_events) as page:
+        loaded = load_plan(plan)
+        results = estimate(loaded, _counts(workers), chosen)
+        page.simulated(plan.name, loaded, results)
     if as_json:
         print_object("simulate", {"simulations": [asdict(result) for result in results]})
     else:

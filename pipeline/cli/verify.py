@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from paddle_reshard.pipeline.cli.options import compare_options, declared, given
 from paddle_reshard.pipeline.cli.output import (
     answer,
 )
+from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
-    *("a", "source", "as_json", "quiet"),
+    *("a", "source", "report_path", "as_json", "quiet"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
@@ -75,6 +77,7 @@ OPTIONS_FOR_ONE = (
 @declared("cluster", help="Where the tensors are compared.")
 @declared("workers")
 @compare_options
+@report_option
 @json_option
 @quiet_option
 @click.pass_context
@@ -89,6 +92,7 @@ def verify(
     recorded: bool,
     source: str | None,
     resume: str | None,
+    report_path: Path | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
@@ -104,8 +108,12 @@ def verify(
     options = given(context)
     if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
-        with waiting("comparing with the manifest", quiet or as_json) as observe:
-            found = paddle_reshard.check(a, source=source, observe=observe, **options)
+        with (
+            waiting("comparing with the manifest", quiet or as_json) as observe,
+            reporting(report_path, "verify", observe) as page,
+        ):
+            found = paddle_reshard.check(a, source=source, observe=page.observe, **options)
+            page.compared(found, a)
         answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
@@ -115,7 +123,10 @@ def verify(
             else "--source requires a single target with a manifest; a second checkpoint or --against does not need it"
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
-    with waiting("reading headers", quiet or as_json) as observe:
+    with (
+        waiting("reading headers", quiet or as_json) as observe,
+        reporting(report_path, "verify", observe) as page,
+    ):
         report = paddle_reshard.verify(
             a,
             b,
@@ -124,9 +135,10 @@ def verify(
             against=against,
             recorded=recorded,
             resume=resume,
-            observe=observe,
+            observe=page.observe,
             **options,
         )
+        page.compared(report, *(side for side in (a, b or against) if side is not None))
     alone = b is None and against is None
     answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone))
     sys.exit(0 if report else DIFFERENT)

@@ -1,0 +1,1 @@
+"""A conversion or comparison as one HTML file, to look at without a network."""

@@ -1,0 +1,86 @@
+"""What a report says, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paddle_reshard.pipeline.report.picture import Picture
+from paddle_reshard.pipeline.report.run_record import RunData
+
+GOOD, BAD, PLAIN = "good", "bad", "plain"
+
+
+class Tile(NamedTuple):
+    """A figure that is read first."""
+
+    name: str
+    value: str
+    note: str = ""
+    share: float | None = None
+    """Between 0 and 1, drawn as a bar."""
+
+
+class Left(NamedTuple):
+    """What a target does not have."""
+
+    reason: str
+    names: tuple[str, ...]
+    """The first ones."""
+    total: int
+    target: str
+
+
+class Table(NamedTuple):
+    """Rows with a heading for each column."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str | int | float | None, ...], ...]
+    more: int = 0
+    """Rows that were omitted."""
+
+
+class Bar(NamedTuple):
+    """A line of a bar chart."""
+
+    name: str
+    value: float | None
+    label: str
+
+
+class Chart(NamedTuple):
+    """Bars from nothing to the largest value."""
+
+    title: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """Everything that a report shows, already described in words where words are shown."""
+
+    command: str
+    version: str
+    status: str
+    tone: str
+    """``GOOD``, ``BAD`` or ``PLAIN``."""
+    sources: tuple[str, ...]
+    """Locations, without credentials."""
+    targets: tuple[str, ...]
+    error: str = ""
+    tiles: tuple[Tile, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    remarks: tuple[str, ...] = ()
+    left: tuple[Left, ...] = ()
+    roots: Mapping[str, str] = field(default_factory=dict)
+    """Target → root of its fingerprints."""
+    picture: Picture | None = None
+    run: RunData | None = None
+    budget_bytes: int | None = None
+    footprint_bytes: int = 0
+    """Part of the budget that a process needs for itself."""
+    retries: Mapping[str, int] = field(default_factory=dict)
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[Table, ...] = ()

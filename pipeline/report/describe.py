@@ -1,0 +1,395 @@
+"""From plans and results to what a report says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import isfinite
+
+import numpy as np
+
+from paddle_reshard.pipeline.convert.conversion import ConversionReport
+from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.verify import VerifyReport
+from paddle_reshard.pipeline.core import version
+from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
+from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.layouts.formats import FORMATS
+from paddle_reshard.pipeline.layouts.targets import lay_out
+from paddle_reshard.pipeline.planning.ops import MOVE
+from paddle_reshard.pipeline.planning.parts import MADE
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan
+from paddle_reshard.pipeline.planning.simulate import Simulation
+from paddle_reshard.pipeline.report.data import BAD, GOOD, PLAIN, Bar, Chart, Left, ReportData, Table, Tile
+from paddle_reshard.pipeline.report.picture import Picture, locate, make_picture
+from paddle_reshard.pipeline.report.places import Described, arrange
+from paddle_reshard.pipeline.report.run_record import RunData
+from paddle_reshard.storage.locate import absolute, is_local
+from paddle_reshard.storage.outputs import prefixes
+from paddle_reshard.storage.remote.folder import without_secrets
+
+MOST_ROWS = 3000
+"""Rows of a table."""
+MOST_NAMES = 100
+_MOUNTED = re.compile(r"[A-Z]+\d*/")
+_OF_TARGET = re.compile(r"\d+/")
+
+
+def shown_location(location: PathLike) -> str:
+    """A location as reports and manifests show it: absolute, or a URL without credentials."""
+    text = os.fspath(location)
+    return absolute(text) if is_local(text) else without_secrets(text)
+
+
+# -------------------------------------------------------------------------------------------------- pictures
+
+
+def picture_of(conversion: ConversionPlan) -> Picture:
+    """The picture of a conversion whose plan still has its ops. The targets are laid out once more for it."""
+    plan, source, store = conversion.plan, conversion.source, conversion.store
+    sizes = store.sizes()
+    laid_out = [
+        lay_out(source, target.wanted, target.spec, sizes, store.folders) for target in conversion.targets
+    ]
+    first_files = np.cumsum([0, *(len(one.files.files) for one in laid_out)]).tolist()
+    holding = {
+        first + file
+        for first, one in zip(first_files, laid_out, strict=False)
+        for file in np.unique(one.files.fragments["file"]).tolist()
+    }
+    targets = [
+        Described(prefix, target.spec.format, target.spec.in_words(), _topology(target.spec.data()))
+        for prefix, target in zip(prefixes(len(laid_out)), conversion.targets, strict=True)
+    ]
+    of_targets = arrange([file.path for file in plan.target_files], holding, targets)
+    paths = [file.path for file in plan.source_files]
+    words = source.format if source.topology is None else f"{source.format}, {source.topology}"
+    strategy = "" if source.topology is None else f", {sharding_in_words(source.strategy)}"
+    of_source = arrange(
+        paths,
+        np.unique(source.catalog.fragments["file"]).tolist(),
+        [Described("", source.format, words + strategy, source.topology), *_mounted(paths)],
+    )
+    return make_picture(
+        locate(source.catalog.tensors, source.catalog.fragments, of_source),
+        [
+            locate(one.catalog.tensors, one.files.fragments, of_targets, first)
+            for first, one in zip(first_files, laid_out, strict=False)
+        ],
+        plan,
+        (of_source, of_targets),
+    )
+
+
+def picture_of_plan(plan: Plan) -> Picture:
+    """The picture of a plan without its checkpoints: what moves."""
+    copied = plan.parts[plan.parts["source_file"] != MADE]
+    moved = plan.ops["kind"] == MOVE
+    sides = []
+    for name, files, pattern in (
+        ("source", plan.source_files, _MOUNTED),
+        ("target", plan.target_files, _OF_TARGET),
+    ):
+        paths = [file.path for file in files]
+        ranges = copied["source_file" if name == "source" else "file"]
+        holding = {*np.unique(plan.ops[f"{name}_file"][moved]).tolist(), *np.unique(ranges).tolist()}
+        sides.append(arrange(paths, holding, [Described("", name, "", None), *_mounted(paths, pattern)]))
+    source, target = sides
+    return make_picture(None, (), plan, (source, target))
+
+
+def _mounted(paths: Sequence[str], pattern: re.Pattern[str] = _MOUNTED) -> list[Described]:
+    """Further checkpoints that a source is joined from, by the folders below which it has their files."""
+    found = dict.fromkeys(match[0] for path in paths if (match := pattern.match(path)))
+    return [Described(prefix, prefix.rstrip("/"), "", None) for prefix in found]
+
+
+def _topology(data: Mapping[str, object]) -> Topology | None:
+    axes = data.get("topology")
+    return Topology(**axes) if isinstance(axes, dict) else None
+
+
+# -------------------------------------------------------------------------------------------------- results
+
+
+def describe_plan(conversion: ConversionPlan, picture: Picture | None, command: str = "plan") -> ReportData:
+    """What a plan says."""
+    plan = conversion.plan
+    targets = tuple(conversion.target_locations) or tuple(one.spec.in_words() for one in conversion.targets)
+    share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
+    copied = f"{readable_bytes(plan.copied_bytes)} by the store itself" if plan.copied_bytes else ""
+    read = f"{plan.read_amplification:.2f} × what is needed"
+    budget = f"peak of a group; budget of a worker {readable_bytes(plan.budget_bytes)}"
+    return ReportData(
+        command=command,
+        version=version.__version__,
+        status="planned",
+        tone=PLAIN,
+        sources=(absolute(conversion.store.location),),
+        targets=tuple(map(absolute, targets)) if conversion.target_locations else targets,
+        tiles=(
+            Tile("Tensors", f"{len(plan.tensors) - plan.beside:,}", f"{plan.groups:,} groups"),
+            Tile("Writes", readable_bytes(plan.written_bytes), copied),
+            Tile("Reads", readable_bytes(plan.read_bytes), read),
+            Tile("Memory", readable_bytes(plan.peak_bytes), budget, min(1.0, share)),
+        ),
+        facts=tuple(fact for fact in conversion.facts() if not fact[0].startswith(_SHOWN_ELSEWHERE)),
+        remarks=tuple(dict.fromkeys(remark for one in conversion.targets for remark in one.remarks)),
+        left=tuple(_left(conversion, targets)),
+        picture=picture,
+        budget_bytes=plan.budget_bytes,
+        footprint_bytes=FOOTPRINT_BYTES,
+        tables=(_files(conversion),),
+    )
+
+
+_SHOWN_ELSEWHERE = ("remark", "omitted", "not carried", "dropped")
+
+
+def describe_conversion(
+    report: ConversionReport, picture: Picture | None, run: RunData | None, command: str = "convert"
+) -> ReportData:
+    """What a finished conversion says."""
+    moved = report.moved
+    planned = describe_plan(report.plan, picture, command)
+    rate = f"{readable_bytes(int(moved.written_bytes / report.seconds))}/s written" if report.seconds else ""
+    first = Tile("Time", readable_seconds(report.seconds), rate)
+    known = {name for name, _ in planned.facts}
+    further = [fact for fact in report.facts() if fact[0] not in known and fact[0] != "done"]
+    facts = [fact for fact in further if not fact[0].startswith((*_SHOWN_ELSEWHERE, "fingerprint", "worker"))]
+    return replace(
+        planned,
+        status="converted",
+        tone=GOOD,
+        tiles=(first, *planned.tiles),
+        facts=(*planned.facts, *facts),
+        roots={absolute(target): root for target, root in moved.fingerprint_roots.items()},
+        run=run,
+        retries=moved.retries,
+        tables=(*_workers(report), *planned.tables),
+    )
+
+
+def describe_failure(
+    command: str,
+    error: BaseException,
+    conversion: ConversionPlan,
+    picture: Picture | None,
+    run: RunData | None,
+) -> ReportData:
+    """What a conversion says that ended after it was planned."""
+    planned = describe_plan(conversion, picture, command)
+    message = str(error) or type(error).__name__
+    return replace(planned, status="not converted", tone=BAD, error=message, run=run)
+
+
+def describe_comparison(
+    report: VerifyReport | IntegrityReport | DiffReport, compared: Sequence[PathLike], run: RunData | None
+) -> ReportData:
+    """What a comparison of the locations ``compared`` found."""
+    if isinstance(report, DiffReport):
+        return describe_diff(report, compared, run)
+    if isinstance(report, IntegrityReport):
+        return describe_integrity(report, compared, run)
+    return describe_verification(report, compared, run)
+
+
+def describe_verification(
+    report: VerifyReport, compared: Sequence[PathLike], run: RunData | None = None
+) -> ReportData:
+    """What ``verify`` says of two checkpoints, or of one and its fingerprints."""
+    rows = [(found.tensor, found.detail) for found in report.differences]
+    return ReportData(
+        command="verify",
+        version=version.__version__,
+        status="equal" if report.equal else "different",
+        tone=GOOD if report.equal else BAD,
+        sources=tuple(map(shown_location, compared[:1])),
+        targets=tuple(map(shown_location, compared[1:])),
+        tiles=(
+            Tile("Tensors", f"{report.tensors:,}"),
+            Tile("Compared", f"{report.compared_elements:,}", "elements, bit for bit"),
+            Tile("Differences", f"{len(rows):,}"),
+            Tile("Read", readable_bytes(report.read_bytes)),
+        ),
+        facts=(("result", report.verdict),),
+        run=run,
+        tables=(_table("Differences", ("tensor", "difference"), rows),) if rows else (),
+    )
+
+
+def describe_integrity(
+    report: IntegrityReport, compared: Sequence[PathLike], run: RunData | None = None
+) -> ReportData:
+    """What ``verify`` says of a target and its manifest."""
+    rows = [(found.path, found.byte_offset, found.nbytes, found.detail) for found in report.damages]
+    headings = ("file", "first byte", "bytes", "damage")
+    return ReportData(
+        command="verify",
+        version=version.__version__,
+        status="intact" if report.intact else "damaged",
+        tone=GOOD if report.intact else BAD,
+        sources=tuple(map(shown_location, compared[:1])),
+        targets=(),
+        tiles=(
+            Tile("Files", f"{report.files:,}", f"{report.parts:,} parts"),
+            Tile("Read", readable_bytes(report.read_bytes), "compared with the manifest"),
+            Tile("Not checked", readable_bytes(report.unchecked_bytes)),
+            Tile("Damages", f"{len(rows):,}"),
+        ),
+        facts=(("result", report.verdict), ("source on record", without_secrets(report.recorded_source))),
+        run=run,
+        tables=(_table("Damages", headings, rows),) if rows else (),
+    )
+
+
+_DIFFERING = (
+    *("tensor", "state", "dtypes", "elements", "changed", "beyond tolerance", "NaN on one side"),
+    *("largest", "mean", "ulps", "relative", "first at", "in A", "in B"),
+)
+
+
+def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData | None = None) -> ReportData:
+    """What ``diff`` says, the largest relative difference first."""
+    rows = [
+        (
+            *(found.key, found.state, " / ".join(dict.fromkeys(found.dtypes)), found.elements),
+            *(found.changed, found.outside, found.nans, _finite(found.largest), _finite(found.mean)),
+            *(found.ulps, _finite(found.relative), ", ".join(map(str, found.first))),
+            *map(_finite, found.values),
+        )
+        for found in report.differing
+    ]
+    tables = [_table("Tensors that differ", _DIFFERING, rows)] if rows else []
+    if report.unmatched:
+        one_sided = [(found.tensor, found.detail) for found in report.unmatched]
+        tables.append(_table("Tensors without a counterpart", ("tensor", "what is wrong"), one_sided))
+    summaries = (("state", report.by_state()), ("layer", report.by_layer()))
+    agreeing = "agree within the tolerance" if report.differing else "agree"
+    return ReportData(
+        command="diff",
+        version=version.__version__,
+        status=agreeing if report.agree else "different",
+        tone=GOOD if report.agree else BAD,
+        sources=tuple(map(shown_location, compared[:1])),
+        targets=tuple(map(shown_location, compared[1:])),
+        tiles=(
+            Tile("Tensors", f"{report.tensors:,}", f"{len(rows):,} differ"),
+            Tile(
+                "Elements", f"{report.elements:,}", f"{sum(one.changed for one in report.differing):,} differ"
+            ),
+            Tile("Unmatched", f"{len(report.unmatched):,}"),
+            Tile("Read", readable_bytes(report.read_bytes)),
+        ),
+        facts=(("result", report.verdict),),
+        run=run,
+        charts=tuple(_chart(name, found) for name, found in summaries if found),
+        tables=tuple(tables),
+    )
+
+
+def describe_simulation(name: str, plan: Plan, found: Sequence[Simulation], picture: Picture) -> ReportData:
+    """What ``simulate`` says of a saved plan."""
+    headings = ("workers", "seconds", "busy", "most read", "most written", "peak of a worker")
+    rows = [
+        (
+            *(one.workers, one.seconds, f"{one.busy_share:.0%}", one.most_read_bytes),
+            *(one.most_written_bytes, one.peak_bytes),
+        )
+        for one in found
+    ]
+    bars = tuple(Bar(f"{one.workers:,}", one.seconds, readable_seconds(one.seconds)) for one in found)
+    budget = f"peak of a group; budget of a worker {readable_bytes(plan.budget_bytes)}"
+    share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
+    return ReportData(
+        command="simulate",
+        version=version.__version__,
+        status="simulated",
+        tone=PLAIN,
+        sources=(name,),
+        targets=(),
+        tiles=(
+            Tile("Groups", f"{plan.groups:,}"),
+            Tile("Writes", readable_bytes(plan.written_bytes)),
+            Tile("Reads", readable_bytes(plan.read_bytes), f"{plan.read_amplification:.2f} × what is needed"),
+            Tile("Memory", readable_bytes(plan.peak_bytes), budget, min(1.0, share)),
+        ),
+        facts=(("plan", plan.plan_id),),
+        picture=picture,
+        charts=(Chart("Time by number of workers", bars),),
+        tables=(_table("Simulations", headings, rows),),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+def _left(conversion: ConversionPlan, targets: Sequence[str]) -> list[Left]:
+    """What targets do not have, and why."""
+    several = len(targets) > 1
+    found = []
+    if conversion.dropped:
+        found.append(Left("dropped as requested", conversion.dropped, len(conversion.dropped), ""))
+    for number, target in enumerate(conversion.targets):
+        of = targets[number] if several else ""
+        states = target.states_not_carried
+        if states:
+            model_only = FORMATS[target.spec.format].model_only
+            reason = "state was not requested" if model_only else "state is not supported by this format"
+            found.append(Left(reason, states, len(states), of))
+        ordered = sorted(target.not_carried, key=lambda entry: entry[1])
+        for reason, group in groupby(ordered, key=lambda entry: entry[1]):
+            names = [name for name, _ in group]
+            found.append(Left(reason, tuple(names[:MOST_NAMES]), len(names), of))
+    return found
+
+
+def _files(conversion: ConversionPlan) -> Table:
+    plan = conversion.plan
+    rows = [(file.path, file.size_bytes, "written") for file in plan.stored_files]
+    rows += [
+        (file.target_path, file.size_bytes, f"taken over from {file.source_path}") for file in plan.carried
+    ]
+    return _table("Files of the target" + "s" * (len(conversion.targets) > 1), ("file", "bytes", "how"), rows)
+
+
+def _workers(report: ConversionReport) -> list[Table]:
+    if not report.moved.workers:
+        return []
+    rows = [
+        (
+            *(f"worker {one.number}", one.host, one.groups, one.read_bytes, one.written_bytes),
+            *(round(one.busy_seconds, 3), ", ".join(f"{n} × {why}" for why, n in one.retries.items())),
+        )
+        for one in report.moved.workers
+    ]
+    headings = ("worker", "host", "groups", "bytes read", "bytes written", "busy seconds", "retries")
+    return [_table("Workers", headings, rows)]
+
+
+def _table(
+    title: str, headings: tuple[str, ...], rows: Sequence[tuple[str | int | float | None, ...]]
+) -> Table:
+    return Table(title, headings, tuple(rows[:MOST_ROWS]), max(0, len(rows) - MOST_ROWS))
+
+
+def _chart(name: str, found: Sequence[DifferenceSummary]) -> Chart:
+    bars = tuple(
+        Bar(
+            one.name,
+            _finite(one.mean),
+            f"{one.mean:.3g} mean, {one.largest:.3g} largest, {one.tensors} tensors",
+        )
+        for one in found[: MOST_ROWS // 10]
+    )
+    return Chart(f"Mean difference by {name}", bars)
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None

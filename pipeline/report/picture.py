@@ -1,0 +1,254 @@
+"""What lies where on both sides of a conversion, and what moves between: small columns, however large it is.
+
+A picture has at most ``MOST_ENTRIES`` entries of each kind. If there are more, states of a tensor are joined, then
+experts, then the tensors of a layer; and neighbouring places, ``fold`` of them at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.catalog import Fragments, volumes
+from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, op_volumes
+from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
+from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.report.places import Side
+
+MOST_ENTRIES = 60_000
+MOST_KEY_CHARACTERS = 600_000
+MOST_ROWS = 20_000
+OTHERS = "… further tensors"
+"""The row that stands for tensors beyond ``MOST_ROWS``."""
+ANY_STATE = "all states"
+
+_FIRST_STATES = (PARAM, MASTER_WEIGHT)
+
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+_BELOW_LAYER = re.compile(r"(\blayers\.\d+)\..*")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Bytes of values from each source place to each target place; only pairs with any."""
+
+    fold_source: int
+    """Neighbouring places that are one row."""
+    fold_target: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    memory: tuple[int, ...]
+    """Bytes that pass through the memory of a worker, as the target stores them."""
+    copied: tuple[int, ...]
+    """Bytes that the storage copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where tensors lie on one side: an entry for each row and place."""
+
+    fold: int
+    row: tuple[int, ...]
+    place: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Both sides of a conversion, and what moves between."""
+
+    source: Side
+    target: Side
+    states: tuple[str, ...]
+    source_bytes: tuple[tuple[int, ...], ...]
+    """State → bytes in each place."""
+    target_bytes: tuple[tuple[int, ...], ...]
+    keys: tuple[str, ...]
+    """Key of each row; rows of one key follow each other."""
+    row_states: tuple[int, ...]
+    """Number of the state of each row, or −1 for all states."""
+    source_held: Held | None
+    target_held: Held | None
+    moves: Moves
+    joined: str
+    """What was joined to keep the picture small; empty if nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Bytes of each tensor in each place of a side: a row for each pair that has any."""
+
+    side: Side
+    tensors: Sequence[tuple[str, str]]
+    """Key and state."""
+    tensor: Ints
+    place: Ints
+    nbytes: Ints
+
+
+def locate(tensors: Tensors, fragments: Fragments, side: Side, first_file: int = 0) -> Located:
+    """Where tensors lie, by fragments whose files are those of the ``side`` from ``first_file`` on."""
+    places = np.array(side.places, dtype=np.int64)
+    place = places[fragments["file"].astype(np.int64) + first_file]
+    nbytes = volumes(fragments) * ITEMSIZES[fragments["dtype"]]
+    tensor, place, nbytes = _summed(fragments["tensor"].astype(np.int64), place, nbytes)
+    return Located(side, [tensors.identity(number) for number in range(len(tensors))], tensor, place, nbytes)
+
+
+def make_picture(
+    source: Located | None, targets: Sequence[Located], plan: Plan, sides: tuple[Side, Side]
+) -> Picture:
+    """The picture of a plan; without ``source`` and ``targets`` it only knows what moves."""
+    located = [*([] if source is None else [source]), *targets]
+    found = {state for one in located for _, state in one.tensors}
+    states = tuple(
+        sorted(
+            found,
+            key=lambda state: (
+                _FIRST_STATES.index(state) if state in _FIRST_STATES else 2,
+                state.startswith("ema"),
+                state,
+            ),
+        )
+    )
+    rows, joined = _rows([identity for one in located for identity in one.tensors])
+    names = list(dict.fromkeys(rows.values()))
+    names.sort(key=lambda row: (_natural(row[0]), states.index(row[1]) if row[1] in states else -1))
+    numbers = {name: number for number, name in enumerate(names)}
+    of_row = {identity: numbers[row] for identity, row in rows.items()}
+    return Picture(
+        *sides,
+        states,
+        _by_state([] if source is None else [source], states, sides[0]),
+        _by_state(targets, states, sides[1]),
+        tuple(key for key, _ in names),
+        tuple(states.index(state) if state in states else -1 for _, state in names),
+        None if source is None else _held([source], of_row),
+        _held(targets, of_row) if targets else None,
+        _moves(plan, *sides),
+        joined,
+    )
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Numbers in a key sort as numbers."""
+    parts = re.split(r"(\d+)", key)
+    return [(0, int(part[:18]), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts]
+
+
+def _summed(first: Ints, second: Ints, weights: Ints) -> tuple[Ints, Ints, Ints]:
+    """Sums of ``weights`` by pairs, sorted."""
+    width = int(second.max(initial=0)) + 1
+    pairs, index = np.unique(first * width + second, return_inverse=True)
+    sums = np.zeros(len(pairs), dtype=np.int64)
+    np.add.at(sums, index, weights)
+    return pairs // width, pairs % width, sums
+
+
+def _by_state(located: Sequence[Located], states: Sequence[str], side: Side) -> tuple[tuple[int, ...], ...]:
+    table = np.zeros((len(states), side.count), dtype=np.int64)
+    number = {state: index for index, state in enumerate(states)}
+    for one in located:
+        of_tensor = np.array([number[state] for _, state in one.tensors], dtype=np.int64)
+        np.add.at(table, (of_tensor[one.tensor], one.place), one.nbytes)
+    return tuple(tuple(row) for row in table.tolist())
+
+
+# ----------------------------------------------------------------------------------------------------- rows
+
+
+def _rows(identities: Sequence[tuple[str, str]]) -> tuple[Mapping[tuple[str, str], tuple[str, str]], str]:
+    """Key and state of every tensor → those of its row, and what was joined."""
+    wanted = list(dict.fromkeys(identities))
+    steps: tuple[tuple[str, Callable[[str], str], bool], ...] = (
+        ("", lambda key: key, False),
+        ("the states of a tensor", lambda key: key, True),
+        ("states and experts", lambda key: _EXPERT.sub("experts.*.", key), True),
+        ("the tensors of a layer", lambda key: _BELOW_LAYER.sub(r"\1", key), True),
+        ("tensors whose keys differ in numbers only", lambda key: _NUMBER.sub("*", key), True),
+    )
+    rows: dict[tuple[str, str], tuple[str, str]] = {}
+    for joined, rename, all_states in steps:
+        rows = {(key, state): (rename(key), ANY_STATE if all_states else state) for key, state in wanted}
+        if _few(rows):
+            return rows, joined
+    kept = set(list(dict.fromkeys(rows.values()))[: MOST_ROWS // 20])
+    few = {one: row if row in kept else (OTHERS, ANY_STATE) for one, row in rows.items()}
+    return few, "most tensors, because there are very many"
+
+
+def _few(rows: Mapping[tuple[str, str], tuple[str, str]]) -> bool:
+    found = set(rows.values())
+    return len(found) <= MOST_ROWS and sum(map(len, {key for key, _ in found})) <= MOST_KEY_CHARACTERS
+
+
+def _held(located: Sequence[Located], of_row: Mapping[tuple[str, str], int]) -> Held:
+    columns = [
+        (
+            np.array([of_row[identity] for identity in one.tensors], dtype=np.int64)[one.tensor],
+            one.place,
+            one.nbytes,
+        )
+        for one in located
+    ]
+    row, place, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+    fold = 1
+    while True:
+        found = _summed(row, place // fold, nbytes)
+        if len(found[0]) <= MOST_ENTRIES or fold > located[0].side.count:
+            return Held(fold, *(tuple(column.tolist()) for column in found))
+        fold *= 2
+
+
+# ---------------------------------------------------------------------------------------------------- moves
+
+
+def _moves(plan: Plan, source: Side, target: Side) -> Moves:
+    """What every pair of places exchanges. The target's files come first among the places of the target."""
+    from_place, to_place = (np.array(side.places, dtype=np.int64) for side in (source, target))
+    found = []
+    for ops in plan.ops.blocks():
+        moved = ops[ops["kind"] == MOVE]
+        nbytes = op_volumes(moved) * ITEMSIZES[moved["target_dtype"]]
+        pair = (
+            from_place[moved["source_file"].astype(np.int64)],
+            to_place[moved["target_file"].astype(np.int64)],
+        )
+        found.append(_summed(*pair, nbytes))
+    memory = (
+        [np.concatenate(column) for column in zip(*found, strict=True)]
+        if found
+        else [np.zeros(0, np.int64)] * 3
+    )
+    parts = plan.parts[plan.parts["source_file"] != MADE]
+    copied = [from_place[parts["source_file"]], to_place[parts["file"]], part_sizes(parts)]
+    fold_source = fold_target = 1
+    while True:
+        pairs, sums = _paired(memory, copied, fold_source, fold_target)
+        if len(pairs[0]) <= MOST_ENTRIES:
+            columns = (*pairs, *sums)
+            return Moves(fold_source, fold_target, *(tuple(column.tolist()) for column in columns))
+        if source.count // fold_source >= target.count // fold_target:
+            fold_source *= 2
+        else:
+            fold_target *= 2
+
+
+def _paired(
+    memory: Sequence[Ints], copied: Sequence[Ints], fold_source: int, fold_target: int
+) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
+    first = np.concatenate([memory[0], copied[0]]) // fold_source
+    second = np.concatenate([memory[1], copied[1]]) // fold_target
+    none = np.zeros(0, dtype=np.int64)
+    through = np.concatenate([memory[2], np.zeros(len(copied[2]), dtype=np.int64)]) if len(first) else none
+    by_store = np.concatenate([np.zeros(len(memory[2]), dtype=np.int64), copied[2]]) if len(first) else none
+    rows, columns, moved = _summed(first, second, through)
+    _, _, stored = _summed(first, second, by_store)
+    return (rows, columns), (moved, stored)

@@ -1,0 +1,259 @@
+"""What happened during a run, as an observer keeps it: a bounded record, however long the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+from paddle_reshard.pipeline.core.events import (
+    Event,
+    GroupEnded,
+    Observer,
+    Planned,
+    Progress,
+    StepEnded,
+    StepStarted,
+    Waiting,
+    ignore_events,
+)
+
+MOST_STRETCHES = 4096
+MOST_SAMPLES = 1024
+MOST_STEPS = 256
+BINS = 160
+"""Points of a curve over time."""
+THREADS = "thread_"
+"""How the workers of a run in this process begin; they share its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Time in which a worker ran a group, or several one after the other. Seconds are since the start of the record."""
+
+    worker: str
+    start: float
+    stop: float
+    groups: int
+    peak_bytes: int
+    """The largest memory that any of them was given."""
+    read_bytes: int
+    written_bytes: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a run."""
+
+    name: str
+    start: float
+    stop: float | None
+    """``None`` if the run ended before the step."""
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """What is drawn over time: ``seconds`` are the middles of equal intervals."""
+
+    seconds: tuple[float, ...]
+    read: tuple[float, ...]
+    """Bytes per second."""
+    written: tuple[float, ...]
+    """Bytes per second, including those that the storage copied."""
+    copied: tuple[float, ...]
+    memory: tuple[int, ...]
+    """Largest memory that the groups of a process were given together, in the interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """A finished record."""
+
+    seconds: float
+    steps: tuple[Step, ...]
+    stretches: tuple[Stretch, ...]
+    """Sorted by worker and start."""
+    curves: Curves
+    resident: tuple[tuple[float, int], ...]
+    """Seconds, and the memory that this process had then."""
+    waited_for: tuple[str, ...] = ()
+
+
+class RunRecord:
+    """An observer that keeps what a report shows of a run, and passes events on.
+
+    It takes at most a few megabytes: neighbouring groups of a worker are joined when there are many.
+
+    Parameters
+    ----------
+    observe
+        Called with every event afterwards.
+    on_plan
+        Called with the :class:`ConversionPlan` before its groups are run.
+    resident_bytes
+        Returns the memory of this process; ``None`` to leave it out.
+    clock
+        Seconds, from any start.
+    """
+
+    def __init__(
+        self,
+        observe: Observer = ignore_events,
+        on_plan: Callable[[object], None] | None = None,
+        resident_bytes: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._observe, self._on_plan, self._resident_bytes, self._clock = (
+            observe,
+            on_plan,
+            resident_bytes,
+            clock,
+        )
+        self._started = clock()
+        self._steps: list[Step] = []
+        self._stretches: list[Stretch] = []
+        self._resident: list[tuple[float, int]] = []
+        self._progress: list[tuple[float, int]] = []
+        self._stride_seconds = 0.0
+        self._done_bytes = 0
+        self._waited_for: dict[str, None] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Keep an event, and pass it on."""
+        now = self._clock() - self._started
+        if isinstance(event, StepStarted):
+            self._end_step(now, "")
+            self._steps = [*self._steps[-MOST_STEPS:], Step(event.step, now, None)]
+        elif isinstance(event, StepEnded):
+            self._end_step(now, event.summary)
+        elif isinstance(event, Planned) and self._on_plan is not None:
+            self._on_plan(event.conversion)
+        elif isinstance(event, GroupEnded):
+            self._add(event, now)
+        elif isinstance(event, Progress) and not event.before:
+            self._done_bytes += event.done_bytes
+        elif isinstance(event, Waiting) and len(self._waited_for) < MOST_STEPS:
+            self._waited_for[event.what] = None
+        self._sample(now)
+        self._observe(event)
+
+    def data(self) -> RunData:
+        """The record so far."""
+        seconds = self._clock() - self._started
+        stretches = tuple(sorted(self._stretches, key=lambda one: (one.worker, one.start)))
+        curves = _curves(stretches, seconds) if stretches else _curve_of_progress(self._progress, seconds)
+        return RunData(
+            seconds, tuple(self._steps), stretches, curves, tuple(self._resident), tuple(self._waited_for)
+        )
+
+    def _end_step(self, now: float, summary: str) -> None:
+        if self._steps and self._steps[-1].stop is None:
+            self._steps[-1] = replace(self._steps[-1], stop=now, summary=summary)
+
+    def _add(self, event: GroupEnded, now: float) -> None:
+        stop = max(0.0, now - event.seconds_ago)
+        figures = event.peak_bytes, event.read_bytes, event.written_bytes, event.copied_bytes
+        self._stretches.append(Stretch(event.worker, max(0.0, stop - event.seconds), stop, 1, *figures))
+        if len(self._stretches) > MOST_STRETCHES:
+            self._stretches = joined_in_pairs(self._stretches)
+
+    def _sample(self, now: float) -> None:
+        if self._progress and now < self._progress[-1][0] + self._stride_seconds:
+            return
+        self._progress.append((now, self._done_bytes))
+        if self._resident_bytes is not None:
+            self._resident.append((now, self._resident_bytes()))
+        if len(self._progress) > MOST_SAMPLES:
+            self._progress, self._resident = self._progress[::2], self._resident[::2]
+            self._stride_seconds = 2 * now / MOST_SAMPLES
+
+
+def joined_in_pairs(stretches: Iterable[Stretch]) -> list[Stretch]:
+    """Half as many stretches: neighbours of the same worker become one."""
+    found = []
+    in_order = sorted(stretches, key=lambda one: (one.worker, one.start))
+    for _, group in groupby(in_order, key=lambda one: one.worker):
+        own = list(group)
+        found += [_joined(own[index : index + 2]) for index in range(0, len(own), 2)]
+    if len(found) > MOST_STRETCHES:  # there are more workers than that
+        return found[:MOST_STRETCHES]
+    return found
+
+
+def _joined(stretches: Sequence[Stretch]) -> Stretch:
+    return Stretch(
+        stretches[0].worker,
+        stretches[0].start,
+        max(one.stop for one in stretches),
+        sum(one.groups for one in stretches),
+        max(one.peak_bytes for one in stretches),
+        sum(one.read_bytes for one in stretches),
+        sum(one.written_bytes for one in stretches),
+        sum(one.copied_bytes for one in stretches),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- curves
+
+
+def _curves(stretches: Sequence[Stretch], seconds: float) -> Curves:
+    """Rates, as if every stretch had moved its bytes evenly, and memory."""
+    first = min(one.start for one in stretches)
+    width = max(seconds - first, 1e-6) / BINS
+    rates = {name: [0.0] * BINS for name in ("read", "written", "copied")}
+    for one in stretches:
+        low, high = (min(int((at - first) / width), BINS - 1) for at in (one.start, one.stop))
+        length = max(one.stop - one.start, 1e-9)
+        for index in range(low, high + 1):
+            start, stop = first + index * width, first + (index + 1) * width
+            share = 1.0 if low == high else max(0.0, min(stop, one.stop) - max(start, one.start)) / length
+            for name in rates:
+                rates[name][index] += share * getattr(one, f"{name}_bytes") / width
+    middles = tuple(first + (index + 0.5) * width for index in range(BINS))
+    return Curves(
+        middles,
+        tuple(rates["read"]),
+        tuple(rates["written"]),
+        tuple(rates["copied"]),
+        tuple(_memory(stretches, first, width)),
+    )
+
+
+def _memory(stretches: Sequence[Stretch], first: float, width: float) -> list[int]:
+    """Of the process with the most in each interval: groups that run in this process share its memory."""
+    most = [0] * BINS
+    by_process = sorted(stretches, key=lambda one: (_process(one), one.start))
+    for _, group in groupby(by_process, key=_process):
+        own = list(group)
+        changes = sorted(
+            [(one.start, 1, one.peak_bytes) for one in own] + [(one.stop, 0, -one.peak_bytes) for one in own]
+        )
+        held, index = 0, 0
+        for at, _, change in changes:
+            until = min(int((at - first) / width), BINS - 1)
+            for between in range(index, until + 1):
+                most[between] = max(most[between], held)
+            held, index = held + change, until
+            most[index] = max(most[index], held)
+    return most
+
+
+def _process(stretch: Stretch) -> str:
+    return "" if stretch.worker.startswith(THREADS) else stretch.worker
+
+
+def _curve_of_progress(samples: Sequence[tuple[float, int]], seconds: float) -> Curves:
+    """The rate of a run that reports bytes only."""
+    width = max(seconds, 1e-6) / BINS
+    done = [0.0] * BINS
+    for (before, had), (now, has) in pairwise(samples):
+        if has > had:
+            low, high = (min(int(at / width), BINS - 1) for at in (before, now))
+            for index in range(low, high + 1):
+                done[index] += (has - had) / (high - low + 1) / width
+    zeros = (0,) * BINS
+    middles = tuple((index + 0.5) * width for index in range(BINS))
+    return Curves(middles, tuple(done), (0.0,) * BINS, (0.0,) * BINS, zeros)

@@ -1,0 +1,49 @@
+"""Write reports to files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.report.data import ReportData
+from paddle_reshard.pipeline.report.page import render
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a report whose folder does not exist, before anything is done.
+
+    Raises
+    ------
+    UsageError
+    """
+    if path.is_dir():
+        raise UsageError(f"--report {path}: is a folder; give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--report {path}: the folder {path.absolute().parent} does not exist")
+
+
+def save_report(report: ReportData, path: Path) -> None:
+    """Write a report; it replaces an existing file, and appears as a whole or not at all.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(render(report), "utf-8", errors="replace")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UsageError(f"{path}: the report cannot be written: {error}") from error
+
+
+def resident_bytes() -> int:
+    """The memory of this process; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

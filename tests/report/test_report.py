@@ -1,0 +1,324 @@
+"""Reports: what they say is what the files hold, whatever tensors and files are called."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from benchmarks.planning import job
+from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, EmptySource, catalog_of, files_of
+from paddle_reshard.pipeline.convert.diff import DiffReport, TensorDifference
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
+from paddle_reshard.pipeline.convert.verify import VerifyReport
+from paddle_reshard.pipeline.core.events import GroupEnded, Progress, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.planning.compare import Difference
+from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.report.describe import (
+    describe_comparison,
+    describe_conversion,
+    describe_plan,
+    picture_of,
+)
+from paddle_reshard.pipeline.report.run_record import MOST_SAMPLES, MOST_STRETCHES, RunRecord
+from paddle_reshard.pipeline.report.writing import save_report
+from paddle_reshard.storage.s3 import target as s3
+from tests.conftest import case_directory
+from tests.golden.compare_one_card import load, read_one_card
+from tests.jobs.command import run_here
+from tests.report.pages import Page
+from tests.spoiled import of_another_step
+
+MOST_BYTES = 5_000_000
+HOSTILE = "</script><img src=x onerror=alert(1)>&\u2028'\""
+SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+SUFFIXES = {"w_0": "master_weight", "ema_w_0": "ema_master_weight"}
+
+
+def command(name: str, *arguments: object, status: int = 0) -> dict[str, Any]:
+    """Run a command with ``--json``."""
+    done = run_here(name, *arguments, "--json")
+    assert done.returncode == status, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ----------------------------------------------------------------------------------- what lies where, and moves
+
+
+def test_the_target_of_a_conversion_holds_what_its_files_hold(tmp_path: Path) -> None:
+    report, target = tmp_path / "report.html", tmp_path / "one-card"
+    done = command(
+        *("convert", SOURCE, target, "--to", "tp=1", "--report", report),
+        *("--fingerprint", "full"),
+    )
+    page = Page(report)
+    page.check_closed()
+    expected = {}
+    for name, content in read_one_card(target).items():
+        key, _, suffix = name.rpartition(".")
+        state = SUFFIXES.get(suffix, suffix.removesuffix("_0"))
+        expected[(name, "param", 0) if suffix == "weight" else (key, state, 0)] = len(content)
+    assert page.held("target") == expected
+    moved = page.moves()
+    assert {target for _, target in moved} == {0}
+    values = sum(memory for memory, _ in moved.values())
+    assert values == sum(expected.values())
+    assert done["moved"]["copied_bytes"] == sum(copied for _, copied in moved.values())
+    manifest = json.loads((target / "paddle_reshard.json").read_text())
+    assert manifest["fingerprints"]["root"] in page.text
+    assert done["moved"]["fingerprint_roots"] == {str(target): manifest["fingerprints"]["root"]}
+    run = page.data["run"]
+    assert [step[0] for step in run["steps"]] == ["plan", "move", "verify", "publish"]
+    assert sum(stretch[3] for stretch in run["stretches"]) == done["plan"]["groups"]
+    assert sum(stretch[5] for stretch in run["stretches"]) == done["plan"]["read_bytes"]
+    assert all(0 <= start <= stop <= run["seconds"] for _, start, stop, *_ in run["stretches"])
+
+
+def test_the_ranks_of_a_source_hold_what_their_files_hold(tmp_path: Path) -> None:
+    source = case_directory("mp2pp2") / "checkpoint-3"
+    command("plan", source, "--to", "pp=2", "--report", tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    (block,) = page.data["picture"]["source"]["blocks"]
+    assert block["axes"] == {"dp": 1, "pp": 2, "sharding": 1, "tp": 2, "ep": 1}
+    held = {one: nbytes for one, nbytes in page.held("source").items() if one[1] == "param"}
+    expected: dict[tuple[str, str, int], int] = defaultdict(int)
+    files = [0] * block["count"]
+    for path in source.iterdir():
+        if path.suffix in (".pdparams", ".pdopt") and path.name.startswith(("model_state", "optimizer")):
+            files[page.rank("source", path.name)] += 1
+        if path.name.startswith("model_state"):
+            for key, value in load(path).items():
+                if key != "StructuredToParameterName@@":
+                    array = value[1] if isinstance(value, tuple) else value
+                    expected[key, "param", page.rank("source", path.name)] += array.nbytes
+    assert held == expected
+    assert page.data["picture"]["source"]["files"] == files
+
+
+def test_pairs_of_ranks_add_up_to_what_each_side_holds(tmp_path: Path) -> None:
+    """Every value of the target comes from somewhere, and only from ranks that have it."""
+    command("plan", SOURCE, "--to", "pp=4,sharding=2", "--report", tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    to: dict[int, int] = defaultdict(int)
+    for (_, target), (memory, copied) in page.moves().items():
+        to[target] += memory + copied
+    held: dict[int, int] = defaultdict(int)
+    for (_, _, place), nbytes in page.held("target").items():
+        held[place] += nbytes
+    assert to == held
+    by_state = [sum(column) for column in zip(*page.data["picture"]["target_bytes"], strict=True)]
+    assert by_state == [held[place] for place in range(len(by_state))]
+
+
+LIMITS = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
+
+
+def synthetic(dims: Any, source: HybridTarget, to: str, limits: PartLimits) -> ConversionPlan:
+    store = EmptySource(files_of(dims, source), json.dumps(dims.config).encode())
+    request = read_request(("nowhere",), None, {"to": to}, PlanSizes())
+    return plan_checkpoint(store, catalog_of(dims, source), request, limits)
+
+
+def test_what_an_object_store_copies_is_apart(tmp_path: Path) -> None:
+    dims = replace(LLAMA_7B, layers=2)
+    planned = synthetic(dims, job("none", pp=2), "pp=1", LIMITS)
+    save_report(describe_plan(planned, picture_of(planned)), tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    moved = page.moves()
+    assert (
+        sum(copied for _, copied in moved.values())
+        == planned.plan.copied_bytes
+        > 0.9 * planned.plan.read_bytes
+    )
+    held = sum(page.held("target").values())
+    # A copied part has headers of arrays in it, a few bytes for each.
+    assert 0 <= sum(map(sum, moved.values())) - held < 1e-4 * held
+
+
+def test_thousands_of_ranks_fit_a_page_that_opens_at_once(tmp_path: Path) -> None:
+    dims = replace(LLAMA_70B, layers=8)
+    planned = synthetic(dims, job(tp=8, pp=4, sharding=64), "tp=4,pp=4,sharding=32", PartLimits())
+    save_report(describe_plan(planned, picture_of(planned)), tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    assert page.size_bytes < MOST_BYTES
+    picture = page.data["picture"]
+    assert [len(picture[side]["labels"]) for side in ("source", "target")] == [2048, 512]
+    moved = sum(map(sum, zip(picture["moves"]["memory"], picture["moves"]["copied"], strict=True)))
+    held = sum(picture["target_held"]["nbytes"])
+    assert moved == held == sum(map(sum, picture["target_bytes"]))
+
+
+# ------------------------------------------------------------------------------------------------ hostile names
+
+
+def difference(key: str) -> TensorDifference:
+    return TensorDifference(
+        key,
+        "param",
+        ("float32", "float32"),
+        4,
+        1,
+        1,
+        0,
+        float("inf"),
+        0.25,
+        3,
+        0.5,
+        (0,),
+        (1.0, float("nan")),
+    )
+
+
+def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
+    planned = paddle_reshard.plan(SOURCE, to="tp=1")
+    picture = replace(picture_of(planned), joined=HOSTILE)
+    picture = replace(picture, keys=(HOSTILE, *picture.keys[1:]))
+    said = replace(describe_plan(planned, picture), targets=(HOSTILE,), remarks=(HOSTILE,), error=HOSTILE)
+    save_report(said, tmp_path / "plan.html")
+    compared = DiffReport(1, 4, 16, (difference(HOSTILE),), (Difference(HOSTILE, HOSTILE),))
+    save_report(describe_comparison(compared, (HOSTILE, "b"), None), tmp_path / "diff.html")
+    for name in ("plan", "diff"):
+        page = Page(tmp_path / f"{name}.html")
+        page.check_closed()
+        assert "img" not in page.tags()
+        assert HOSTILE in page.text
+    assert page.data["tables"][0]["rows"][0][0] == HOSTILE
+    assert page.data["tables"][0]["rows"][0][7] is None
+
+
+def test_the_folders_of_a_conversion_may_be_called_anything(tmp_path: Path) -> None:
+    folder = tmp_path / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    source = folder / "checkpoint-3"
+    shutil.copytree(SOURCE, source)
+    command("convert", source, folder / "target", "--to", "tp=1", "--report", folder / "<b>.html")
+    page = Page(folder / "<b>.html")
+    page.check_closed()
+    assert "img" not in page.tags()
+    assert str(source) in page.text
+
+
+def test_no_credentials_of_urls_are_in_it(tmp_path: Path) -> None:
+    report = VerifyReport(1, 1, 1, (), 1.0, None)
+    urls = "s3://key:secret@host/bucket/a?token=secret", "gs://bucket/b#secret"
+    save_report(describe_comparison(report, urls, None), tmp_path / "report.html")
+    assert "secret" not in (tmp_path / "report.html").read_text()
+    assert "s3://host/bucket/a" in Page(tmp_path / "report.html").text
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def test_every_command_that_finds_something_out_writes_a_page(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    paddle_reshard.convert(SOURCE, one, to="tp=1")
+    earlier = case_directory("single") / "checkpoint-3"
+    pages = tmp_path / "pages"
+    pages.mkdir()
+
+    def page(name: str, *arguments: object, status: int = 0) -> tuple[dict[str, Any], Page]:
+        found = command(name, *arguments, "--report", pages / "page.html", status=status)
+        made = Page(pages / "page.html")
+        made.check_closed()
+        (pages / "page.html").unlink()
+        return found, made
+
+    found, made = page("verify", SOURCE, one)
+    assert "equal" in made.text
+    assert f"{found['compared_elements']:,}" in made.text
+    assert "intact" in page("verify", one)[1].text
+    found, made = page("diff", earlier, SOURCE, "--state", "param,moment1", status=1)
+    table = made.data["tables"][0]
+    column = {heading: number for number, heading in enumerate(table["headings"])}
+    assert [(row[0], row[1], row[column["ulps"]]) for row in table["rows"]] == [
+        (one["key"], one["state"], one["ulps"]) for one in found["differing"]
+    ]
+    by_layer = made.data["charts"][1]["bars"]
+    assert [bar[0] for bar in by_layer] == [one["name"] for one in found["by_layer"]]
+    found, made = page("ema", SOURCE, SOURCE, two, "--uniform", "--to", "tp=1")
+    assert [block["title"] for block in made.data["picture"]["source"]["blocks"]] == ["hybrid", "SRC0"]
+    saved = tmp_path / "plan"
+    command("plan", SOURCE, "--to", "tp=1", "--save", saved)
+    found, made = page("simulate", saved, "--workers", "1,8")
+    assert [bar[0] for bar in made.data["charts"][0]["bars"]] == ["1", "8"]
+    assert sum(memory for memory, _ in made.moves().values()) == sum(
+        nbytes for row in picture_of(paddle_reshard.plan(SOURCE, to="tp=1")).target_bytes for nbytes in row
+    )
+
+
+def test_a_conversion_that_is_refused_half_way_says_where_and_why(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    found = command(
+        *("convert", of_another_step(tmp_path), tmp_path / "target", "--to", "tp=1", "--report", report),
+        status=1,
+    )
+    page = Page(report)
+    assert found["error"] in page.text
+    assert "not converted" in page.text
+    assert page.data["run"]["steps"][-1][::2] == ["move", None]
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(("path", "reason"), [("no/report.html", "does not exist"), (".", "is a folder")])
+def test_a_page_that_cannot_be_written_is_an_error_before_anything_is_done(
+    path: str, reason: str, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    found = command("convert", SOURCE, target, "--to", "tp=1", "--report", tmp_path / path, status=2)
+    assert reason in found["error"]
+    assert not target.exists()
+
+
+# --------------------------------------------------------------------------------------------------- the record
+
+
+def test_the_record_of_a_long_run_stays_small_and_loses_no_byte(tmp_path: Path) -> None:
+    now = 0.0
+    record = RunRecord(resident_bytes=lambda: 1 << 30, clock=lambda: now)
+    record(StepStarted("move", 10))
+    groups = 20_000
+    for number in range(groups):
+        now = 1.0 + number / 10
+        record(GroupEnded(number, f"worker {number % 3}", 0.25, 0.0, 100, 7, 11, 3))
+        record(Progress(11))
+    record(StepEnded("move", "done"))
+    run = record.data()
+    assert len(run.stretches) <= MOST_STRETCHES
+    assert len(run.resident) <= MOST_SAMPLES
+    assert sum(one.groups for one in run.stretches) == groups
+    assert sum(one.read_bytes for one in run.stretches) == 7 * groups
+    width = run.curves.seconds[1] - run.curves.seconds[0]
+    assert sum(run.curves.written) * width == pytest.approx(11 * groups)
+    assert set(run.curves.memory) <= {100}
+    assert run.steps[0].stop == now
+
+
+def test_groups_in_one_process_share_its_memory() -> None:
+    now = 0.0
+    record = RunRecord(clock=lambda: now)
+    for worker, stop in (("thread_0", 4.0), ("thread_1", 5.0), ("thread_0", 9.0)):
+        now = stop
+        record(GroupEnded(0, worker, 3.0, 0.0, 100, 1, 1, 0))
+    curves = record.data().curves
+    memory = dict(zip(curves.seconds, curves.memory, strict=True))
+    assert {nbytes for at, nbytes in memory.items() if 2.2 < at < 3.8} == {200}
+    assert {nbytes for at, nbytes in memory.items() if 6.2 < at < 8.8} == {100}
+    assert {nbytes for at, nbytes in memory.items() if 5.2 < at < 5.8} == {0}
+
+
+def test_a_report_can_be_made_of_a_result_alone(tmp_path: Path) -> None:
+    done = paddle_reshard.convert(SOURCE, tmp_path / "target", to="tp=1")
+    save_report(describe_conversion(done, None, None), tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    page.check_closed()
+    assert page.data["picture"] is None
+    assert "rng_state_0.pth" in page.text
