@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package docs test exhaustive cluster serving check fuzz format parity parity-table bench memory s3 chaos clean
+.PHONY: help demo package docs test exhaustive cluster serving check fuzz format parity parity-table bench memory rehearsal s3 chaos clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -23,6 +23,7 @@ help:
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
 	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
+	@echo "make rehearsal  index, plan, run, kill, resume and verify a conversion of 671B from 2,048 ranks to 512, into docs/performance.md (ARGS='--layers 4': print a smaller one)"
 	@echo "make s3       conversions on a private Ceph server, into docs/s3.md (Debian; 10 minutes)"
 	@echo "make chaos    kill a conversion of 1 GB 100 times at random and resume it (ARGS='--kills 10', ARGS=--s3: on Ceph)"
 	@echo "make clean    remove the environment and everything that these commands made"
@@ -111,6 +112,9 @@ bench: $(VENV)/.test
 
 memory: $(VENV)/.test
 	$(BIN)/python -m benchmarks.many $(ARGS)
+
+rehearsal: $(VENV)/.test
+	$(BIN)/python -m benchmarks.rehearsal $(ARGS)
 
 s3: $(VENV)/.test
 	$(BIN)/python -m benchmarks.s3 $(ARGS)

@@ -8,9 +8,9 @@ powers of betas are zeros. Literal bytes are those that the product lays out.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -62,8 +62,22 @@ def write_boxes(folder: Path, files: TargetFiles, tensors: Tensors) -> None:
     boxes["stop"] = boxes["start"] + ((boxes["extents"] - 1) * boxes["strides"]).sum(axis=1) + itemsize
     boxes = boxes[np.lexsort((boxes["start"], boxes["file"]))]
     np.save(folder / "boxes.npy", boxes)
+    np.save(folder / "starts.npy", boxes["start"])
+    np.save(folder / "stops.npy", boxes["stop"])
     np.save(folder / "first.npy", np.searchsorted(boxes["file"], np.arange(len(files.files) + 1)))
     (folder / "paths").write_text("\n".join(file.path for file in files.files))
+
+
+class _Tables(NamedTuple):
+    """What :func:`write_boxes` saved."""
+
+    boxes: npt.NDArray[np.void]
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    """Index of the first box of each file, and the number of boxes."""
+    numbers: dict[str, int]
+    """Path → number of the file."""
 
 
 class ArithmeticSource(ReadRange):
@@ -75,7 +89,7 @@ class ArithmeticSource(ReadRange):
     def __init__(self, folder: Path, literals: EmptySource | None = None) -> None:
         self.folder, self.literals = folder, literals
         self.location = f"arithmetic of {folder.name}"
-        self._opened: tuple[npt.NDArray[np.void], npt.NDArray[np.int64], dict[str, int]] | None = None
+        self._opened: _Tables | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ArithmeticSource, (self.folder,)
@@ -95,56 +109,78 @@ class ArithmeticSource(ReadRange):
             found[:] = 0
         else:
             self.literals.read_into(path, byte_offset, buffer)
-        boxes, first, numbers = self._tables()
-        if path not in numbers:
+        tables = self._tables()
+        number = tables.numbers.get(path)
+        if number is None:
             return
-        low, high = first[numbers[path]], first[numbers[path] + 1]
-        stop = byte_offset + len(buffer)
-        here = boxes[low:high]
-        for box in here[(here["stop"] > byte_offset) & (here["start"] < stop)]:
+        here = slice(int(tables.first[number]), int(tables.first[number + 1]))
+        reached = (tables.stops[here] > byte_offset) & (tables.starts[here] < byte_offset + len(buffer))
+        for box in tables.boxes[here][reached].tolist():
             _fill(found, byte_offset, box)
 
-    def _tables(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], dict[str, int]]:
+    def _tables(self) -> _Tables:
         if self._opened is None:
             paths = (self.folder / "paths").read_text().split("\n")
-            self._opened = (
-                np.load(self.folder / "boxes.npy", mmap_mode="r"),
-                np.load(self.folder / "first.npy"),
-                {path: number for number, path in enumerate(paths)},
+            boxes, starts, stops, first = (
+                np.asarray(np.load(self.folder / f"{name}.npy", mmap_mode="r"))
+                for name in ("boxes", "starts", "stops", "first")
             )
+            numbers = {path: number for number, path in enumerate(paths)}
+            self._opened = _Tables(boxes, starts, stops, first, numbers)
         return self._opened
 
 
-def _fill(found: npt.NDArray[np.uint8], byte_offset: int, box: np.void) -> None:
-    """Write the part of a box that lies in ``[byte_offset, byte_offset + len(found))``."""
-    extents, strides, steps = box["extents"].copy(), box["strides"], box["steps"]
-    start, first = int(box["start"]), np.uint32(box["first"])
-    outer = max((dim for dim in range(MAX_DIMS) if extents[dim] > 1), key=lambda dim: strides[dim], default=0)
-    if extents[outer] > 1:  # only the slabs of the outermost dim that reach into the range
-        slab = int(box["stop"]) - start - int((extents[outer] - 1) * strides[outer])
-        skipped = max(0, -((start + slab - byte_offset - 1) // int(strides[outer])))
-        end = min(int(extents[outer]), -((start - byte_offset - len(found)) // int(strides[outer])))
-        extents[outer] = end - skipped
-        start += skipped * int(strides[outer])
-        first = np.uint32((int(first) + skipped * int(steps[outer])) & 0xFFFFFFFF)
-    dtype = np.dtype("<u4" if box["dtype"] == FLOAT32 else "<u2")
-    values = np.full((1,) * MAX_DIMS, first, dtype=np.uint32)
-    for dim in np.flatnonzero(extents > 1):
-        shape = [1] * MAX_DIMS
-        shape[dim] = int(extents[dim])
-        values = values + (np.arange(extents[dim], dtype=np.uint32) * steps[dim]).reshape(shape)
-    bits = _bits(values, np.uint32(box["seed"]))
-    bits = bits << np.uint32(16) if box["dtype"] == FLOAT32 else bits.astype(np.uint16)
-    stop = start + int(((extents - 1) * strides).sum()) + dtype.itemsize
+class _Dim(NamedTuple):
+    """A dim of a box with more than one element."""
+
+    extent: int
+    stride: int
+    """In bytes of the file."""
+    step: int
+    """In elements of the tensor, modulo 2^32."""
+
+
+def _fill(found: npt.NDArray[np.uint8], byte_offset: int, box: tuple[Any, ...]) -> None:
+    """Write the part of a box, a row of ``BOX``, that lies in ``[byte_offset, byte_offset + len(found))``."""
+    _, dtype_index, seed, start, stop, first, *columns = box
+    dims = _joined(_Dim(*dim) for dim in zip(*(columns[i] for i in (0, 2, 1)), strict=True))
+    if dims:  # only the slabs of the outermost dim that reach into the range
+        extent, stride, step = dims[0]
+        slab = stop - start - (extent - 1) * stride
+        skipped = max(0, -((start + slab - byte_offset - 1) // stride))
+        end = min(extent, -((start - byte_offset - len(found)) // stride))
+        dims[0] = _Dim(end - skipped, stride, step)
+        start += skipped * stride
+        first = (first + skipped * step) & 0xFFFFFFFF
+        stop = start + slab + (end - skipped - 1) * stride
+    dtype = np.dtype("<u4" if dtype_index == FLOAT32 else "<u2")
+    values = np.array(first, dtype=np.uint32)
+    for extent, _, step in dims:
+        values = values[..., None] + np.arange(extent, dtype=np.uint32) * np.uint32(step)
+    bits = _bits(values, np.uint32(seed))
+    bits = bits << np.uint32(16) if dtype_index == FLOAT32 else bits.astype(np.uint16)
     inside = start >= byte_offset and stop <= byte_offset + len(found)
     # A slab at the edge of the range is made whole, beside it, and cut.
     room = found[start - byte_offset : stop - byte_offset] if inside else np.zeros(stop - start, np.uint8)
     low, high = max(start, byte_offset), min(stop, byte_offset + len(found))
     if not inside:
         room[low - start : high - start] = found[low - byte_offset : high - byte_offset]
-    np.ndarray(tuple(extents), dtype, room.data, 0, tuple(strides))[...] = bits
+    np.ndarray(bits.shape, dtype, room.data, 0, tuple(dim.stride for dim in dims))[...] = bits
     if not inside:
         found[low - byte_offset : high - byte_offset] = room[low - start : high - start]
+
+
+def _joined(dims: Iterable[_Dim]) -> list[_Dim]:
+    """The dims with more than one element, outermost in the file first; those that form a single run are one."""
+    found: list[_Dim] = []
+    for dim in sorted((dim for dim in dims if dim.extent > 1), key=lambda dim: -dim.stride):
+        outer = found[-1] if found else None
+        whole = (dim.extent * dim.stride, dim.extent * dim.step & 0xFFFFFFFF)
+        if outer is not None and (outer.stride, outer.step) == whole:
+            found[-1] = _Dim(outer.extent * dim.extent, dim.stride, dim.step)
+        else:
+            found.append(dim)
+    return found
 
 
 def _bits(elements: npt.NDArray[np.uint32], seed: np.uint32) -> npt.NDArray[np.uint32]:

@@ -257,12 +257,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
 
 
-BEGIN, END = "<!-- figures: written by the run, do not edit -->", "<!-- end of figures -->"
-
-
-def write_figures(document: Path, figures: str) -> None:
-    """Replace the text between the two marks of a document by figures."""
-    text = document.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    document.write_text(f"{before}{BEGIN}\n\n{figures.strip()}\n\n{END}{after}", "utf-8")
+def write_figures(document: Path, figures: str, what: str = "figures") -> None:
+    """Replace the text between the two marks of a document by figures; a document may have several such sections."""
+    begin, end = f"<!-- {what}: written by the run, do not edit -->", f"<!-- end of {what} -->"
+    before, rest = document.read_text("utf-8").split(begin)
+    _, after = rest.split(end)
+    document.write_text(f"{before}{begin}\n\n{figures.strip()}\n\n{end}{after}", "utf-8")

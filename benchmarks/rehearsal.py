@@ -1,6 +1,6 @@
 """Rehearse the conversion of a checkpoint of 671 billion parameters from 2,048 ranks to 512 on this machine.
 
-    python -m benchmarks.rehearsal [--layers 4] [--workers 2]
+    python -m benchmarks.rehearsal [--layers 4] [--workers 2]      (make rehearsal)
 
 Everything is real except the bytes of the tensors, which come from arithmetic (``benchmarks.arithmetic``) and are
 dropped once their checksums are taken. Real are: indexing the pickles of all rank files, the plan, Ray and its workers,
@@ -9,7 +9,8 @@ resumed run, the staged target, which is indexed, and the manifest. At the end t
 manifest are compared with those of bytes made anew from coordinates in the layout of the target.
 
 The matrices have 1/256 of their elements (every width is divided by 16) and groups 1/256 of their bytes, so that
-tensors, files, fragments, groups and parts are as many as at full size. ``--layers 60`` is the whole model.
+tensors, files, fragments, groups and parts are as many as at full size. The whole model has 60 layers; its report goes
+into ``docs/performance.md``, that of fewer layers is only printed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 
 from benchmarks.arithmetic import ArithmeticSource, write_boxes
 from benchmarks.driver import private_ray
-from benchmarks.measure import table
+from benchmarks.measure import load, machine, table, write_figures
 from benchmarks.planning import MIB, job
 from benchmarks.synthetic import MOE_671B, Dims, EmptySource, files_of, logical
 from paddle_reshard.clusters.inline import InlineEngine
@@ -55,6 +56,8 @@ from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Openness,
 from paddle_reshard.tasks.index import index_here
 
 REPO = Path(__file__).parents[1]
+DOCUMENT = REPO / "docs" / "performance.md"
+WHOLE_LAYERS = MOE_671B.layers
 THIN = 16
 """Every width of the model is divided by this, so that a matrix has 1/256 of its elements."""
 WIDE = replace(MOE_671B, hidden=448, intermediate=1152, vocab=8080)
@@ -82,9 +85,9 @@ class Dropping:
 
 
 class Rehearsed(LocalTarget):
-    """A folder with a real session, ledger and manifest, whose files are empty and read as arithmetic."""
+    """A folder with a real session, ledger and manifest, whose files are empty, and read back as they were laid out."""
 
-    def __init__(self, root: Path, resume: bool, read_back: ArithmeticSource) -> None:
+    def __init__(self, root: Path, resume: bool, read_back: EmptySource) -> None:
         super().__init__(root, overwrite=False, resume=resume)
         self.read_back = read_back
         self.begin_seconds = 0.0
@@ -124,7 +127,8 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     source = source_of(folder, dims)
     clock.stop("lay out the source (simulated job)")
     clock.start("index")
-    checkpoint = index_checkpoint(source, shipped_tables(), index_files=index_here)
+    # Indexing looks at no value of a tensor, so there is no need to compute those next to what it reads.
+    checkpoint = index_checkpoint(source.literals, shipped_tables(), index_files=index_here)
     clock.stop("index")
     clock.start("plan")
     request = read_request(("nowhere",), None, OPTIONS, SIZES)  # type: ignore[arg-type]
@@ -134,17 +138,19 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     clock.stop("plan")
     (spec,) = (asked.target_for(checkpoint) for asked in request.target_requests)
     laid_out = lay_out(checkpoint, checkpoint, spec, source.sizes(), ())
-    written = ArithmeticSource(folder / "written", EmptySource(laid_out.files, None))
+    read_back = EmptySource(laid_out.files, None)
+    written = ArithmeticSource(folder / "written", read_back)
     if not written.folder.exists():
         write_boxes(written.folder, laid_out.files, checkpoint.catalog.tensors)
     del laid_out
-    target = Rehearsed(folder / "T", (folder / ".T.reshard").exists(), written)
-    moved = 0
+    target = Rehearsed(folder / "T", (folder / ".T.reshard").exists(), read_back)
+    moved = ledger_bytes = 0
 
     def observe(event: object) -> None:
-        nonlocal moved
+        nonlocal moved, ledger_bytes
         if isinstance(event, StepStarted):
             clock.start(event.step)
+            ledger_bytes = max(ledger_bytes, ledger_size(folder))
         elif isinstance(event, StepEnded):
             clock.stop(event.step)
         elif isinstance(event, Progress) and not event.before:
@@ -170,6 +176,7 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
         "seconds": clock.seconds,
         "begin_seconds": target.begin_seconds,
         "manifest_bytes": len(manifest_bytes),
+        "ledger_bytes": ledger_bytes,
         "sampled": sampled,
         "worker_seconds": sum(worker.busy_seconds for worker in report.workers),
         "peak_bytes": _peak_bytes(),
@@ -222,42 +229,85 @@ def child(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     return found
 
 
-def report(found: Mapping[str, Any], workers: int, ledger_bytes: int) -> str:
-    """What a rehearsal found, as markdown."""
-    facts = [
-        ("workers", str(workers or "in this process")),
-        ("files", " → ".join(f"{count:,}" for count in found["files"])),
-        ("fragments", f"{found['fragments']:,}"),
-        ("groups", f"{found['groups']:,}"),
-        ("parts", f"{found['parts']:,}"),
-        ("bytes moved, 1/256 of the real ones", f"{found['written_bytes'] / 1e9:.1f} GB"),
-        ("groups in the ledger when the driver was killed", f"{found['resumed']:,}"),
-        ("groups run after that", f"{found['moved']:,}"),
-        ("ledger at the kill", f"{ledger_bytes / MIB:.1f} MiB"),
-        ("reading it on resume", f"{found['begin_seconds']:.2f} s"),
-        ("manifest", f"{found['manifest_bytes'] / MIB:.1f} MiB"),
-        ("peak memory of the driver", f"{found['peak_bytes'] / MIB:,.0f} MiB"),
-        ("parts verified", f"{found['sampled']:,}"),
-    ]
-    cpu, _ = found["seconds"]["move"]
-    facts.append(
-        ("driver's processor time for each group moved", f"{1000 * cpu / max(found['moved'], 1):.3f} ms")
-    )
-    steps = [(step, f"{cpu:.2f}", f"{wall:.2f}") for step, (cpu, wall) in found["seconds"].items()]
+def ledger_size(folder: Path) -> int:
+    """Bytes of the ledger, 0 before it exists."""
+    ledger = folder / ".T.reshard" / "ledger"
+    return ledger.stat().st_size if ledger.exists() else 0
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal found."""
+
+    workers: int
+    ledger_at_kill: int
+    """Bytes."""
+    seconds_to_kill: float
+    seconds: float
+    """Of the resumed run, from start to end of its process."""
+    found: Mapping[str, Any]
+    """What :func:`drive` answered in the resumed run."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Name → figure."""
+        found = self.found
+        cpu, wall = found["seconds"]["move"]
+        return {
+            "files": " → ".join(f"{count:,}" for count in found["files"]),
+            "fragments": f"{found['fragments']:,}",
+            "groups, parts": f"{found['groups']:,}, {found['parts']:,}",
+            "bytes moved, 1/256 of the real ones": f"{found['written_bytes'] / 1e9:.1f} GB",
+            "groups in the ledger when the driver was killed": f"{found['resumed']:,}",
+            "groups run after that": f"{found['moved']:,}",
+            "groups per second": f"{found['moved'] / wall:,.0f}",
+            "driver's processor time for each of them": f"{1000 * cpu / max(found['moved'], 1):.3f} ms",
+            "driver's share of a core meanwhile": f"{cpu / wall:.2f}",
+            "ledger at the kill, at the end": f"{self.ledger_at_kill / MIB:.1f}, {found['ledger_bytes'] / MIB:.1f} MiB",
+            "opening the staged files and reading the ledger on resume": f"{found['begin_seconds']:.2f} s",
+            "manifest": f"{found['manifest_bytes'] / MIB:.1f} MiB",
+            "peak memory of the driver": f"{found['peak_bytes'] / MIB:,.0f} MiB",
+            "parts verified by their checksums": f"{found['sampled']:,}",
+            "until the kill, and the resumed run, in all": f"{self.seconds_to_kill:.0f} s, {self.seconds:.0f} s",
+        }
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """Step of the resumed run → processor and wall seconds of the driver."""
+        return {step: f"{cpu:.1f}, {wall:.1f}" for step, (cpu, wall) in self.found["seconds"].items()}
+
+    @property
+    def name(self) -> str:
+        """Where groups ran."""
+        return f"on Ray, {self.workers} workers" if self.workers else "in one process"
+
+
+def report(rehearsals: Sequence[Rehearsal]) -> str:
+    """What rehearsals found, as markdown."""
+
+    def side_by_side(head: str, columns: Sequence[Mapping[str, str]]) -> str:
+        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+        return table((head, *(rehearsal.name for rehearsal in rehearsals)), rows)
+
     return "\n\n".join(
         [
-            table(("", "found"), facts),
-            table(("step of the resumed run", "CPU s of the driver", "wall s"), steps),
+            side_by_side("", [rehearsal.facts for rehearsal in rehearsals]),
+            side_by_side(
+                "seconds of the driver in the resumed run: CPU, wall",
+                [rehearsal.steps for rehearsal in rehearsals],
+            ),
         ]
     )
 
 
-def rehearse(folder: Path, layers: int, workers: int) -> str:
+def rehearse(folder: Path, layers: int, workers: int) -> Rehearsal:
     """Kill a driver in the middle, resume, verify."""
+    started = time.perf_counter()
     child(folder, layers, workers, kill_at=0.5)
-    ledger_bytes = (folder / ".T.reshard" / "ledger").stat().st_size
-    found = child(folder, layers, workers, kill_at=0)
-    return report(found or {}, workers, ledger_bytes)
+    killed = time.perf_counter()
+    ledger_bytes = ledger_size(folder)
+    found = child(folder, layers, workers, kill_at=0) or {}
+    return Rehearsal(workers, ledger_bytes, killed - started, time.perf_counter() - killed, found)
 
 
 def main() -> None:
@@ -271,12 +321,22 @@ def main() -> None:
             print(json.dumps(run()))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4, help="at least 4; the whole model has 60")
+    parser.add_argument("--layers", type=int, default=WHOLE_LAYERS, help="at least 4; the whole model has 60")
     parser.add_argument("--workers", type=int, nargs="+", default=[2], help="0: without Ray")
     given = parser.parse_args()
-    for workers in given.workers:
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-            print(rehearse(Path(folder), given.layers, workers), flush=True)
+    rehearsals = []
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+        facts = [*machine(Path(scratch)), load("before")]
+        for workers in given.workers:
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                rehearsals.append(rehearse(Path(folder), given.layers, workers))
+    facts += [load("after"), f"{given.layers} of the {WHOLE_LAYERS} layers"]
+    text = "\n\n".join(["\n".join(f"- {fact}" for fact in facts), report(rehearsals)])
+    if given.layers < WHOLE_LAYERS:
+        print(text)
+    else:
+        write_figures(DOCUMENT, text, "rehearsal")
+        print(f"{DOCUMENT} holds the figures")
 
 
 if __name__ == "__main__":

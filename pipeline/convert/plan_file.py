@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 FORMAT = "paddle-reshard plan"
-GENERATION = 1
+GENERATION = 2
 BATCH_ROWS = 1 << 16
 """Rows per record batch: small enough that saving does not take the memory of a second plan."""
 _COMPRESSION = "lz4"
@@ -38,7 +38,16 @@ _FIRST_BYTES = b"\xff\xff\xff\xff"
 Rows = npt.NDArray[np.void]
 
 _NUMBER = np.dtype([("value", np.int64)])
-_ROWS = {"ops": OP, "op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
+_ROWS = {"op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
+_OPS = {
+    (name, dim): "_".join(
+        [*([name] if name not in Ops.DISTANCES else [name, "after", Ops.DISTANCES[name]]), *dims]
+    )
+    for name, dim in Ops.COLUMNS
+    for dims in [[str(dim)] if OP[name].shape else []]
+}
+"""Column of ops → its name in the file. Of the end of a box, the file holds the distance from its first byte."""
+_WIDTHS = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
 _FILE = pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])
 _TABLES = {
     "tensors": pa.schema(
@@ -79,13 +88,14 @@ def save_plan(plan: Plan, path: Path) -> None:
     try:
         with path.open("wb") as file:
             _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
+            _write_ops(file, plan.ops)
             for name, dtype in _ROWS.items():
-                rows = getattr(plan, name)
-                rows = rows if isinstance(rows, Ops) else np.ascontiguousarray(rows).view(dtype)
+                rows = np.ascontiguousarray(getattr(plan, name)).view(dtype)
                 _write(file, name, _schema_of(dtype), _batches_of_rows(rows, dtype))
             for name, columns in _tables_of(plan).items():
                 schema = _TABLES[name]
                 _write(file, name, schema, _batches(columns, schema))
+            _write(file, "literals", _TABLES["literals"], _batches_of_literals(plan.literals))
     except OSError as error:
         raise UsageError(f"{path}: the plan cannot be saved: {error}") from error
 
@@ -104,28 +114,51 @@ def _write(
             stream.write_batch(batch)
 
 
+def _write_ops(file: Any, ops: Ops) -> None:
+    """Ops, each column as narrow as its values allow."""
+    columns = dict(ops.narrow())
+    schema = pa.schema([(_OPS[name], pa.from_numpy_dtype(column.dtype)) for name, column in columns.items()])
+    batches = (
+        pa.RecordBatch.from_arrays(
+            [
+                pa.array(np.ascontiguousarray(column[first : first + BATCH_ROWS]))
+                for column in columns.values()
+            ],
+            schema=schema,
+        )
+        for first in range(0, len(ops), BATCH_ROWS)
+    )
+    _write(file, "ops", schema, batches)
+
+
 def _schema_of(dtype: np.dtype[Any]) -> pa.Schema:
-    """One column for each field; a field of several numbers becomes a fixed-size list."""
-    fields = []
-    for name in dtype.names or ():
-        base, shape = dtype[name].base, dtype[name].shape
-        kind = pa.from_numpy_dtype(base)
-        fields.append((name, pa.list_(kind, shape[0]) if shape else kind))
-    return pa.schema(fields)
+    """One column for each field."""
+    return pa.schema([(name, pa.from_numpy_dtype(dtype[name])) for name in dtype.names or ()])
 
 
-def _batches_of_rows(rows: Ops | Rows, dtype: np.dtype[Any]) -> Iterator[pa.RecordBatch]:
+def _batches_of_rows(rows: Rows, dtype: np.dtype[Any]) -> Iterator[pa.RecordBatch]:
     schema = _schema_of(dtype)
     for first in range(0, len(rows), BATCH_ROWS):
         block = rows[first : first + BATCH_ROWS]
-        arrays = []
-        for field in schema:
-            values = np.ascontiguousarray(block[field.name])
-            if pa.types.is_fixed_size_list(field.type):
-                arrays.append(pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1]))
-            else:
-                arrays.append(pa.array(values))
+        arrays = [pa.array(np.ascontiguousarray(block[name])) for name in schema.names]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _batches_of_literals(literals: Literals) -> Iterator[pa.RecordBatch]:
+    schema = _TABLES["literals"]
+    files, offsets, sizes = literals.files, literals.offsets, literals.sizes
+    pieces, content = literals.contents(), bytearray()
+    for first in range(0, len(sizes), BATCH_ROWS):
+        here = slice(first, first + BATCH_ROWS)
+        ends = np.r_[0, np.cumsum(sizes[here])]
+        while len(content) < ends[-1]:
+            content += next(pieces)
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(bytes(content[: ends[-1]]))]
+        del content[: ends[-1]]
+        texts = pa.Array.from_buffers(pa.large_binary(), len(ends) - 1, buffers)
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(files[here]), pa.array(offsets[here]), texts], schema=schema
+        )
 
 
 def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
@@ -135,7 +168,6 @@ def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
         "source_files": [(f.path, f.size_bytes) for f in plan.source_files],
         "target_files": [(f.path, f.size_bytes) for f in plan.target_files],
         "carried": [(c.source_path, c.target_path, c.size_bytes) for c in plan.carried],
-        "literals": plan.literals,
     }
 
 
@@ -229,12 +261,10 @@ def _opened(path: Path) -> Iterator[Any]:
 def _read_plan(file: Any, path: str) -> Plan:
     facts = _read_header(file, path)
     values: dict[str, Any] = {name: facts[name] for name in _SCALARS if name in facts}
+    values["ops"] = _read_ops(file, path)
     for name, dtype in _ROWS.items():
         blocks = (_rows_of(batch, dtype) for batch in _read(file, name, _schema_of(dtype), path))
-        if name == "ops":
-            values[name] = Ops.joined([Ops.empty(), *map(Ops.of_rows, blocks)])
-        else:
-            values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
+        values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
     for name in ("op_groups", "group_peaks"):
         values[name] = values[name]["value"]
     tables = {}
@@ -287,11 +317,36 @@ def _read_header(file: Any, path: str) -> dict[str, Any]:
     return facts
 
 
-def _read(file: Any, name: str, schema: pa.Schema, path: str) -> Iterator[pa.RecordBatch]:
+def _read_ops(file: Any, path: str) -> Ops:
+    blocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OPS.values()}
+    for batch in _read(file, "ops", _is_of_ops, path):
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            blocks[name].append(column.to_numpy(zero_copy_only=False))
+    none = np.zeros(0, dtype=np.int8)
+    return Ops.of_columns(
+        {column: np.concatenate([none, *blocks.pop(_OPS[column])]) for column in Ops.COLUMNS}
+    )
+
+
+def _is_of_ops(schema: pa.Schema) -> bool:
+    """Whether a table has the columns of ops, none wider than in memory."""
+    widest = [pa.from_numpy_dtype(OP[name].base) for name, _ in _OPS]
+    if len(schema.types) != len(widest) or schema != pa.schema(zip(_OPS.values(), schema.types, strict=True)):
+        return False
+    return all(
+        kind in _WIDTHS and kind.bit_width <= most.bit_width
+        for kind, most in zip(schema.types, widest, strict=True)
+    )
+
+
+def _read(
+    file: Any, name: str, schema: pa.Schema | Callable[[pa.Schema], bool], path: str
+) -> Iterator[pa.RecordBatch]:
     """The next table of the file, which must be ``name``."""
     with pa.ipc.open_stream(file) as stream:
-        found = (stream.schema.metadata or {}).get(b"table")
-        if found != name.encode() or stream.schema.remove_metadata() != schema:
+        table, found = (stream.schema.metadata or {}).get(b"table"), stream.schema.remove_metadata()
+        fits = schema(found) if callable(schema) else found == schema
+        if table != name.encode() or not fits:
             raise _malformed(path, f"the table {name!r} is missing or has unexpected columns")
         for batch in stream:
             batch.validate(full=True)
@@ -303,8 +358,7 @@ def _read(file: Any, name: str, schema: pa.Schema, path: str) -> Iterator[pa.Rec
 def _rows_of(batch: pa.RecordBatch, dtype: np.dtype[Any]) -> Rows:
     rows = np.zeros(batch.num_rows, dtype=dtype)
     for name, column in zip(dtype.names or (), batch.columns, strict=True):
-        values = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
-        rows[name] = values.to_numpy(zero_copy_only=False).reshape(rows[name].shape)
+        rows[name] = column.to_numpy(zero_copy_only=False)
     return rows
 
 

@@ -63,6 +63,22 @@ class Columns:
             columns[name] = rows[name]
         return columns
 
+    @classmethod
+    def of_columns(cls, columns: Mapping[Column, npt.NDArray[Any]]) -> Self:
+        """Rows of columns as :meth:`narrow` gives them."""
+        return cls({name: _narrow(columns[name], len(columns[name])) for name in cls.COLUMNS})
+
+    def narrow(self) -> Iterator[tuple[Column, npt.NDArray[Any]]]:
+        """Every column as it is held, in the smallest whole numbers that its values fit.
+
+        Equal rows have equal columns, however they were made. A column of one value has a stride of 0.
+        """
+        for name in self.COLUMNS:
+            column = self._columns[name]
+            low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+            same = low == high
+            yield name, _constant(low, len(self)) if same else column.astype(_smallest(low, high), copy=False)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A single string of bytes: hundreds of thousands of small selections are sent to workers."""
         columns = [self._columns[name] for name in self.COLUMNS]

@@ -197,6 +197,23 @@ class Literals(Sequence[Literal]):
         found = [np.array(template.stops) - np.array(template.starts) for _, template in self._runs]
         return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
+    @property
+    def offsets(self) -> Ints:
+        """Byte offset of each literal in its file."""
+        found = [np.array(template.offsets, dtype=np.int64) for _, template in self._runs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+    def contents(self) -> Iterator[bytes]:
+        """The bytes of all literals in their order, in pieces of any size."""
+        reader = _Reader(self._content)
+        for _, template in self._runs:
+            starts, stops = template.starts, template.stops
+            if starts and stops[:-1] == starts[1:]:
+                for first in range(starts[0], stops[-1], BLOCK_BYTES):
+                    yield reader.read(first, min(first + BLOCK_BYTES, stops[-1]))
+            else:
+                yield from (reader.read(*bounds) for bounds in zip(starts, stops, strict=True))
+
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""
         return LiteralsByFile(self._runs, self._content)

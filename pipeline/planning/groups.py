@@ -8,13 +8,13 @@ the target files are gathered into groups. If the bands of a group do not fit ne
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.sorting import order_by, order_of
 from paddle_reshard.pipeline.layouts.quantised import BLOCK
 from paddle_reshard.pipeline.layouts.quantising import BlockRows
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
@@ -76,7 +76,7 @@ def group_ops(
     atoms = _in_file_order(ops, atoms)
     units = _joined(ops, atoms, copied, files)
     groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), memory.group_bytes)[units]
-    order = np.argsort(groups, kind="stable")
+    order = order_of(groups)
     ops.reorder(order)
     return Grouped(ops, groups[order], rereads)
 
@@ -180,7 +180,7 @@ def _cut_large(
     if not len(ops):
         return ops, np.zeros(0, dtype=np.int64), False
     atoms = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
-    order = np.argsort(atoms, kind="stable")
+    order = order_of(atoms)
     ops.reorder(order)
     atoms = atoms[order]
     done: list[Ops] = []
@@ -190,7 +190,10 @@ def _cut_large(
     most = memory.most_bytes - memory.pass_bytes
     while len(ops):
         made, count = _made_bytes(ops, atoms), len(used)
-        size = np.where(made > 0, made, _read_bytes(ops, atoms))
+        size = np.where(made > 0, made, 0)
+        if len(only_reads := np.flatnonzero((made == 0)[atoms])):
+            read = _read_bytes(ops[only_reads], atoms[only_reads])
+            size[: len(read)] += read
         goal = np.clip(
             2 * _smallest_together(ops, atoms, files, count), memory.group_bytes // 2, max(most, 1)
         )
@@ -239,9 +242,10 @@ def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
     best = np.where(harmless.any(axis=1), harmless.argmax(axis=1), first)
     rereads = np.asarray(possible.any(axis=1) & ~harmless.any(axis=1))
     # Compared boxes with different dim orders: cut the larger first.
-    writes = np.zeros(count, dtype=bool)
-    writes[atoms[ops["kind"] == MOVE]] = True
-    best = np.where(rereads & ~writes, _widest_dims(ops, atoms, count), best)
+    if rereads.any():
+        writes = np.zeros(count, dtype=bool)
+        writes[atoms[ops["kind"] == MOVE]] = True
+        best = np.where(rereads & ~writes, _widest_dims(ops, atoms, count), best)
     return _CutDims(best.astype(np.int64), rereads)
 
 
@@ -318,14 +322,15 @@ def _in_file_order(ops: Ops, atoms: Ints) -> Ints:
     """
     count = int(atoms.max()) + 1
     moves = ops["kind"] == MOVE
-    far = np.where(ops["kind"] == PROBE, np.int64(-1 << 32), np.int64(1 << 32))
-    file = np.where(moves, ops["target_file"], far + ops["source_file"])
-    byte = np.where(moves, ops["target_byte"], ops["source_byte"])
     # Three ops of atoms 1, 0, 1 that write at bytes 0, 8, 4: the first op of atom 1 is number 0 in file order, that of
     # atom 0 is number 2; so atom 1 becomes 0, and atom 0 becomes 1.
-    order = np.lexsort((byte, file))
+    sources = int(ops["source_file"].max(initial=-1)) + 1
+    targets = int(ops["target_file"].max(initial=-1)) + 1
+    file = np.where(moves, sources + ops["target_file"], ops["source_file"])
+    file += (sources + targets) * ~(moves | (ops["kind"] == PROBE))
+    order = order_by(file, np.where(moves, ops["target_byte"], ops["source_byte"]))
     first = np.full(count, len(ops))
-    np.minimum.at(first, atoms[order], np.arange(len(ops)))
+    first[atoms[order][::-1]] = np.arange(len(ops))[::-1]  # the first op of an atom is assigned last
     number = np.empty(count, dtype=np.int64)
     number[np.argsort(first, kind="stable")] = np.arange(count)
     return number[atoms]
@@ -363,13 +368,15 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     >>> _gathered(np.array([40, 20, 60, 5]), 64).tolist()
     [0, 0, 1, 2]
     """
-    ends = np.cumsum(sizes).tolist()
+    ends = np.cumsum(sizes)
     opens = np.zeros(len(ends), dtype=np.int64)
-    begins, begin, before = [], 0, 0
-    while begin < len(ends):
+    # For each size that could be the first of a group, the first of the next group.
+    following = np.searchsorted(ends, ends - sizes + room_bytes, side="right")
+    following = np.maximum(following, np.arange(1, len(ends) + 1)).tolist()
+    begins, begin = [], 0
+    while begin < len(following):
         begins.append(begin)
-        begin = bisect_right(ends, before + room_bytes, begin + 1)
-        before = ends[begin - 1]
+        begin = following[begin]
     opens[begins[1:]] = 1
     return np.cumsum(opens)
 

@@ -60,7 +60,6 @@ TINY_BYTES = 64 << 10
 ACCUMULATOR_FACTOR = 2
 """Mixing takes float32: the accumulator of a part with 2-byte values has twice the bytes of the part."""
 REPR_ROWS = 1 << 12
-DIGEST_BYTES = 1 << 16
 JOIN_GAP_BYTES = 4096
 """Bands of a file at most this far apart are read as one."""
 
@@ -194,20 +193,20 @@ class Plan:
     def plan_id(self) -> str:
         """Hash of the plan's contents."""
         digest = hashlib.sha256()
-        for ops in self.ops.blocks():
-            rows = ops.rows()
-            rows["again"] = 0  # says something of fingerprints, and nothing of what is written
-            digest.update(rows.view(np.uint8).data)
-        for table in (self.op_groups, self.bands, self.parts, self.group_peaks):
+        for (name, dim), column in self.ops.narrow():
+            if name != "again":  # says something of fingerprints, and nothing of what is written
+                same = column.strides == (0,)
+                digest.update(f"{name} {dim} {column.dtype.str} {len(column)} {same} ".encode())
+                digest.update(np.ascontiguousarray(column[:1] if same else column).view(np.uint8).data)
+        literals = self.literals
+        for table in (
+            *(self.op_groups, self.bands, self.parts, self.group_peaks),
+            *(literals.files, literals.offsets, literals.sizes),
+        ):
+            digest.update(b"%d " % len(table))
             digest.update(np.ascontiguousarray(table).view(np.uint8).data)
-        block = bytearray()
-        for file, offset, content in self.literals:
-            block += b"%d %d %d " % (file, offset, len(content))
-            block += content
-            if len(block) >= DIGEST_BYTES:
-                digest.update(block)
-                block.clear()
-        digest.update(block)
+        for content in literals.contents():
+            digest.update(content)
         for text in _repr_in_blocks((self.tensors, self.source_files, self.target_files, self.carried)):
             digest.update(text.encode())
         if self.mixtures:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.sorting import order_of
 
 
 def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints, Ints]:
@@ -16,10 +20,12 @@ def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints
     if not len(start):
         empty = np.zeros(0, dtype=np.int64)
         return empty, empty, empty
-    order, opens, reach = _sweep(keys, start, stop, gap)
-    begin = np.flatnonzero(opens)
-    end = np.r_[begin[1:], len(start)] - 1
-    return keys[order[begin]].astype(np.int64), start[order[begin]], reach[end]
+    swept = _sweep(keys, start, stop, gap)
+    begin = np.flatnonzero(swept.opens)
+    first = swept.order[begin]
+    # The union is as long in the line of all keys as in its own.
+    nbytes = swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin]
+    return keys[first].astype(np.int64), start[first], start[first] + nbytes
 
 
 def label(keys: Ints, start: Ints, stop: Ints) -> Ints:
@@ -30,8 +36,8 @@ def label(keys: Ints, start: Ints, stop: Ints) -> Ints:
     """
     found = np.zeros(len(start), dtype=np.int64)
     if len(start):
-        order, opens, _ = _sweep(keys, start, stop, -1)
-        found[order] = np.cumsum(opens) - 1
+        swept = _sweep(keys, start, stop, -1)
+        found[swept.order] = np.cumsum(swept.opens) - 1
     return found
 
 
@@ -45,21 +51,25 @@ def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) 
     """
     if not len(start):
         return np.zeros(count, dtype=np.int64)
-    order, opens, reach = _sweep(files, start, stop, -1)
-    owner, low, high = owners[order], start[order], stop[order]
-    known = np.r_[0, reach[:-1]]
-    del reach
-    np.copyto(known, low, where=opens)
-    np.maximum(known, low, out=known)
-    added = np.maximum(high - known, 0)
-    del known
+    order, opens, begin, end, reach = _sweep(files, start, stop, -1)
+    # A range adds what lies beyond those before it.
+    added = begin
+    np.maximum(begin[1:], reach[:-1], out=added[1:])
+    np.subtract(end, added, out=added)
+    np.maximum(added, 0, out=added)
+    del begin, end, reach
+    owner = owners[order]
+    changes = ~opens[1:] & (owner[1:] != owner[:-1])
+    if not changes.any():
+        return np.bincount(owner, weights=added, minlength=count).astype(np.int64)
     run = np.cumsum(opens) - 1
     mixed = np.zeros(int(run[-1]) + 1, dtype=bool)
-    mixed[run[1:][~opens[1:] & (owner[1:] != owner[:-1])]] = True
+    mixed[run[1:][changes]] = True
     apart = mixed[run]
     total = np.bincount(owner[~apart], weights=added[~apart], minlength=count)
     number = int(files.max()) + 1
-    keys, low, high = merge(owner[apart] * number + files[order][apart], low[apart], high[apart])
+    chosen = order[apart]
+    keys, low, high = merge(owner[apart] * number + files[chosen], start[chosen], stop[chosen])
     total = total + np.bincount(keys // number, weights=high - low, minlength=count)
     return np.asarray(total, dtype=np.int64)
 
@@ -78,19 +88,32 @@ def dense_numbers(values: Ints) -> Ints:
     return (np.cumsum(occurs) - 1)[values]
 
 
-def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> tuple[Ints, Ints, Ints]:
-    """Ranges sorted by key and start: their order, whether each opens a new union, and the union's stop so far."""
-    # Every key's ranges are shifted beyond those of the previous key: one sort and one running maximum serve all keys.
-    shift = dense_numbers(keys)
-    shift *= int(stop.max()) + 2 + abs(gap)
+class _Swept(NamedTuple):
+    """Ranges sorted by key and start. The keys lie in one line, each beyond the ranges of the one before."""
+
+    order: Ints
+    opens: Flags
+    """Whether each range opens a new union."""
+    begin: Ints
+    """First byte in this line."""
+    end: Ints
+    """One past the last byte in this line."""
+    reach: Ints
+    """The furthest end so far."""
+
+
+def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> _Swept:
+    # One sort and one running maximum serve all keys.
+    span = int(stop.max()) + 2 + abs(gap)
+    fits = (int(keys.max()) + 1) * span < 1 << 63
+    shift = (keys if fits else dense_numbers(keys)) * span
     begin = start + shift
-    order = np.argsort(begin)
+    order = order_of(begin)
     begin = begin[order]
-    reach = (stop + shift)[order]
-    np.maximum.accumulate(reach, out=reach)
+    shift += stop
+    end = shift[order]
+    del shift
+    reach = np.maximum.accumulate(end)
     opens = np.ones(len(order), dtype=bool)
-    begin -= gap
-    np.greater(begin[1:], reach[:-1], out=opens[1:])
-    del begin
-    reach -= shift[order]
-    return order, opens, reach
+    np.greater(begin[1:] - gap, reach[:-1], out=opens[1:])
+    return _Swept(order, opens, begin, end, reach)

@@ -102,12 +102,14 @@ _BATCH: Final = 1000
 class _Encoder:
     """Writes opcodes of protocol 4, and leaves out the payloads."""
 
-    __slots__ = ("_literal", "_memo", "_open", "_start", "slots")
+    __slots__ = ("_alike", "_literal", "_memo", "_open", "_start", "slots")
 
     def __init__(self, literal: Callable[[int, bytes], None]) -> None:
         self._literal = literal
         self.slots = numbers_of("q")
         self._memo: dict[str, bytes] = {}
+        self._alike: dict[tuple[str, tuple[int, ...]], tuple[bytes, int]] = {}
+        """Dtype and shape of arrays written before → their opcodes between name and payload, bytes of the payload."""
         self._start, self._open = 0, bytearray(b"\x80\x04")
 
     def emit(self, data: bytes) -> None:
@@ -124,13 +126,23 @@ class _Encoder:
             self._array(value)
         elif isinstance(value, Mapping | Entries):
             entries = value.entries if isinstance(value, Entries) else value.items()
-            self._items(b"}", b"u", ((_checked_key(key), item) for key, item in entries), depth)
+            self._entries(entries, depth)
         elif isinstance(value, list):
             self._items(b"]", b"e", ((item,) for item in value), depth)
         elif isinstance(value, tuple):
             self._tuple(value, depth)
         else:
             self.emit(plain_opcodes(value))
+
+    def _entries(self, entries: Iterable[tuple[object, object]], depth: int) -> None:
+        self.emit(b"}")
+        remaining = iter(entries)
+        while batch := tuple(islice(remaining, _BATCH)):
+            self.emit(b"(")
+            for key, item in batch:
+                self._open += plain_opcodes(_checked_key(key))
+                self.value(item, depth + 1)
+            self.emit(b"u")
 
     def _items(self, empty: bytes, add: bytes, items: Iterator[tuple[object, ...]], depth: int) -> None:
         self.emit(empty)
@@ -148,18 +160,37 @@ class _Encoder:
         self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) <= 3 else b"t")
 
     def _array(self, slot: ArraySlot) -> None:
+        alike = self._alike.get((slot.dtype, slot.shape))
+        if alike is None or (slot.name is not None and "tuple" not in self._memo):
+            self._first_array(slot)
+            return
+        opcodes, nbytes = alike
+        if slot.name is not None:
+            self._open += self._memo["tuple"] + plain_opcodes(slot.name)
+        self._open += opcodes
+        self._payload(slot, nbytes)
+
+    def _first_array(self, slot: ArraySlot) -> None:
+        """An array whose dtype and shape are new, or the first with a name."""
         nbytes = _slot_bytes(slot)
         if slot.name is not None:
             self._shared("tuple", _TUPLE)
             self.emit(plain_opcodes(slot.name))
         self._shared("_reconstruct", _RECONSTRUCT)
         self._shared("ndarray", _ARRAY_CLASS)
-        self.emit(b"K\x00\x85C\x01b\x87R(K\x01")
+        self.emit(_STATE)
+        first = len(self._open)
         self._tuple(slot.shape, 0)
+        shape = bytes(self._open[first:])
         self._dtype(slot.dtype)
-        self.emit(b"\x89")
-        self._payload(slot.slot, nbytes)
-        self.emit(b"tb" if slot.name is None else b"tb\x86\x85R")
+        small = nbytes < 1 << 32
+        payload = b"\x89" + (
+            b"B" + nbytes.to_bytes(4, "little") if small else b"\x8e" + nbytes.to_bytes(8, "little")
+        )
+        self.emit(payload)
+        known = self._memo["_reconstruct"] + self._memo["ndarray"] + _STATE
+        self._alike[slot.dtype, slot.shape] = known + shape + self._memo[slot.dtype] + payload, nbytes
+        self._payload(slot, nbytes)
 
     def _dtype(self, code: str) -> None:
         if code in self._memo:
@@ -180,13 +211,13 @@ class _Encoder:
             opcodes = self._memo[key]
         self.emit(opcodes)
 
-    def _payload(self, slot: int, nbytes: int) -> None:
-        small = nbytes < 1 << 32
-        self.emit(b"B" + nbytes.to_bytes(4, "little") if small else b"\x8e" + nbytes.to_bytes(8, "little"))
+    def _payload(self, slot: ArraySlot, nbytes: int) -> None:
+        """The bytes of an array, which are left out, and the end of the array."""
         self._literal(self._start, bytes(self._open))
         byte_offset = self._start + len(self._open)
-        self.slots.extend((slot, byte_offset, nbytes))
-        self._start, self._open = byte_offset + nbytes, bytearray()
+        self.slots.extend((slot.slot, byte_offset, nbytes))
+        self._start = byte_offset + nbytes
+        self._open = bytearray(b"tb" if slot.name is None else b"tb\x86\x85R")
 
 
 class _FramedEncoder:
@@ -375,6 +406,8 @@ def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
     return long + len(data).to_bytes(4, "little") + data
 
 
+_STATE: Final = b"K\x00\x85C\x01b\x87R(K\x01"
+"""Arguments of ``_reconstruct``, its call, and the first item of the array's state."""
 _TUPLE: Final = _stack_global_of("builtins", "tuple")
 _RECONSTRUCT: Final = _stack_global_of("numpy.core.multiarray", "_reconstruct")
 _ARRAY_CLASS: Final = _stack_global_of("numpy", "ndarray")

@@ -56,7 +56,8 @@ class FileBytes:
     def __init__(self, checkpoint: Checkpoint, pickle_protocol: int) -> None:
         self.pickle_protocol = pickle_protocol
         self.tensor_index = checkpoint.catalog.index()
-        self.tensors = checkpoint.catalog.tensors
+        self.dtypes = checkpoint.catalog.tensors.dtypes.tolist()
+        """Index of the dtype of each tensor."""
         self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
         self.files: list[File] = []
         self.literals = Literals()
@@ -80,12 +81,12 @@ class FileBytes:
         number = self.tensor_index.get((self.identity[tensor.key], state))
         if number is None:
             raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
-        dtype = self.tensors.dtype(number)
+        dtype = DTYPES[self.dtypes[number]]
         slot = len(arrays.rows) // 3
         cut = TensorCut(1, None) if is_per_parameter(state) else arrays.cell.cuts[tensor.key]
         flat_range = None if flat is None else (flat.start, flat.stop)
         kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat_range))
-        arrays.rows.extend((kind, number, DTYPES.index(dtype)))
+        arrays.rows.extend((kind, number, self.dtypes[number]))
         if flat is None:
             return ArraySlot(slot, dtype.code, shape, name)
         elements = max(0, min(flat.stop, prod(shape)) - flat.start)
