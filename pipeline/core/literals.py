@@ -197,12 +197,6 @@ class Literals(Sequence[Literal]):
         found = [np.array(template.stops) - np.array(template.starts) for _, template in self._runs]
         return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
-    @property
-    def offsets(self) -> Ints:
-        """Byte offset of each literal in its file."""
-        found = [np.array(template.offsets, dtype=np.int64) for _, template in self._runs]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
-
     def contents(self) -> Iterator[bytes]:
         """The bytes of all literals in their order, in pieces of any size."""
         reader = _Reader(self._content)
