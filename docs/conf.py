@@ -25,6 +25,7 @@ version = release = paddle_reshard.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
 source_suffix = {".md": "markdown"}
 root_doc = "index"
+highlight_language = "none"
 exclude_patterns = ["README*"]
 suppress_warnings = [
     "myst.header"

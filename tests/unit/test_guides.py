@@ -15,7 +15,7 @@ from tests.storage.servers import Store
 from tests.unit.test_documents import code_blocks
 
 DOCS = REPO / "docs"
-GUIDES = (DOCS / "index.md", *sorted((DOCS / "guides").glob("*.md")))
+GUIDES = (DOCS / "index.md", *sorted(set((DOCS / "guides").glob("*.md")) - {DOCS / "guides/index.md"}))
 ON_A_CLUSTER = re.compile(r"\bHEAD\b|--cluster ray")
 """What no test has a place for: it is parsed by ``test_documents``, and run by ``make cluster`` with other names."""
 DIFFERENT = 1
