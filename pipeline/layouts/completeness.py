@@ -7,8 +7,8 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import LAYERS, MTP_LAYERS, Item, RuleTable
-from paddle_reshard.pipeline.layouts.rules.entries import config_entry
+from paddle_reshard.pipeline.layouts.rules import LAYERS, Item, RuleTable, mtp_entry
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry, count_entry
 
 
 def check_complete(model: Model) -> None:
@@ -54,7 +54,8 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
         if name not in items:
             continue
         lacking = own[name] - held
-        if not lacking and (decoder := items[name].continues) is not None:
+        decoder = items[name].continues
+        if not lacking and decoder is not None and items[name].there is None:
             rest = {_outside(key, items[name]) for key in held - own[name]}
             others = [held for (item, _), held in layers.items() if item == decoder]
             lacking = min((other - rest for other in others), key=len, default=set())
@@ -76,12 +77,13 @@ def _outside(key: str, item: Item) -> str:
 
 
 def _rows(model: Model, name: str) -> set[str]:
-    """Keys of the rows that only this item has, not the decoder layers."""
-    item = model.table.mtp_items[name]
+    """Keys of the rows that only this item has, not the decoder layers; of every routed expert."""
+    item, experts = model.table.mtp_items[name], model.table.experts
     return {
-        rule.key
+        rule.key.format(layer="{layer}", expert=expert)
         for rule in model.table.rules
         if rule.item == name and rule.applies(model.config) and rule.key == _outside(rule.key, item)
+        for expert in range(count_entry(model.config, experts) if rule.of_expert and experts else 1)
     }
 
 
@@ -110,9 +112,8 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
     if any(found.values()):
         for name, numbers in found.items():
             first = table.first_mtp_layer(mtp[name], config)
-            _check_numbers(
-                f"layers of multi-token prediction ({MTP_LAYERS})", numbers, first, config, MTP_LAYERS
-            )
+            entry = mtp_entry(config)
+            _check_numbers(f"layers of multi-token prediction ({entry})", numbers, first, config, entry)
 
 
 def _check_numbers(what: str, held: set[int], first: int, config: Mapping[str, Any], entry: str) -> None:

@@ -149,7 +149,7 @@ def _match_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config
     for spelling in spellings:
         if (match := spelling.pattern.fullmatch(key)) is None:
             continue
-        numbers, rule = match.groupdict(), spelling.rule
+        numbers, rule = {**_layer_alone(spelling.rule, table, config), **match.groupdict()}, spelling.rule
         if table.holds(rule, int(numbers["layer"]) if "layer" in numbers else None, config):
             expert = None if rule.of_expert else numbers.get("expert")
             fits.append(
@@ -164,6 +164,14 @@ def _match_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config
     if len(fits) > 1:
         fits = [fit for fit in fits if _is_fused(fit.rule) == bool(config.get(_fuse_entry(fit.rule)))]
     return fits[0] if len(fits) == 1 else None
+
+
+def _layer_alone(rule: Rule, table: RuleTable, config: Config) -> dict[str, str]:
+    """The number here of the only layer of its kind, whose keys there have none."""
+    item = table.mtp_items.get(rule.item)
+    if item is None or item.there is None:
+        return {}
+    return {"layer": str(table.first_mtp_layer(item, config))}
 
 
 def _form(rule: Rule) -> HuggingFaceForm:

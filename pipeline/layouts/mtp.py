@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS
+from paddle_reshard.pipeline.layouts.rules import mtp_entry
+from paddle_reshard.pipeline.layouts.rules.entries import config_entry, with_entry
 
 DROPPED = "it is of multi-token prediction, which was asked to be dropped"
 
@@ -29,6 +30,7 @@ def without_mtp(checkpoint: Checkpoint) -> Checkpoint:
 def configured_without_mtp(checkpoint: Checkpoint) -> Checkpoint:
     """The same with a config by which a job builds no such layers."""
     model = checkpoint.model
-    if not model.config.get(MTP_LAYERS):
+    entry = mtp_entry(model.config)
+    if not config_entry(model.config, entry):
         return checkpoint
-    return replace(checkpoint, model=replace(model, config={**model.config, MTP_LAYERS: 0}))
+    return replace(checkpoint, model=replace(model, config=with_entry(model.config, entry, 0)))

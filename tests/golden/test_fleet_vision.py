@@ -8,6 +8,7 @@ have to hold what it makes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
 from tests import oracle
 from tests.aoa.arrays import Arrays, Engine, paddle, random_array
 from tests.golden.test_fleet import assert_same, exported, read_flex, save_exported, statements
@@ -41,16 +42,36 @@ def test_the_tables_are_those_of_the_rows() -> None:
 def published(family: str, variant: str) -> Arrays:
     """A published model with random values."""
     rng, found = np.random.default_rng(17), {}
-    for key, shape in DECLARED[family]["published"].items():
+    shapes = DECLARED[family]["published"]
+    if variant == "mtp":
+        shapes = {**shapes, **of_mtp(shapes)}
+    for key, shape in shapes.items():
         if variant != "tied" or key != "lm_head.weight":
             dtype = "float32" if key.endswith(("A_log", "dt_bias")) else "bfloat16"
             found[key, "param"] = random_array(shape, dtype, rng), dtype
     return found
 
 
+def of_mtp(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The tensors of multi-token prediction, which ``transformers`` does not have: a layer with full attention, whose
+    experts are one by one, and what is around it."""
+    full = "model.language_model.layers.1."
+    found = {
+        key.replace(full, "mtp.layers.0."): shape
+        for key, shape in shapes.items()
+        if key.startswith(full) and ".experts." not in key
+    }
+    experts, width, hidden = shapes[f"{full}mlp.experts.gate_up_proj"]
+    for expert, name in itertools.product(range(experts), ("gate", "up", "down")):
+        shape = [width // 2, hidden] if name != "down" else [hidden, width // 2]
+        found[f"mtp.layers.0.mlp.experts.{expert}.{name}_proj.weight"] = shape
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    return found | {"mtp.fc.weight": [hidden, 2 * hidden]} | {f"mtp.{n}.weight": [hidden] for n in norms}
+
+
 def config_of(family: str, variant: str) -> dict[str, Any]:
     """Its ``config.json``."""
-    return {**DECLARED[family]["config"], **fleet_vision.VARIANTS[variant][0]}
+    return fleet_vision.config_of(DECLARED[family]["config"], variant)
 
 
 def program(family: str, variant: str) -> dict[str, Any]:
@@ -68,8 +89,10 @@ def as_published(folder: Path, arrays: Arrays) -> None:
     )
 
 
-@pytest.mark.parametrize("family", DECLARED)
-@pytest.mark.parametrize("variant", ["plain", "tied"])
+WAYS = [(family, variant) for family in DECLARED for variant in ("plain", "tied")]
+
+
+@pytest.mark.parametrize(("family", "variant"), [*WAYS, ("qwen3_5_moe", "mtp")])
 def test_from_hugging_face_and_back(family: str, variant: str, tmp_path: Path) -> None:
     arrays = published(family, variant)
     save_exported(tmp_path / "hf", arrays, config_of(family, variant))
@@ -78,6 +101,42 @@ def test_from_hugging_face_and_back(family: str, variant: str, tmp_path: Path) -
     assert_same(read_flex(tmp_path / "fleet"), {key: array for (key, _), (array, _) in declared.items()})
     paddle_reshard.convert(tmp_path / "fleet", tmp_path / "back", format="huggingface")
     as_published(tmp_path / "back", arrays)
+
+
+def test_multi_token_prediction(tmp_path: Path) -> None:
+    """It is dropped on request, taken from a donor, and complete; a dense model comes without it only."""
+    arrays = published("qwen3_5_moe", "mtp")
+    alone = {name: found for name, found in arrays.items() if not name[0].startswith("mtp.")}
+    save_exported(tmp_path / "hf", arrays, config_of("qwen3_5_moe", "mtp"))
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "fleet", format="flex")
+    paddle_reshard.convert(tmp_path / "fleet", tmp_path / "less", format="huggingface", drop=["mtp"])
+    as_published(tmp_path / "less", alone)
+    config = json.loads((tmp_path / "less/config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 0
+    paddle_reshard.convert(tmp_path / "hf", tmp_path / "short", format="flex", drop=["mtp"])
+    paddle_reshard.convert(tmp_path / "short", tmp_path / "like", format="huggingface", like=tmp_path / "hf")
+    as_published(tmp_path / "like", arrays)
+    config = json.loads((tmp_path / "like/config.json").read_text())
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    lacking = "mtp.layers.0.mlp.experts.2.down_proj.weight"
+    save_exported(
+        tmp_path / "lacking",
+        {name: found for name, found in arrays.items() if name[0] != lacking},
+        config_of("qwen3_5_moe", "mtp"),
+    )
+    with pytest.raises(
+        CoverageError, match=r"layers\.3\.transformer_layer\.mlp\.experts\.2\.down_proj\.weight: no"
+    ):
+        paddle_reshard.convert(tmp_path / "lacking", tmp_path / "x", format="flex")
+
+    dense = published("qwen3_5", "plain")
+    further = {("mtp.fc.weight", "param"): arrays["mtp.fc.weight", "param"]}
+    save_exported(tmp_path / "dense", dense | further, config_of("qwen3_5", "mtp"))
+    with pytest.raises(RuleError, match=r"mtp\.fc\.weight: .*convert without them with --drop mtp"):
+        paddle_reshard.convert(tmp_path / "dense", tmp_path / "x", format="flex")
+    paddle_reshard.convert(tmp_path / "dense", tmp_path / "without", format="flex", drop=["mtp"])
+    paddle_reshard.convert(tmp_path / "without", tmp_path / "again", format="huggingface")
+    as_published(tmp_path / "again", dense)
 
 
 def tp_dim(key: str) -> int | None:

@@ -70,15 +70,24 @@ CONFIG: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 """The ``config.json`` of a small model."""
-OF_CLASS: Mapping[str, Any] = {"moe_expert_fusion": True, "mtp_num_hidden_layers": 0}
+OF_CLASS: Mapping[str, Any] = {"moe_expert_fusion": True}
 """Entries that the class sets itself."""
 FAMILIES = ("qwen3_5", "qwen3_5_moe")
 VARIANTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "plain": ({}, 1),
     "tied": ({"tie_word_embeddings": True}, 1),
+    "mtp": ({"mtp_num_hidden_layers": 1}, 1),
     "tp2": ({}, 2),
 }
 """Variant → entries that differ, and the number of tp ranks."""
+
+
+def config_of(config: Mapping[str, Any], variant: str) -> dict[str, Any]:
+    """The ``config.json`` of a variant: further entries are in the section that has such entries."""
+    made = {name: dict(value) if name == "text_config" else value for name, value in config.items()}
+    for name, value in VARIANTS[variant][0].items():
+        (made if name in made else made["text_config"])[name] = value
+    return made
 
 
 def published() -> dict[str, dict[str, list[int]]]:
@@ -101,9 +110,8 @@ def declare(source: Path, shapes: Mapping[str, Mapping[str, list[int]]]) -> dict
     name = "Qwen3_5ForConditionalGeneration"
 
     def declared(family: str, variant: str) -> list[str]:
-        changes, tp = VARIANTS[variant]
-        config = {**CONFIG, **OF_CLASS, "model_type": family, **changes}
-        config["text_config"] = {**CONFIG["text_config"], "mtp_num_hidden_layers": 0}
+        config, tp = config_of({"model_type": family, **CONFIG}, variant), VARIANTS[variant][1]
+        config |= OF_CLASS | {"text_config": {"mtp_num_hidden_layers": 0, **config["text_config"]}}
         return [one for text in statements(path, name, name, config) for one in expanded(path, text, tp)]
 
     (installed,) = source.glob("paddleformers-*.dist-info")
@@ -113,7 +121,11 @@ def declare(source: Path, shapes: Mapping[str, Mapping[str, list[int]]]) -> dict
             family: {
                 "config": {"model_type": family, **CONFIG},
                 "published": shapes[family],
-                "statements": {variant: declared(family, variant) for variant in VARIANTS},
+                "statements": {
+                    variant: declared(family, variant)
+                    for variant in VARIANTS
+                    if variant != "mtp" or family.endswith("moe")
+                },
             }
             for family in FAMILIES
         },
@@ -158,6 +170,7 @@ MACRO = "fused_in_proj"
 TEXT, TOWER = "model.language_model", "model.vision_model"
 TEXT_THERE, TOWER_THERE = "model.language_model", "model.visual"
 LAYER, LAYER_THERE = f"{TEXT}.layers.{{layer}}", f"{TEXT_THERE}.layers.{{layer}}"
+MTP, MTP_THERE = f"{LAYER}.transformer_layer", "mtp.layers.0"
 BLOCK, BLOCK_THERE = f"{TOWER}.layers.{{layer}}", f"{TOWER_THERE}.blocks.{{layer}}"
 HIDDEN = "hidden_size"
 OF_TOWER = "vision_config.hidden_size"
@@ -196,16 +209,16 @@ def _linear(
     return _row(item, key, ends, there, split, transposed=True, **form)
 
 
-def _attention() -> list[Row]:
+def _attention(item: str, layer: str, layer_there: str) -> list[Row]:
     """Grouped-query attention, with or without gates."""
-    here, there = f"{LAYER}.self_attn", f"{LAYER_THERE}.self_attn"
+    here, there = f"{layer}.self_attn", f"{layer_there}.self_attn"
     queries, keys = "num_attention_heads*head_dim", "num_key_value_heads*head_dim"
     spelled = [f"{there}.{name}_proj.weight" for name in "qkv"]
     rows = []
     for gates, widths in ((True, [queries, queries, keys, keys]), (False, [queries, keys, keys])):
         more = {"groups_there": "num_attention_heads"} if gates else {}
         row = _linear(
-            "layer",
+            item,
             f"{here}.qkv_proj.weight",
             (HIDDEN, " + ".join(widths)),
             [spelled[0]] * gates + spelled,
@@ -217,9 +230,9 @@ def _attention() -> list[Row]:
         rows.append({**row, "where": {"attn_output_gate": gates}})
     return [
         *rows,
-        _linear("layer", f"{here}.o_proj.weight", (queries, HIDDEN), f"{there}.o_proj.weight", 0),
+        _linear(item, f"{here}.o_proj.weight", (queries, HIDDEN), f"{there}.o_proj.weight", 0),
         *(
-            _row("layer", f"{here}.{name}_norm.weight", ["head_dim"], f"{there}.{name}_norm.weight")
+            _row(item, f"{here}.{name}_norm.weight", ["head_dim"], f"{there}.{name}_norm.weight")
             for name in "qk"
         ),
     ]
@@ -254,40 +267,61 @@ def _linear_attention() -> list[Row]:
     ]
 
 
-def _gated(here: str, there: str, width: str) -> list[Row]:
+def _gated(item: str, here: str, there: str, width: str) -> list[Row]:
     """Gate and up in one, and down."""
     both = [f"{there}.{name}_proj.weight" for name in ("gate", "up")]
     fused = _linear(
-        "layer", f"{here}.up_gate_proj.weight", (HIDDEN, f"2*{width}"), both, 1, widths=[width, width]
+        item, f"{here}.up_gate_proj.weight", (HIDDEN, f"2*{width}"), both, 1, widths=[width, width]
     )
-    down = _linear("layer", f"{here}.down_proj.weight", (width, HIDDEN), f"{there}.down_proj.weight", 0)
+    down = _linear(item, f"{here}.down_proj.weight", (width, HIDDEN), f"{there}.down_proj.weight", 0)
     return [{**fused, "parts": 2}, down]
 
 
-def _experts() -> list[Row]:
-    """Routed experts, stacked in both, their router, and the shared expert."""
-    here, there = f"{LAYER}.mlp", f"{LAYER_THERE}.mlp"
+def _experts(item: str, layer: str, layer_there: str) -> list[Row]:
+    """Routed experts, their router, and the shared expert.
+
+    Those of decoder layers are stacked in both; those of multi-token prediction are one by one in both.
+    """
+    here, there = f"{layer}.mlp", f"{layer_there}.mlp"
     width, count = "moe_intermediate_size", "num_experts"
     stacked = {
         "weight1": ("gate_up_proj", [count, HIDDEN, f"2*{width}"]),
         "weight2": ("down_proj", [count, width, HIDDEN]),
     }
+    routed = [
+        _row(item, f"{here}.grouped_gemm_experts.{name}", shape, f"{there}.experts.{key}", transposed=True)
+        for name, (key, shape) in stacked.items()
+    ]
+    if item == "mtp":
+        routed = _gated(item, f"{here}.experts.{{expert}}", f"{there}.experts.{{expert}}", width)
+    shared = f"{here}.shared_experts"
     return [
-        _row("layer", f"{here}.gate.weight", [count, HIDDEN], f"{there}.gate.weight"),
+        _row(item, f"{here}.gate.weight", [count, HIDDEN], f"{there}.gate.weight"),
+        *routed,
+        *_gated(item, shared, f"{there}.shared_expert", "shared_expert_intermediate_size"),
+        _linear(item, f"{shared}.gate_weight", (HIDDEN, "1"), f"{there}.shared_expert_gate.weight"),
+    ]
+
+
+def _norms(item: str, layer: str, layer_there: str) -> list[Row]:
+    return [
+        _row(item, f"{layer}.{name}.weight", [HIDDEN], f"{layer_there}.{name}.weight")
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]
+
+
+def _mtp() -> list[Row]:
+    """Multi-token prediction: a layer with full attention, and what is around it."""
+    around = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
+    return [
+        _linear("mtp", f"{LAYER}.eh_proj.weight", (f"2*{HIDDEN}", HIDDEN), "mtp.fc.weight", 1),
         *(
-            _row(
-                "layer",
-                f"{here}.grouped_gemm_experts.{name}",
-                shape,
-                f"{there}.experts.{key}",
-                transposed=True,
-            )
-            for name, (key, shape) in stacked.items()
+            _row("mtp", f"{LAYER}.{here}.weight", [HIDDEN], f"mtp.{there}.weight")
+            for here, there in around.items()
         ),
-        *_gated(f"{here}.shared_experts", f"{there}.shared_expert", "shared_expert_intermediate_size"),
-        _linear(
-            "layer", f"{here}.shared_experts.gate_weight", (HIDDEN, "1"), f"{there}.shared_expert_gate.weight"
-        ),
+        *_norms("mtp", MTP, MTP_THERE),
+        *_attention("mtp", MTP, MTP_THERE),
+        *_experts("mtp", MTP, MTP_THERE),
     ]
 
 
@@ -345,22 +379,18 @@ def _rows(family: str) -> list[Row]:
     words = ["vocab_size", HIDDEN]
     head = _row("head", f"{TEXT}.lm_head.weight", words, "lm_head.weight", 0)
     embedding = f"{TEXT}.embedding.embed_tokens.weight"
-    mlp = (
-        _experts()
-        if family.endswith("moe")
-        else _gated(f"{LAYER}.mlp", f"{LAYER_THERE}.mlp", "intermediate_size")
-    )
+    moe = family.endswith("moe")
+    of_layer = "layer", LAYER, LAYER_THERE
+    dense = _gated("layer", f"{LAYER}.mlp", f"{LAYER_THERE}.mlp", "intermediate_size")
     return [
         *_tower(),
         _row("embedding", embedding, words, f"{TEXT_THERE}.embed_tokens.weight", 0),
-        *_attention(),
+        *_attention(*of_layer),
         *_linear_attention(),
-        *mlp,
-        *(
-            _row("layer", f"{LAYER}.{name}.weight", [HIDDEN], f"{LAYER_THERE}.{name}.weight")
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ),
+        *(_experts(*of_layer) if moe else dense),
+        *_norms(*of_layer),
         _row("norm", f"{TEXT}.norm.weight", [HIDDEN], f"{TEXT_THERE}.norm.weight"),
+        *(_mtp() if moe else ()),
         {**head, "tied_to": embedding},
     ]
 
@@ -374,9 +404,10 @@ COMMENT = (
     "needed. Model and tower are built without pipeline stages. Not supported: biases of attention (attention_bias)"
 )
 OF_EXPERTS = (
-    ", experts that are not stacked (moe_expert_fusion off), whose statements split a wrong dim, and layers of "
-    "multi-token prediction."
+    ", experts of decoder layers that are not stacked (moe_expert_fusion off), whose statements split a wrong dim, and "
+    "more than one layer of multi-token prediction: all would be made of the same mtp.fc."
 )
+OF_DENSE = " and layers of multi-token prediction, for which the class declares nothing in a dense model."
 SOURCE = "paddleformers 1.2.0 transformers/qwen3_5/modeling.py _gen_aoa_config"
 
 
@@ -386,13 +417,14 @@ def table(family: str) -> dict[str, Any]:
     more: Mapping[str, Mapping[str, Any]] = {
         "block": {"count": "vision_config.depth"},
         "layer": {"repeated": True},
+        "mtp": {"mtp": True, "continues": "layer", "there": "mtp."},
     }
-    items = ("patches", "block", "merger", "embedding", "layer", "norm", "head")
+    items = ("patches", "block", "merger", "embedding", "layer", "norm", "mtp", "head")
     return {
         "family": family,
         "convention": "paddlefleet",
         "model_types": [family],
-        "comment": COMMENT + (OF_EXPERTS if moe else " and layers of multi-token prediction."),
+        "comment": COMMENT + (OF_EXPERTS if moe else OF_DENSE),
         "proven": {"files": "declarations", "huggingface": "declarations"},
         **({"experts": "num_experts", "expert_axis": "ep"} if moe else {}),
         "formats": ["flex", "huggingface"],

@@ -33,8 +33,8 @@ from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tenso
 from paddle_reshard.pipeline.layouts.huggingface.source import stored_keys
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
-from paddle_reshard.pipeline.layouts.rules import MTP_LAYERS, HuggingFaceForm, Rule
-from paddle_reshard.pipeline.layouts.rules.entries import config_entry, count_entry
+from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, mtp_entry
+from paddle_reshard.pipeline.layouts.rules.entries import TEXT, config_entry, count_entry
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 
 SHOWN = 3
@@ -175,12 +175,11 @@ def _entries(wanted: Checkpoint, donor: Donor, taken: Sequence[str]) -> dict[str
     """Entries of the donor's ``config.json`` that the checkpoint's own lacks."""
     ours = wanted.model.config
     entries = {k: v for k, v in donor.config.items() if k not in ours and k not in NOT_TAKEN}
-    if (
-        not ours.get(MTP_LAYERS)
-        and donor.config.get(MTP_LAYERS)
-        and any(_by_row(taken, wanted.model).values())
-    ):
-        entries[MTP_LAYERS] = donor.config[MTP_LAYERS]
+    entry = mtp_entry(donor.config)
+    layers = config_entry(donor.config, entry)
+    if layers and not config_entry(ours, entry) and any(_by_row(taken, wanted.model).values()):
+        in_text = entry in (donor.config.get(TEXT) or {}) and TEXT in ours
+        entries |= {TEXT: {**ours[TEXT], entry: layers}} if in_text else {entry: layers}
     return entries
 
 

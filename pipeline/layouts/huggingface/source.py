@@ -233,9 +233,9 @@ def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
         for spelled in rule.huggingface.keys
         for number in islice(table.numbers(decoders[rule.item], config), MAX_MTP_LAYERS)
     }
-    return re.compile(
-        "|".join(rf"{re.escape(start)}{number}\." for start, number in sorted(starts)) or r"(?!)"
-    )
+    patterns = [rf"{re.escape(start)}{number}\." for start, number in sorted(starts)]
+    patterns += [re.escape(item.there) for item in table.items if item.there is not None]
+    return re.compile("|".join(patterns) or r"(?!)")
 
 
 class _Stored(NamedTuple):

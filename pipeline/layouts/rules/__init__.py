@@ -330,6 +330,16 @@ LAYERS = "num_hidden_layers"
 """Config entry: how many decoder layers there are."""
 MTP_LAYERS = "num_nextn_predict_layers"
 """Config entry: how many layers of multi-token prediction (MTP) follow the decoder layers."""
+_MTP_ENTRIES = (MTP_LAYERS, "mtp_num_hidden_layers")
+
+
+def mtp_entry(config: Config) -> str:
+    """The config entry that counts the layers of MTP; Qwen3.5 calls it ``mtp_num_hidden_layers``.
+
+    >>> mtp_entry({"text_config": {"mtp_num_hidden_layers": 1}})
+    'mtp_num_hidden_layers'
+    """
+    return next((name for name in _MTP_ENTRIES if config_entry(config, name)), MTP_LAYERS)
 
 
 DECODER_LAYERS = "layer:DecoderLayer"
@@ -352,6 +362,9 @@ class Item:
     inner: str | None = None
     """For an item with ``continues``: the module that has the decoder layer's rows, ``transformer_layer`` in
     ``layers.4.transformer_layer.mlp``; ``None``: the layer itself."""
+    there: str | None = None
+    """For an item with ``continues``: the beginning of its keys in Hugging Face checkpoints, which have no number of a
+    layer, so that there can be only one. It has its own rows, and not those of the decoder layers."""
     built_before: str | None = None
     """The item before which it is built in a job without pipeline stages."""
     count: str | None = None
@@ -438,7 +451,7 @@ class RuleTable:
         if item.count is not None:
             return range(count_entry(config, item.count))
         first = self.first_mtp_layer(item, config)
-        return range(first, first + count_entry(config, MTP_LAYERS)) if item.mtp else (None,)
+        return range(first, first + count_entry(config, mtp_entry(config))) if item.mtp else (None,)
 
     def key_saved_as(self, saved: str) -> str:
         """The key in the model of a tensor that the model class saved as ``saved``."""
@@ -481,9 +494,9 @@ class RuleTable:
         if layer is None:
             return rule
         for item in self.items:
-            if item.continues == rule.item and item.inner is None:
+            if item.continues == rule.item and item.inner is None and item.there is None:
                 first = self.first_mtp_layer(item, config)
-                if first and first <= layer < first + count_entry(config, MTP_LAYERS):
+                if first and first <= layer < first + count_entry(config, mtp_entry(config)):
                     return replace(rule, item=item.name)
         return rule
 
@@ -493,7 +506,11 @@ class RuleTable:
             return True
         if (item := self.mtp_items.get(rule.item)) is not None:
             return layer >= self.first_mtp_layer(item, config)
-        behind = [item for item in self.items if item.continues == rule.item and item.inner is not None]
+        behind = [
+            item
+            for item in self.items
+            if item.continues == rule.item and (item.inner is not None or item.there is not None)
+        ]
         return not behind or layer < (self.first_mtp_layer(behind[0], config) or layer + 1)
 
     def written_shift(self, config: Config) -> int:
@@ -613,9 +630,13 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
     except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
     after = {row.key: row.built_after for row in table.rules}
+    alone = {item.name for item in table.items if item.there is not None}
     for row in table.rules:
         if fault := (
-            _placeholder_fault(row) or _parts_fault(row) or _form_fault(row) or _order_fault(row, after)
+            _placeholder_fault(row)
+            or _parts_fault(row)
+            or _form_fault(row, row.item in alone)
+            or _order_fault(row, after)
         ):
             raise UsageError(f"{where}: the row of {row.key!r}: {fault}")
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
@@ -653,6 +674,8 @@ def _item_fault(items: Sequence[Item]) -> str | None:
             return f"{item.name!r} has a count, which decoder layers and those of MTP have in an entry of their own"
         if item.inner is not None and item.continues is None:
             return f"{item.name!r} has 'inner' and does not continue the decoder layers"
+        if item.there is not None and (item.continues is None or item.inner is not None):
+            return f"{item.name!r} has 'there', which is for items with 'continues' and without 'inner'"
         if item.built_before is not None and item.built_before not in names - {item.name}:
             return f"{item.name!r} is built before {item.built_before!r}, which is not an item"
     return None
@@ -711,12 +734,12 @@ def _parts_fault(rule: Rule) -> str | None:
     return None
 
 
-def _form_fault(rule: Rule) -> str | None:
-    """An invalid form in a Hugging Face checkpoint, or ``None``."""
+def _form_fault(rule: Rule, alone: bool) -> str | None:
+    """An invalid form in a Hugging Face checkpoint, or ``None``; ``alone``: keys there have no number of a layer."""
     form = rule.huggingface
     if form is None:
         return None
-    numbers = sorted(_PLACEHOLDER.findall(rule.key))
+    numbers = sorted(set(_PLACEHOLDER.findall(rule.key)) - ({"{layer}"} if alone else set()))
     if form.stacked is not None:
         if rule.of_expert or len(rule.shape or ()) not in (2, 3):
             return "what is 'stacked' is one tensor of two or three dims for all experts, with a 'shape'"

@@ -50,7 +50,7 @@ def _family(table: RuleTable, proven: Proof) -> Family:
         table.model_types,
         tuple(axis for axis, known in axes.items() if known),
         _extent([rule.huggingface is not None for rule in table.rules if not _is_twin(rule)]),
-        any(item.mtp for item in table.items),
+        any(rule.item in table.mtp_items for rule in table.rules),
         table.supports_lora,
         proven,
     )
