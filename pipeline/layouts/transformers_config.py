@@ -168,8 +168,13 @@ _CLASSES = {
 
 
 def _classes(config: Config) -> _Agreement:
-    """vLLM and SGLang choose the model by ``architectures``; without it vLLM takes the class without a head."""
+    """vLLM and SGLang choose the model by ``architectures``; without it vLLM takes the class without a head.
+
+    ERNIE's own repositories for Paddle spell the class of ernie4_5 in another way than ``transformers`` and vLLM.
+    """
     known = _CLASSES.get(str(config.get("model_type")))
+    if config.get("architectures") == ["Ernie4_5_ForCausalLM"]:
+        return _Agreement({"architectures": ["Ernie4_5ForCausalLM"]})
     if config.get("architectures") or known is None:
         return _Agreement()
     return _Agreement({"architectures": [known]})

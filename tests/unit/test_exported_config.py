@@ -94,6 +94,11 @@ CASES = {
         "",
     ),
     "channels of others": ({"model_type": "paddleocr_vl", "vision_config": {"in_channels": 3}}, {}, ""),
+    "class of ernie": (
+        {"model_type": "ernie4_5", "architectures": ["Ernie4_5_ForCausalLM"]},
+        {"architectures": ["Ernie4_5ForCausalLM"]},
+        "",
+    ),
     "routing of ernie": (ERNIE, {"moe_use_aux_free": True}, ""),
     "routing of ernie, without a bias": ({**ERNIE, "moe_use_aux_free": False}, {}, ""),
     "routing of ernie, of another library": ({"model_type": "ernie4_5_moe"}, {}, ""),

@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.completeness import check_complete
+from paddle_reshard.pipeline.layouts.ernie import ernie_table, is_ernie_layout
 from paddle_reshard.pipeline.layouts.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, swapped, tensor_parts
@@ -135,10 +136,10 @@ def huggingface_checkpoint(
     CheckpointError, RuleError
         Naming the tensor that has no row in the tables, is missing, or has another shape.
     """
-    model = huggingface_model(payloads, config, tables)
+    model, stored = _models(payloads, config, tables)
     return Checkpoint(
         format=HUGGINGFACE,
-        catalog=read_huggingface(model, sizes, payloads, index, None),
+        catalog=read_huggingface(stored, sizes, payloads, index, None),
         own_files=frozenset([*payloads, *([WEIGHT_INDEX] if index is not None else [])]),
         model=model,
         topology=None,
@@ -151,10 +152,12 @@ def huggingface_checkpoint(
     )
 
 
-def huggingface_model(
+def _models(
     payloads: Mapping[str, SafetensorsPayload], config: Config, tables: Sequence[RuleTable]
-) -> Model:
+) -> tuple[Model, Model]:
     """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
+
+    The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face.
 
     Raises
     ------
@@ -166,10 +169,12 @@ def huggingface_model(
         for path, payload in payloads.items()
         for key, array in payload.tensors.items()
     }
-    found: dict[str, tuple[RuleTable, list[Tensor]]] = {}
+    in_ernie_layout = is_ernie_layout(stored)
+    found: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
     failures: list[tuple[int, RuleError]] = []
     for table in tables_to_train_with(tables, config):
-        matches = matches_of(stored, table, config)
+        of_files = ernie_table(table, config) if in_ernie_layout else table
+        matches = matches_of(stored, of_files, config)
         if unknown := [key for key, match in matches.items() if match is None]:
             what = (
                 f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face "
@@ -182,7 +187,7 @@ def huggingface_model(
                 )
             failures.append((len(unknown), RuleError(unknown[0], what)))
             continue
-        found[f"{table.family} ({table.convention})"] = table, _logical(stored, matches, config)
+        found[f"{table.family} ({table.convention})"] = table, of_files, _logical(stored, matches, config)
     if not found:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(found) > 1:
@@ -191,10 +196,10 @@ def huggingface_model(
             f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
             f"{', '.join(found)}; pass the right one with --rules FILE",
         )
-    ((table, tensors),) = found.values()
+    ((table, of_files, tensors),) = found.values()
     model = read_model(tensors, table, config)
     check_complete(model)
-    return model
+    return model, read_model(tensors, of_files, config)
 
 
 def without_mtp_layers(
@@ -268,7 +273,7 @@ def stored_keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None)
     """Key → file that holds it; checked against the index."""
     held: dict[str, str] = {}
     for path, payload in payloads.items():
-        if payload.metadata.get("format") == "np":
+        if payload.metadata.get("format") == "np" and not is_ernie_layout(payload.tensors):
             raise CheckpointError(
                 f"{path}: weights in Paddle's own layout, not in that of a Hugging Face checkpoint"
             )

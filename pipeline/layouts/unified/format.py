@@ -50,18 +50,21 @@ class UnifiedFormat:
         """No file is one of a rank."""
 
     def recognises(self, files: SourceFiles) -> bool:
-        """By the names of files of states; weights alone by the layout that they say they are in."""
+        """By the names of files of states; weights alone by the layout that they say they are in (not ERNIE's)."""
         if not files.safetensors:
             return False
+        from paddle_reshard.pipeline.layouts.ernie import is_ernie_layout
         from paddle_reshard.pipeline.layouts.unified.names import holds_adapter, is_unified
         from paddle_reshard.pipeline.layouts.weights import PADDLE_LAYOUTS
 
         if is_unified(files.sizes) or holds_adapter(files.safetensors):
             return True
-        layouts = (
-            () if files.pickles else (header.metadata.get("format") for header in files.headers.values())
+        if files.pickles:
+            return False
+        return any(
+            header.metadata.get("format") in PADDLE_LAYOUTS and not is_ernie_layout(header.tensors)
+            for header in files.headers.values()
         )
-        return any(layout in PADDLE_LAYOUTS for layout in layouts)
 
     def index(
         self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None

@@ -110,7 +110,18 @@ def load(folder: Path) -> dict[str, Any]:
     return {**recorder.entry(model, unfilled), "format": format_, "sha256": digest.hexdigest()}
 
 
+def load_both(folder: Path) -> dict[str, Any]:
+    """What FastDeploy makes of an export, and the checksum of what it makes of the same model in ERNIE's layout."""
+    found, other = load(folder), folder.with_name("ernie")
+    if not other.exists():
+        return found
+    of_other = load(other)
+    if of_other["format"] != "paddle" or of_other["unfilled"] or of_other["further"]:
+        raise ValueError(f"{other}: not filled")
+    return {**found, "ernie_layout": of_other["sha256"]}
+
+
 if __name__ == "__main__":
     prepare(Path(sys.argv[3]))
     head = {"engine": "FastDeploy", "commit": sys.argv[4]}
-    write_list(head, load, Path(sys.argv[1]), Path(sys.argv[2]))
+    write_list(head, load_both, Path(sys.argv[1]), Path(sys.argv[2]))
