@@ -98,6 +98,16 @@ def test_hybrid_files_are_described_by_themselves(tmp_path: Path) -> None:
     assert_same(made, held)
 
 
+def test_fused_projections_that_have_no_rows(tmp_path: Path) -> None:
+    """The class would not find the separate ones."""
+    config = DECLARED["minicpm"]["config"] | {"fuse_attention_qkv": True}
+    save_exported(tmp_path / "hf", published("minicpm", "plain"), config)
+    with pytest.raises(
+        RuleError, match=r"[kqv]_proj\.weight: no row of the paddlefleet rule table 'minicpm'"
+    ):
+        paddle_reshard.convert(tmp_path / "hf", tmp_path / "fleet", format="flex")
+
+
 def _hybrid_files(folder: Path, library: str) -> Path:
     """A checkpoint of two tp ranks of a family of which a table knows other formats or another library."""
     folder.mkdir()

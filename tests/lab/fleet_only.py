@@ -81,6 +81,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "granite": DENSE,
     "internlm3": DENSE,
     "kimi_k2": LATENT,
+    "minicpm": DENSE,
     "minimax_m2": MINIMAX,
     "olmo2": DENSE,
 }
@@ -107,8 +108,9 @@ CLASS: Mapping[str, str] = {
     "minimax_m2": "MiniMaxM2PreTrainedModel",
 }
 """Family → the class that declares its map."""
-PUBLISHED_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Family → the model type whose class ``transformers`` opens its published models with, if it has none of its own."""
+PUBLISHED_AS: Mapping[str, str] = {"kimi_k2": "deepseek_v3", "minicpm": "llama"}
+"""Family → the model type whose class has the tensors of its published models, if ``transformers`` 5.23 has none of its
+own; its development version derives the class of minicpm from that of llama."""
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -123,6 +125,7 @@ OF_FAMILY: Mapping[str, Sequence[str]] = {
     "granite": ("plain", "tied", "bias"),
     "internlm3": ("plain", "tied"),
     "kimi_k2": ("plain", "grouped"),
+    "minicpm": ("plain", "tied"),
     "minimax_m2": ("tied", "grouped", "mtp"),
     "olmo2": ("plain", "tied"),
 }
@@ -138,6 +141,8 @@ class _Read(NamedTuple):
     """Of a decoder layer."""
     biases: bool = False
     """Whether linear layers can have biases."""
+    fuses: bool = False
+    """Whether entries of the config can make projections one tensor, which has no row."""
 
     def statements(self, config: Mapping[str, Any]) -> list[str]:
         """Its statements for a config."""
@@ -166,6 +171,7 @@ BEFORE = ("input_layernorm", "post_attention_layernorm")
 READ: Mapping[str, _Read] = {
     "granite": _Read("c6968bc", "granite", BEFORE, biases=True),
     "internlm3": _Read("24cabce", "intern_lm3", BEFORE),
+    "minicpm": _Read("24cabce", "minicpm", BEFORE, fuses=True),
     "olmo2": _Read(
         "73b56bc",
         "olmo2",
@@ -420,7 +426,9 @@ def _dense_model(read: _Read) -> list[Row]:
     rows = [{**_as_it_is("embedding", "model.embed_tokens.weight", words), "split": 0}]
     for name, of_layer in ends.items():
         by_rows = name.endswith(("o_proj", "down_proj"))
-        rows.append(_linear("layer", f"{LAYER}.{name}.weight", of_layer, 0 if by_rows else 1))
+        fuse = f"fuse_attention_{'ffn' if name in MLP else 'qkv'}"
+        where = {"where": {fuse: False}} if read.fuses and not by_rows else {}
+        rows.append({**_linear("layer", f"{LAYER}.{name}.weight", of_layer, 0 if by_rows else 1), **where})
         if read.biases:
             bias = _as_it_is("layer", f"{LAYER}.{name}.bias", of_layer[1:])
             rows.append(bias if by_rows else {**bias, "split": 0})
@@ -460,6 +468,9 @@ MORE: Mapping[str, str] = {
     "glm_moe_dsa": TURNED,
     "kimi_k2": "Keys of the published model are those of deepseek_v3. Multi-token prediction and tied words are not "
     "declared. The library's statements know one dense layer; the rows know any number (first_k_dense_replace).",
+    "minicpm": " Keys of published models are those of llama. Without tie_word_embeddings in config.json, the head is "
+    "read as a tensor of its own. Fused projections (fuse_attention_qkv, fuse_attention_ffn) and biases (use_bias) "
+    "have no rows.",
     "minimax_m2": "Norms of queries and keys are over all heads (qk_norm_type per_layer). Gated, latent and hybrid "
     "attention, latent experts and shared experts, which PaddleFleet can add to the published model, have no rows.",
 }
@@ -492,7 +503,7 @@ def table(family: str) -> dict[str, Any]:
         "family": family,
         "convention": "paddlefleet",
         "model_types": [family],
-        "comment": SAID + MORE[family] if read is None else READ_ONLY,
+        "comment": SAID + MORE[family] if read is None else READ_ONLY + MORE.get(family, ""),
         "proven": {"files": "declarations", "huggingface": "declarations"},
         **(experts if read is None else {}),
         "formats": ["flex", "huggingface"],

@@ -235,7 +235,7 @@ def test_the_families_that_are_known() -> None:
     nlp = ["deepseek_v2", "deepseek_v3", "gpt", "llama", "qwen2", "qwen2_moe"]
     fleet = ["glm4_moe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
     fleet += ["deepseek_v32", "glm_moe_dsa", "granite", "internlm3", "kimi_k2", "minimax_m2", "olmo2"]
-    fleet += ["qwen3_5", "qwen3_5_moe"]
+    fleet += ["minicpm", "qwen3_5", "qwen3_5_moe"]
     for convention, families in {"paddleformers": former, "paddlenlp": nlp, "paddlefleet": fleet}.items():
         assert sorted(t.family for t in TABLES.values() if t.convention == convention) == sorted(families)
 
