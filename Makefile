@@ -24,7 +24,7 @@ help:
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
 	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
 	@echo "make rehearsal  index, plan, run, kill, resume and verify a conversion of 671B from 2,048 ranks to 512, into docs/performance.md (ARGS='--layers 4': print a smaller one)"
-	@echo "make s3       conversions on a private Ceph server, into docs/s3.md (Debian; 10 minutes)"
+	@echo "make s3       conversions on a private Ceph server, into docs/s3.md (Debian; 15 minutes)"
 	@echo "make chaos    kill a conversion of 1 GB 100 times at random and resume it (ARGS='--kills 10', ARGS=--s3: on Ceph)"
 	@echo "make clean    remove the environment and everything that these commands made"
 

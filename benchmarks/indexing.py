@@ -1,6 +1,6 @@
 """How long does it take to index the rank files of a large job in an object store that answers late?
 
-    python -m benchmarks.indexing [--latency 0.03] [--files 256] [--workers 1 2]
+    python -m benchmarks.indexing [--latency 0.03] [--files 256] [--in-flight 16 32 64 128] [--workers 1 2]
 
 A server of its own process on 127.0.0.1 answers as S3 does, each request after the latency: the files are those of a
 70B model on 512 ranks (`benchmarks.synthetic`), whose payloads are zeros that lie nowhere. It checks no signature and
@@ -150,7 +150,7 @@ def measure(name: str, index_files: IndexFiles, source: Source, sizes: dict[str,
     )
 
 
-def run(latency_seconds: float, files: int, workers: list[int]) -> None:
+def run(latency_seconds: float, files: int, at_a_time: list[int], workers: list[int]) -> None:
     with running_server(latency_seconds) as url:
         source = open_source(PLACE, {"key": "key", "secret": "secret", "endpoint_url": url})
         ranks = [path for path in source.sizes() if parse_rank_file(path) is not None]
@@ -159,7 +159,7 @@ def run(latency_seconds: float, files: int, workers: list[int]) -> None:
         reads = sum(index.index_here(count_reads, source, sizes).values())
         print(f"{files} rank files, {reads} requests, {latency_seconds * 1e3:.0f} ms each")
         usual = index.FILES_IN_FLIGHT
-        for in_flight in (16, 32, 64, 128):
+        for in_flight in at_a_time:
             index.FILES_IN_FLIGHT = in_flight
             measure(f"here, {in_flight} in flight", index.index_here, source, sizes, reads)
         index.FILES_IN_FLIGHT = usual
@@ -182,10 +182,11 @@ if __name__ == "__main__":
     )
     parser.add_argument("--latency", type=float, default=0.03, metavar="SECONDS")
     parser.add_argument("--files", type=int, default=256)
+    parser.add_argument("--in-flight", type=int, nargs="*", default=[16, 32, 64, 128], help="files at a time")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="on Ray; none: only here")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         asyncio.run(serve(given.serve, given.latency))
     else:
-        run(given.latency, given.files, given.workers)
+        run(given.latency, given.files, given.in_flight, given.workers)

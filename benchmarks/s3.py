@@ -13,9 +13,11 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -366,6 +368,16 @@ def memory_of(runs: Sequence[Measured]) -> tuple[int, int]:
     return max(r.private_bytes for r in runs) >> 20, budget >> 20
 
 
+def indexing(s: Session) -> None:
+    """Index files of a store that answers late, which `benchmarks.indexing` starts: the client's time per read."""
+    command = [sys.executable, "-m", "benchmarks.indexing", "--files", "64", "--workers", "--in-flight"]
+    found = re.findall(r"([\d.]+) ms of this process each", run([*command, "64", "64", "64"]).output)
+    each = statistics.median(map(float, found))
+    s.verdicts.append(
+        Verdict("indexing: client CPU ms per array, median of 3", "≤ 0.3", f"{each:.2f}", each <= 0.3)
+    )
+
+
 def in_little_memory(s: Session, local: Path) -> None:
     """Convert with the smallest budget."""
     target = s.url("large/lean")
@@ -521,6 +533,8 @@ def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list
     refusals(s)
     say("times")
     times = timings(s, local)
+    say("indexing")
+    indexing(s)
     say("memory and trouble")
     in_little_memory(s, local)
     gateway_dies(s, local)
@@ -545,7 +559,7 @@ def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="1GB", help="size of the generated checkpoint")
-    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; figures are medians")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; figures are medians")
     parser.add_argument("--quick", action="store_true", help="300 MB, one round, printed only")
     parser.add_argument(
         "--scratch", type=Path, default=Path(".s3"), help="working folder, in which Ceph stays installed"
