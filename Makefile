@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package docs test exhaustive cluster serving check fuzz format parity parity-table bench memory rehearsal s3 chaos clean
+.PHONY: help demo package docs test exhaustive cluster serving check fuzz format parity parity-table bench memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -14,6 +14,7 @@ help:
 	@echo "make exhaustive  every source to every target, of which make test runs a sample, and more tensors"
 	@echo "make cluster  more on real Ray heads and clusters: jobs that fail, nodes, heads and workers that are killed, memory"
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
+	@echo "make report-test  open reports in Chromium: clicks, keys, searches (Debian: apt-get install chromium)"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
 	@echo "make docs     the documentation as a site and a manual page, into .docs"
@@ -68,6 +69,13 @@ $(VENV)/.serving: pyproject.toml $(VENV)/.test
 
 serving: $(VENV)/.serving
 	$(BIN)/python -m pytest -q -m serving tests/serving
+
+$(VENV)/.browser: pyproject.toml $(VENV)/.test
+	$(BIN)/pip install --quiet -e '.[s3,ray,test,browser]'
+	touch $@
+
+report-test: $(VENV)/.browser
+	$(BIN)/python -m pytest -q -m browser tests/report
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -70,7 +70,7 @@ class Reporting:
         from paddle_reshard.pipeline.core.errors import UsageError
         from paddle_reshard.pipeline.report.describe import describe_conversion
 
-        said = describe_conversion(report, self.picture, self.record.data(), self.command)
+        said = describe_conversion(report, self.picture, self.record.data(finished=True), self.command)
         try:
             self._save(said)
         except UsageError as unwritten:
@@ -81,7 +81,7 @@ class Reporting:
         if self.path is not None:
             from paddle_reshard.pipeline.report.describe import describe_comparison
 
-            self._save(describe_comparison(report, compared, self.record.data()))
+            self._save(describe_comparison(report, compared, self.record.data(finished=True)))
 
     def simulated(self, name: str, plan: Plan, found: Sequence[Simulation]) -> None:
         """Write how long a saved plan would take."""

@@ -304,7 +304,7 @@ def describe_simulation(name: str, plan: Plan, found: Sequence[Simulation], pict
         )
         for one in found
     ]
-    bars = tuple(Bar(f"{one.workers:,}", one.seconds, readable_seconds(one.seconds)) for one in found)
+    bars = tuple(Bar(f"{one.workers:,}", one.seconds, _estimate(one.seconds)) for one in found)
     budget = f"peak of a group; budget of a worker {readable_bytes(plan.budget_bytes)}"
     share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
     return ReportData(
@@ -384,11 +384,15 @@ def _chart(name: str, found: Sequence[DifferenceSummary]) -> Chart:
         Bar(
             one.name,
             _finite(one.mean),
-            f"{one.mean:.3g} mean, {one.largest:.3g} largest, {one.tensors} tensors",
+            f"{one.mean:.3g}, largest {one.largest:.3g}",
         )
         for one in found[: MOST_ROWS // 10]
     )
     return Chart(f"Mean difference by {name}", bars)
+
+
+def _estimate(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 1 else readable_seconds(seconds)
 
 
 def _finite(value: float) -> float | None:

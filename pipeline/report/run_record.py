@@ -140,9 +140,11 @@ class RunRecord:
         self._sample(now)
         self._observe(event)
 
-    def data(self) -> RunData:
-        """The record so far."""
+    def data(self, finished: bool = False) -> RunData:
+        """The record so far. If the run has ``finished``, so has its last step."""
         seconds = self._clock() - self._started
+        if finished:
+            self._end_step(seconds, "")
         stretches = tuple(sorted(self._stretches, key=lambda one: (one.worker, one.start)))
         curves = _curves(stretches, seconds) if stretches else _curve_of_progress(self._progress, seconds)
         return RunData(

@@ -33,6 +33,7 @@
   }
 
   function seconds(value) {
+    if (value === 0) return "0 s";
     if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
     if (value < 60) return `${value.toFixed(value < 9.95 ? 2 : 1)} s`;
     const minutes = Math.floor(value / 60);
@@ -105,7 +106,7 @@
       this.holder = holder;
       this.cursor = -1;
       this.figures = side.blocks.map((block) => {
-        const title = [block.title, block.detail].filter((text, index, all) => text && (index === 0 ? !all[1].startsWith(text) : true)).join(": ");
+        const title = block.detail || block.title;
         const caption = element("figcaption", {}, `${title}${title ? " · " : ""}${this.counted(block)}`);
         const svg = shape("svg", { class: "cells", tabindex: 0, role: "img", "aria-label": `${side.name}: ${title}. Use the arrow keys to go from place to place.` });
         holder.append(element("figure", {}, caption, svg));
@@ -621,7 +622,7 @@
       const most = Math.max(1e-300, ...chart.bars.map(([, value]) => value ?? 0));
       return element("div", {}, element("h3", {}, chart.title), element("ol", {}, ...chart.bars.map(([name, value, label]) => {
         const fill = element("span", { className: "fill" });
-        fill.style.width = `${60 * (value ?? most) / most}%`;
+        fill.style.width = `${Math.max(0, 45 * (value ?? most) / most)}%`;
         return element("li", {}, element("span", {}, name), element("span", { className: "track" }, fill, element("small", {}, label)));
       })));
     }));
@@ -664,7 +665,7 @@
     }
     draw();
     const bar = element("div", { className: "bar" }, ...(table.rows.length > 12 ? [filter] : []), element("small", {}, plural(table.rows.length + table.more, "row")));
-    return element("div", { className: "table" }, element("h2", {}, table.title), bar, element("div", { className: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body)), more, note);
+    return element("div", { className: table.headings.length > 8 ? "table wide" : "table" }, element("h2", {}, table.title), bar, element("div", { className: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body)), more, note);
   }
 
   // ---------------------------------------------------------------- the page
@@ -689,16 +690,18 @@
     if (byId("tables")) byId("tables").append(...data.tables.map(makeTable));
     const button = byId("theme"), themes = [["", "◐ auto", "as the system has them"], ["light", "○ light", "light"], ["dark", "● dark", "dark"]];
     let theme = 0;
-    button.addEventListener("click", () => {
-      theme = (theme + 1) % themes.length;
+    const apply = () => {
       const [name, text, words] = themes[theme];
       if (name) document.documentElement.dataset.theme = name; else delete document.documentElement.dataset.theme;
       button.textContent = text;
       button.setAttribute("aria-label", `Colours: ${words}`);
-      redraw();
-    });
+    };
+    button.addEventListener("click", () => { theme = (theme + 1) % themes.length; apply(); redraw(); });
     byId("print").addEventListener("click", () => window.print());
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    // Paper is light. The heat map is a bitmap, which style sheets do not reach.
+    window.addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; redraw(); });
+    window.addEventListener("afterprint", () => { apply(); redraw(); });
     let waiting = 0;
     window.addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(redraw); });
     document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,117 @@
+"""Pictures of reports for the documentation, and how large a report is and how long it takes to open.
+
+::
+
+    python -m benchmarks.reports [--large]
+
+It converts three bundled real checkpoints and photographs their reports into ``docs/pictures``. ``--large`` plans a
+conversion of 671B parameters from 2,048 ranks to 512 without a byte, and measures its report. It needs the extra
+``browser`` and a Chromium of the system (``CHROMIUM=PATH``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planning import job
+from benchmarks.synthetic import MOE_671B, EmptySource, catalog_of, files_of
+from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.convert.plan import plan_checkpoint, read_request
+from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.report.describe import describe_plan, picture_of
+from paddle_reshard.pipeline.report.writing import save_report
+from tests.conftest import REPO, case_directory
+
+PICTURES = REPO / "docs" / "pictures"
+CASES = (
+    (
+        "pipeline",
+        "mp2pp2sh2_s1v2_meta_ema",
+        ["--to", "pp=4,sharding=2", "--fingerprint", "full"],
+        "model.layers.1",
+        "light",
+    ),
+    ("experts", "moe/{experts}", ["--to", "tp=1"], "experts", "light"),
+    ("export", "mp2pp2", ["--format", "huggingface"], "q_proj", "dark"),
+)
+OPENINGS = 5
+
+
+def run(*arguments: object) -> None:
+    """Run a command in this process."""
+    cli.main([str(argument) for argument in arguments], standalone_mode=False)
+
+
+def photograph(browser: Any, page: Path, name: str, picked: str, scheme: str) -> None:
+    opened = browser.new_context(viewport={"width": 1200, "height": 1130}, color_scheme=scheme).new_page()
+    opened.goto(page.as_uri())
+    opened.wait_for_selector("html[data-ready]")
+    opened.fill("#search", picked)
+    opened.press("#search", "Enter")
+    opened.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    opened.screenshot(path=PICTURES / f"{name}.png")
+
+
+def opening_ms(browser: Any, page: Path) -> float:
+    """The fastest of several openings, until everything is drawn."""
+    found = []
+    for _ in range(OPENINGS):
+        opened = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened.goto(page.as_uri())
+        opened.wait_for_selector("html[data-ready]")
+        found.append(opened.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+        opened.close()
+    return min(found)
+
+
+def large(path: Path) -> None:
+    source = job(tp=8, pp=4, sharding=64)
+    store = EmptySource(files_of(MOE_671B, source), json.dumps(MOE_671B.config).encode())
+    request = read_request(("nowhere",), None, {"to": "tp=4,pp=4,sharding=32"}, PlanSizes())
+    planned = _timed("plan", lambda: plan_checkpoint(store, catalog_of(MOE_671B, source), request))
+    picture = _timed("picture", lambda: picture_of(planned))
+    _timed("page", lambda: save_report(describe_plan(planned, picture), path))
+
+
+def _timed(what: str, function: Callable[[], Any]) -> Any:
+    started = time.perf_counter()
+    result = function()
+    print(f"{what}: {time.perf_counter() - started:.1f} s")
+    return result
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--large", action="store_true")
+    asked = parser.parse_args()
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = Path(folder) / "report.html"
+        if asked.large:
+            large(page)
+            print(f"{page.stat().st_size:,} bytes, open after {opening_ms(browser, page):.0f} ms")
+            return
+        PICTURES.mkdir(exist_ok=True)
+        os.chdir(folder)  # short paths in the pictures
+        for name, case, options, picked, scheme in CASES:
+            shutil.copytree(case_directory(case) / "checkpoint-3", "checkpoint-1000")
+            run("convert", "checkpoint-1000", f"for-{name}", *options, "--report", page, "--quiet")
+            photograph(browser, page, name, picked, scheme)
+            print(f"{name}: {page.stat().st_size:,} bytes, open after {opening_ms(browser, page):.0f} ms")
+            shutil.rmtree("checkpoint-1000")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
