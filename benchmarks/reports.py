@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +25,6 @@ from typing import Any
 
 from benchmarks.planning import job
 from benchmarks.synthetic import MOE_671B, EmptySource, catalog_of, files_of
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.convert.plan import plan_checkpoint, read_request
 from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.pipeline.report.describe import describe_plan, picture_of
@@ -39,19 +40,19 @@ CASES = (
         "model.layers.1",
         "light",
     ),
-    ("experts", "moe/{experts}", ["--to", "tp=1"], "experts", "light"),
+    ("experts", "moe/ep2_pp2sh2_s1v2_meta", ["--to", "pp=2,sharding=4,ep=4"], "experts.3.up", "light"),
     ("export", "mp2pp2", ["--format", "huggingface"], "q_proj", "dark"),
 )
 OPENINGS = 5
 
 
 def run(*arguments: object) -> None:
-    """Run a command in this process."""
-    cli.main([str(argument) for argument in arguments], standalone_mode=False)
+    """Run a command."""
+    subprocess.run([sys.executable, "-m", "paddle_reshard", *map(str, arguments)], check=True)
 
 
 def photograph(browser: Any, page: Path, name: str, picked: str, scheme: str) -> None:
-    opened = browser.new_context(viewport={"width": 1200, "height": 1130}, color_scheme=scheme).new_page()
+    opened = browser.new_context(viewport={"width": 1200, "height": 1370}, color_scheme=scheme).new_page()
     opened.goto(page.as_uri())
     opened.wait_for_selector("html[data-ready]")
     opened.fill("#search", picked)
@@ -95,9 +96,11 @@ def main() -> None:
     parser.add_argument("--large", action="store_true")
     asked = parser.parse_args()
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+    with tempfile.TemporaryDirectory() as parent, sync_playwright() as driver:
+        folder = Path(parent) / "run-7"
+        folder.mkdir()
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = Path(folder) / "report.html"
+        page = folder / "report.html"
         if asked.large:
             large(page)
             print(f"{page.stat().st_size:,} bytes, open after {opening_ms(browser, page):.0f} ms")

@@ -1,4 +1,4 @@
-"""Reports in a browser: what a click, a key and a search do. ``make report-test`` runs it, with Chromium of the system."""
+"""Reports in a browser: what a click, a key and a search do. ``make report-test`` runs it with Chromium."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@
           group.classList.toggle("off", !lit);
           if (held && lit) rings.push(shape("rect", { x, y, width, height, rx: width > 50 ? 5 : 1, class: width > 20 ? "ring" : "ring thin" }));
           // A place of several stands for all of them; only the amount of a single place is known.
-          if (amount) amount.textContent = held && lit && fold === 1 ? `${bytes(held.places.get(place))} of ${bytes(total)}` : total ? bytes(total) : "no file";
+          if (amount) amount.textContent = held && lit && fold === 1 ? bytes(held.places.get(place)) + (width > 145 ? ` of ${bytes(total)}` : "") : total ? bytes(total) : "no file";
         }
         over.replaceChildren(...rings);
       }
