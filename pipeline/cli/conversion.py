@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.cli.options import (
     json_option,
     layout_flags,
     outcome_option,
+    progress_option,
     quiet_option,
 )
 from paddle_reshard.pipeline.cli.output import answer, print_facts
@@ -58,7 +59,10 @@ def _declared(names: Iterable[str]) -> Iterator[Decorator]:
 
 
 target_options = all_of(
-    *_declared(name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE), json_option, quiet_option
+    *_declared(name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE),
+    json_option,
+    quiet_option,
+    progress_option,
 )
 conversion_options = all_of(
     click.argument("source", metavar="SRC"),

@@ -9,7 +9,14 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import apply_data, delta_data
 from paddle_reshard.pipeline.cli.observers import observing
-from paddle_reshard.pipeline.cli.options import all_of, declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import (
+    all_of,
+    declared,
+    given,
+    json_option,
+    progress_option,
+    quiet_option,
+)
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 _delta_options = all_of(
@@ -28,6 +35,7 @@ _delta_options = all_of(
     declared("target_storage_options"),
     json_option,
     quiet_option,
+    progress_option,
 )
 
 

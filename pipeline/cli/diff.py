@@ -11,7 +11,14 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import diff_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import compare_options, declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import (
+    compare_options,
+    declared,
+    given,
+    json_option,
+    progress_option,
+    quiet_option,
+)
 from paddle_reshard.pipeline.cli.output import answer, print_table
 from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.cli.terminal import say
@@ -49,6 +56,7 @@ DIFFERENT = 1
 @report_option
 @json_option
 @quiet_option
+@progress_option
 @click.pass_context
 def diff(
     context: click.Context,

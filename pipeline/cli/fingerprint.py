@@ -9,7 +9,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import fingerprint_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import declared, given, json_option, progress_option, quiet_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
 @declared("allow_scheme")
 @json_option
 @quiet_option
+@progress_option
 @click.pass_context
 def fingerprint(
     context: click.Context, /, source: str, output: str | None, as_json: bool, quiet: bool, **_: Any

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
+OF_ONE_PROCESS: Mapping[str, str] = {"report_path": "--report"}
+"""Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 _FOR_CONVERT = {"ignore_unknown_options": True}
 """Context settings of commands that hand unknown options to ``convert``."""
 
@@ -68,6 +70,9 @@ class Request:
             raise UsageError("submit and watch take one target, without --target")
         if values["target"] is None:
             raise UsageError("give a source and a target")
+        for name, flag in OF_ONE_PROCESS.items():
+            if values[name] is not None:
+                raise UsageError(f"submit and watch do not take {flag}")
         options = given(context)
         check_options(values["format"], options)
         from paddle_reshard.storage.locate import check_scheme
@@ -448,6 +453,8 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
     for name in request.given:
         if reason := declarations()[name].not_scheduled:
             raise UsageError(f"{flag_of(name)} {reason}")
+    if request.values["progress"] != "auto":
+        raise UsageError("watch does not take --progress: it writes a log")
     settings = read_settings(cast(ConvertOptions, request.given))
     read_request((), "", settings.options)  # report mistakes once, not for every checkpoint
     conversion = Conversion(settings, request.identify)

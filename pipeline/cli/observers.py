@@ -1,4 +1,4 @@
-"""The progress of a command: a bar on a terminal, lines elsewhere."""
+"""The progress of a command: a bar on a terminal, lines elsewhere, or events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from paddle_reshard.pipeline.cli.terminal import console, say
+import click
+
+from paddle_reshard.pipeline.cli.terminal import console, log_to_terminal, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -17,10 +19,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
-    """An observer that draws a progress bar on a terminal, and prints lines otherwise."""
+    """An observer that draws a progress bar on a terminal and prints lines otherwise, unless it is to be ``silent``.
+
+    With ``--progress json`` of the current command it prints events.
+    """
     from paddle_reshard.pipeline.cli.progress import ProgressLines
     from paddle_reshard.pipeline.core.events import ignore_events
 
+    if click.get_current_context().params.get("progress") == "json":
+        with _events() as observe:
+            yield observe
+        return
     if silent:
         yield ignore_events
         return
@@ -48,6 +57,24 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
         transient=True,
     ) as bar:
         yield _Bar(bar)
+
+
+@contextmanager
+def _events() -> Iterator[Callable[[Event], None]]:
+    from paddle_reshard.pipeline.cli.progress_events import EventFormatter, ProgressEvents
+    from paddle_reshard.pipeline.core.run_state import RunState
+    from paddle_reshard.storage.remote.retry_counts import count_retries
+
+    log_to_terminal(EventFormatter())
+    state = RunState(count_retries)
+    events = ProgressEvents(state)
+
+    def observe(event: Event) -> None:
+        state(event)
+        events(event)
+
+    with events.ticking():
+        yield observe
 
 
 @contextmanager

@@ -141,6 +141,14 @@ compare_options = all_of(
 """How commands that compare two checkpoints access and interpret them."""
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
+progress_option = execution_option(
+    "--progress",
+    type=click.Choice(("auto", "json")),
+    default="auto",
+    show_default=True,
+    help="auto: a bar on a terminal, lines elsewhere, nothing with --quiet or --json. json: events on stderr, one JSON "
+    "object a line, whatever else is printed.",
+)
 layout_flags = all_of(
     outcome_option(
         "--comm-buffer-size-mb",

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import click
 
+from paddle_reshard.pipeline.cli.progress_events import are_wanted, print_ended
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence
 from paddle_reshard.pipeline.cli.terminal import printable, say
 from paddle_reshard.pipeline.core.answer import Answer
@@ -244,6 +245,8 @@ class Commands(click.Group):
         arguments = list(sys.argv[1:] if args is None else args)
         command = next((word for word in arguments if not word.startswith("-")), None)
         as_json = "--json" in arguments
+        events = are_wanted(arguments)
+        end: End | None = None
         trouble = TROUBLE.get(command or "", 1)
         with guarded_streams() as (stdout, _):
             try:
@@ -255,12 +258,15 @@ class Commands(click.Group):
                 status = end.status
                 if as_json:
                     print_error(command, end)
-                _report(error, end)
+                if not events:
+                    _report(error, end)
             if stdout is not None:
                 stdout.flush()
             failure = OSError(errno.EBADF, "is closed") if stdout is None else stdout.failure
             if failure is not None:
                 status = _status_without_output(command, failure, status, trouble)
+            if events:
+                print_ended(status, end)
         sys.exit(status)
 
 

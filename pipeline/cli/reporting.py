@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from paddle_reshard.pipeline.cli.options import execution_option
-from paddle_reshard.pipeline.cli.terminal import say
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.simulate import Simulation
     from paddle_reshard.pipeline.report.data import ReportData
     from paddle_reshard.pipeline.report.picture import Picture
+
+log = logging.getLogger(__name__)
 
 report_option = execution_option(
     "--report",
@@ -74,7 +76,7 @@ class Reporting:
         try:
             self._save(said)
         except UsageError as unwritten:
-            say(f"paddle-reshard: {unwritten}", err=True)
+            log.warning("paddle-reshard: %s", unwritten)
 
     def compared(self, report: VerifyReport | IntegrityReport | DiffReport, *compared: str) -> None:
         """Write what a comparison found."""
@@ -108,7 +110,7 @@ class Reporting:
             said = describe_failure(self.command, error, self.conversion, self.picture, self.record.data())
             save_report(said, self.path)
         except UsageError as unwritten:  # the conversion's own error counts
-            say(f"paddle-reshard: {unwritten}", err=True)
+            log.warning("paddle-reshard: %s", unwritten)
 
 
 @contextmanager

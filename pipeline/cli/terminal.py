@@ -70,7 +70,7 @@ class LogFormatter(logging.Formatter):
         return printable(super().formatMessage(record))
 
 
-def log_to_terminal() -> None:
-    """Print warnings of unconfigured loggers in the same safe way as everything else."""
+def log_to_terminal(formatter: logging.Formatter | None = None) -> None:
+    """Print warnings of unconfigured loggers in the same safe way as everything else, or as ``formatter`` has them."""
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(LogFormatter("%(message)s"))
+        logging.lastResort.setFormatter(formatter or LogFormatter("%(message)s"))

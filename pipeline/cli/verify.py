@@ -16,7 +16,14 @@ from paddle_reshard.pipeline.cli.json_output import (
     verify_data,
 )
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import compare_options, declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import (
+    compare_options,
+    declared,
+    given,
+    json_option,
+    progress_option,
+    quiet_option,
+)
 from paddle_reshard.pipeline.cli.output import (
     answer,
 )
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
-    *("a", "source", "report_path", "as_json", "quiet"),
+    *("a", "source", "report_path", "as_json", "quiet", "progress"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
@@ -80,6 +87,7 @@ OPTIONS_FOR_ONE = (
 @report_option
 @json_option
 @quiet_option
+@progress_option
 @click.pass_context
 def verify(
     context: click.Context,

@@ -287,7 +287,7 @@ def _move(
     receipts = [receipt for record in done.values() for receipt in record.receipts]
     sums = [Sum(t, d, int(digits, 16), n) for record in done.values() for t, d, digits, n in record.sums]
     resumed_bytes = sum(receipt.nbytes for receipt in receipts)
-    observe(Progress(resumed_bytes, before=True))
+    observe(Progress(resumed_bytes, before=True, groups=resumed))
     if not isinstance(engine, InlineEngine):
         observe(Waiting("Ray and its workers"))
     figures: list[WorkerFigures] = []
@@ -347,7 +347,10 @@ def _ended(plan: Plan, reports: Sequence[GroupReport]) -> list[GroupEnded]:
     for report in reversed(reports):
         figures = report.read_bytes, report.written_bytes, report.copied_bytes
         peak_bytes = int(plan.group_peaks[report.group])
-        event = GroupEnded(report.group, report.worker, report.seconds, later_seconds, peak_bytes, *figures)
+        retries = add_retries(worker.retries for worker in report.figures)
+        event = GroupEnded(
+            report.group, report.worker, report.seconds, later_seconds, peak_bytes, *figures, retries
+        )
         events.append(event)
         later_seconds += report.seconds
     return events[::-1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Progress:
     done_bytes: int
     before: bool = False
     """Done by an earlier run, so it does not count for the rate of this run."""
+    groups: int = 0
+    """Groups that an earlier run had done; those of this run end with :class:`GroupEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class GroupEnded:
     written_bytes: int
     """Bytes of all its parts, including those that the storage copied."""
     copied_bytes: int
+    retries: Mapping[str, int] = field(default_factory=dict)
+    """Failure of a store → how often workers on a cluster have repeated a request because of it, since their previous
+    report."""
 
 
 @dataclass(frozen=True, slots=True)

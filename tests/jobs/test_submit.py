@@ -186,6 +186,7 @@ def test_mistakes_are_reported_before_a_cluster_is_contacted() -> None:
         (["/a", "/b"], "--to"),
         (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
+        (["/a", "/b", "--to", "tp=1", "--report", "x.html"], "do not take --report"),
         (
             ["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"],
             "--env NOT_SET_X: this environment variable is not set",
