@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package docs test exhaustive cluster serving check fuzz format parity parity-table bench memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package docs orchestrators test exhaustive cluster serving check fuzz format parity parity-table bench memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -18,6 +18,7 @@ help:
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
 	@echo "make docs     the documentation as a site and a manual page, into .docs"
+	@echo "make orchestrators  the examples for Prefect and Airflow, each with the real thing (1 GB)"
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
@@ -87,6 +88,26 @@ docs: $(VENV)/.test
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs .docs/site
 	$(BIN)/python -m sphinx -q -W --keep-going -b man docs .docs/man
 
+# Prefect and Airflow require other versions of the same packages, so each has an environment of its own.
+ORCHESTRATORS := $(CURDIR)/.orchestrators
+orchestrators:
+	rm -rf $(ORCHESTRATORS)
+	mkdir -p $(ORCHESTRATORS)/run $(ORCHESTRATORS)/airflow/dags
+	cp -r $(CASE)/checkpoint-3 $(ORCHESTRATORS)/run
+	$(PYTHON) -m venv $(ORCHESTRATORS)/with-prefect
+	$(ORCHESTRATORS)/with-prefect/bin/pip install --quiet prefect 'fastapi<0.140' .
+	cd $(ORCHESTRATORS) && PREFECT_HOME=$(ORCHESTRATORS)/prefect PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=true \
+		PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=120 \
+		with-prefect/bin/python $(CURDIR)/examples/prefect_flow.py run by-prefect tp=1
+	$(PYTHON) -m venv $(ORCHESTRATORS)/with-airflow
+	$(ORCHESTRATORS)/with-airflow/bin/pip install --quiet apache-airflow apache-airflow-providers-standard .
+	cp examples/airflow_dag.py $(ORCHESTRATORS)/airflow/dags
+	cd $(ORCHESTRATORS) && export PATH=$(ORCHESTRATORS)/with-airflow/bin:$$PATH AIRFLOW_HOME=$(ORCHESTRATORS)/airflow \
+		AIRFLOW__CORE__LOAD_EXAMPLES=False RESHARD_RUN=$(ORCHESTRATORS)/run RESHARD_TARGET=$(ORCHESTRATORS)/by-airflow \
+		&& airflow db migrate && airflow dags reserialize && airflow dags test convert_finished_checkpoints
+	$(ORCHESTRATORS)/with-airflow/bin/paddle-reshard verify $(ORCHESTRATORS)/run/checkpoint-3 $(ORCHESTRATORS)/by-prefect/checkpoint-3
+	$(ORCHESTRATORS)/with-airflow/bin/paddle-reshard verify $(ORCHESTRATORS)/run/checkpoint-3 $(ORCHESTRATORS)/by-airflow/checkpoint-3
+
 package:
 	rm -rf dist .package
 	$(PYTHON) -m venv .package
@@ -131,4 +152,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .corpus .demo .docs .package .parity .bench .s3 .chaos build dist *.egg-info
+	rm -rf $(VENV) .corpus .demo .docs .package .parity .bench .s3 .chaos .orchestrators build dist *.egg-info

@@ -21,8 +21,9 @@ from tests.conftest import COMMITTED, REPO
 from tests.sampling import exhaustive
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
-EXAMPLES = sorted(set((REPO / "examples").glob("*.py")) - {REPO / "examples" / "prefect_flow.py"})
-"""All but the one whose library is not among those that the tests install."""
+ORCHESTRATED = {REPO / "examples" / name for name in ("airflow_dag.py", "prefect_flow.py")}
+EXAMPLES = sorted(set((REPO / "examples").glob("*.py")) - ORCHESTRATED)
+"""All but those whose libraries are not among those that the tests install."""
 PUBLIC = {name: getattr(paddle_reshard, name) for name in paddle_reshard.__all__ if name != "__version__"}
 ALIASES = {"Event", "Observer", "PathLike", "StorageOptions"}
 KINDS_OF_OPTIONS = ("Average", "Conversion", "Convert", "Target")
