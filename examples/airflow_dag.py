@@ -30,4 +30,3 @@ with DAG(
         append_env=True,
         retries=0,
     )
-
