@@ -1,8 +1,8 @@
 """An Airflow DAG that converts the finished checkpoints of a training run.
 
-Put this file into Airflow's folder of DAGs, on workers that have ``pip install "paddle-reshard[s3]"``, and set the
-variables ``run`` and ``target`` below. ``watch --once`` keeps its state next to the targets and counts its own retries, so
-the task has none, and may run as often as you like.
+Put this file into Airflow's folder of DAGs, on workers that have ``pip install "paddle-reshard[s3]"``, and set
+``RESHARD_RUN`` and ``RESHARD_TARGET``. ``watch --once`` keeps its state next to the targets and counts its own retries,
+so the task has none, and may run as often as you like.
 """
 
 from __future__ import annotations
