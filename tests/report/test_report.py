@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import deserialize
 
 import paddle_reshard
 from benchmarks.planning import job
@@ -49,6 +50,11 @@ def command(name: str, *arguments: object, status: int = 0) -> dict[str, Any]:
     assert done.returncode == status, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def load_truth(path: Path) -> dict[str, int]:
+    """Bytes of each tensor, as the trainer had it in memory."""
+    return {name: len(entry["data"]) for name, entry in deserialize(path.read_bytes())}
 
 
 # ----------------------------------------------------------------------------------- what lies where, and moves
@@ -155,6 +161,25 @@ def test_thousands_of_ranks_fit_a_page_that_opens_at_once(tmp_path: Path) -> Non
     moved = sum(map(sum, zip(picture["moves"]["memory"], picture["moves"]["copied"], strict=True)))
     held = sum(picture["target_held"]["nbytes"])
     assert moved == held == sum(map(sum, picture["target_bytes"]))
+
+
+def test_every_target_of_several_is_apart(tmp_path: Path) -> None:
+    targets = [f"{tmp_path}/a:hybrid:tp=2", f"{tmp_path}/b:huggingface", f"{tmp_path}/c:flex:files=2"]
+    options = [word for target in targets for word in ("--target", target)]
+    planned = command("plan", SOURCE, *options, "--report", tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    picture = page.data["picture"]
+    blocks = picture["target"]["blocks"]
+    assert [block["title"] for block in blocks] == [one["format"] for one in planned["targets"]]
+    assert [block["axes"] and block["axes"]["tp"] for block in blocks] == [2, None, None]
+    # An export holds each parameter once, in two bytes.
+    (export,) = [
+        place for place, label in enumerate(picture["target"]["labels"]) if "model.safetensors" in label
+    ]
+    parameters = {key: nbytes for (key, _, place), nbytes in page.held("target").items() if place == export}
+    truth = load_truth(SOURCE.parent / "truth.safetensors")
+    assert parameters == {key: nbytes for key, nbytes in truth.items() if key in parameters}
+    assert parameters.keys() == {key for key in truth if key.endswith(".weight")}
 
 
 # ------------------------------------------------------------------------------------------------ hostile names

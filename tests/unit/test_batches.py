@@ -100,6 +100,9 @@ def test_what_was_done_before_a_failure_is_reported(conversion: ConversionPlan, 
     assert [report.group for report in reports] == list(whole.groups[:done])
     (figures,) = chain.from_iterable(report.figures for report in reports)
     assert (figures.number, figures.groups) == (5, done)
+    assert {report.worker for report in reports} == {f"worker 5 on {figures.host}"}
+    seconds = [report.seconds for report in reports]
+    assert 0 < min(seconds) <= sum(seconds) <= answer.seconds
     assert figures.read_bytes == sum(report.read_bytes for report in expected)
     refused = isinstance(error, CheckpointError)
     assert answer.failure == ("" if refused else "OSError: gone")

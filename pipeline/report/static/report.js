@@ -568,7 +568,7 @@
       const key = element("span", {}, "Groups of each worker: ", dot(PALETTE[0]), "made in memory  ", dot(PALETTE[1]), `copied by the store${hidden > 0 ? `; ${hidden} more workers` : ""}`);
       parts.push(figure(key, svg));
       const limit = data.budget_bytes - data.footprint_bytes;
-      parts.push(figure(element("span", {}, "Memory: ", dot(PALETTE[0]), "given to groups, of the fullest process  ", dot(PALETTE[5]), `what this process had in all (its budget: ${bytes(data.budget_bytes)})`), curves(x, end, [
+      parts.push(figure(element("span", {}, "Memory: ", dot(PALETTE[0]), "given to groups, of the fullest process  ", dot(PALETTE[5]), `what this process had in all (budget of a process: ${bytes(data.budget_bytes)})`), curves(x, end, [
         { values: run.curves.seconds.map((at, index) => [at, run.curves.memory[index]]), colour: PALETTE[0], area: true },
         { values: run.resident, colour: PALETTE[5] },
       ], bytes, { value: data.budget_bytes, label: `budget ${bytes(data.budget_bytes)}`, second: limit, secondLabel: `for groups ${bytes(limit)}` })));
