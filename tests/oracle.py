@@ -698,7 +698,7 @@ def check_distribution(directory: Path, shapes: Mapping[str, Shape]) -> None:
 # --- the structure ------------------------------------------------------------------------------------
 
 Entry = tuple[str, Shape | None, str, Any]
-_ALLOWED = {
+ALLOWED = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
@@ -712,8 +712,8 @@ _ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        assert (module, name) in _ALLOWED, f"a checkpoint file names {module}.{name}"
-        return _ALLOWED[module, name]
+        assert (module, name) in ALLOWED, f"a checkpoint file names {module}.{name}"
+        return ALLOWED[module, name]
 
 
 def unpickle(path: Path) -> Any:

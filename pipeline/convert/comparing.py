@@ -80,7 +80,7 @@ def run_comparisons(
         observe(Progress(sum(group.read_bytes for group in done.values()), before=True))
         batches = stack.enter_context(closing(_compare(engine, plan_work(plan, done), source)))
         for reports in batches:
-            found = [_compared(report) for report in reports]
+            found = [compared(report) for report in reports]
             done |= {group.group: group for group in found}
             if log is not None:
                 log.write(_line([[g.group, g.elements, g.read_bytes, g.differences] for g in found]))
@@ -100,7 +100,8 @@ def _compare(engine: Engine, works: Works, source: ReadRange) -> Generator[Seque
     return engine.compare(works, source)
 
 
-def _compared(report: GroupReport) -> Compared:
+def compared(report: GroupReport) -> Compared:
+    """The result of comparing a group."""
     differences = tuple((d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences)
     return Compared(report.group, report.compared_elements, report.read_bytes, differences)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -39,6 +39,7 @@ from paddle_reshard.storage.formats.fingerprints import format_fingerprints, par
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import absolute, is_local, source_access
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
+from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.sums import Sum, added
 
 
@@ -131,17 +132,24 @@ def run_sums(
     plan: Plan, source: ReadRange, engine: Engine, spare_bytes: int, observe: Observer
 ) -> tuple[Sum, ...]:
     """Run a plan of sums; ``spare_bytes`` of the footprint are free for metadata."""
+    return added(
+        chain.from_iterable(report.sums for report in run_reads(plan, source, engine, spare_bytes, observe))
+    )
+
+
+def run_reads(
+    plan: Plan, source: ReadRange, engine: Engine, spare_bytes: int, observe: Observer
+) -> Iterator[GroupReport]:
+    """The reports of the groups of a plan of sums, which write nothing."""
     if isinstance(engine, InlineEngine):
         engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     else:
         observe(Waiting("Ray and its workers"))
     observe(StepStarted("reading", plan.read_bytes))
-    sums: list[Sum] = []
     with closing(engine(plan_work(plan), source, NoTarget())) as batches:
         for reports in batches:
-            sums += chain.from_iterable(report.sums for report in reports)
+            yield from reports
             observe(Progress(sum(report.read_bytes for report in reports)))
-    return added(sums)
 
 
 def fingerprints_of(

@@ -83,7 +83,7 @@ def check_target(
     the range of ``source`` that it was copied from, if that file has not changed. ``source`` comes from the user; the
     location recorded in the manifest is ignored. ``observe`` receives progress in bytes.
     """
-    damages = _names_and_sizes(target, manifest)
+    damages = names_and_sizes(target, manifest)
     wrong = {damage.path for damage in damages}
     usable = _usable(manifest, source)
     read = unchecked = 0
@@ -111,7 +111,7 @@ def check_target_quickly(target: Source, manifest: Manifest) -> tuple[Damage, ..
     Checks every name, every size, every ETag in the manifest, and every byte of small files without an ETag. A file
     whose ETag differs is read: a copy of the same bytes can have a new ETag.
     """
-    damages = _names_and_sizes(target, manifest)
+    damages = names_and_sizes(target, manifest)
     wrong = {damage.path for damage in damages}
     versions = target.versions()
     for part in manifest.parts:
@@ -130,7 +130,7 @@ def _is_worth_reading(path: str, manifest: Manifest, version: str) -> bool:
     return manifest.files[path] <= SMALL_FILE_BYTES
 
 
-def _names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
+def names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
     """Files that are missing or have the wrong size, and files and folders that should not exist."""
     sizes = target.sizes()
     damages = [

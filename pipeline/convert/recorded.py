@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, run_sums
-from paddle_reshard.pipeline.convert.integrity import check_target_quickly
+from paddle_reshard.pipeline.convert.integrity import check_target_quickly, names_and_sizes
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.choices import FULL
@@ -47,7 +47,13 @@ class Known:
 
 
 def known_of(store: Source) -> Known | None:
-    """What the manifest of a source records, if its files have the names and sizes that it lists."""
+    """What the manifest of a source records, if its files have the names and sizes that it lists.
+
+    Raises
+    ------
+    CheckpointError
+        If a file of tensors has the right size, but visibly another content.
+    """
     sizes = store.sizes()
     if MANIFEST not in sizes:
         return None
@@ -55,9 +61,23 @@ def known_of(store: Source) -> Known | None:
         manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), MANIFEST)
     except (CheckpointError, FormatError):
         return None
-    if manifest.fingerprints is None or check_target_quickly(store, manifest):
+    if manifest.fingerprints is None or names_and_sizes(store, manifest):
         return None
+    for damage in check_target_quickly(store, manifest):
+        if damage.path.endswith(_TENSOR_FILES):
+            raise CheckpointError(
+                f"{store.location}: {damage.path}{damage.stretch}: {damage.detail}: {_CHANGED}. "
+                f"{_advice(store.location)}"
+            )
     return Known(manifest.fingerprints, store.location)
+
+
+_TENSOR_FILES = (".pdparams", ".pdopt", ".distcp", ".metadata", ".safetensors")
+_CHANGED = "the file was changed after it was written"
+
+
+def _advice(location: str) -> str:
+    return f"See verify {location}; convert it as it is with --fingerprint off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +174,5 @@ class Recorder:
         assert self.known is not None  # noqa: S101
         raise CheckpointError(
             f"{tensor.label}: its values have crc64nvme {passed:016x}, but {MANIFEST} of {self.known.location} records "
-            f"{recorded:016x}: the file was changed after it was written. See verify {self.known.location}; convert it "
-            "as it is with --fingerprint off"
+            f"{recorded:016x}: {_CHANGED}. {_advice(self.known.location)}"
         )

@@ -10,8 +10,8 @@ from typing import Any
 
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.convert.comparing import differences_of, run_comparisons
-from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, load_fingerprints, run_sums
+from paddle_reshard.pipeline.convert.comparing import compared, differences_of, run_comparisons
+from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, load_fingerprints, run_reads
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
@@ -51,6 +51,7 @@ from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
+from paddle_reshard.tasks.sums import Sum, added
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -156,7 +157,8 @@ def verify(
     tokenizer files. ``pipeline/indexing/small_files.py`` lists the exceptions. Missing tensors are refused.
 
     Without ``b``, everything that ``a`` stores twice is compared in full: copies of a tensor, and parameters with their
-    master weights. With ``against``, the first copy of every tensor of ``a`` is compared with its fingerprint instead.
+    master weights. With ``against``, every tensor of ``a`` is compared with its fingerprint instead, and copies of a
+    tensor with each other.
 
     Parameters
     ----------
@@ -268,19 +270,23 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
     chosen = _of_states(tensors, request.states)
     if request.states is not None:
         against = against.only(request.states)
-    plan = plan_sums(checkpoint.catalog, request.planning, chosen)
+    plan = plan_sums(checkpoint.catalog, request.planning, chosen, copies=True)
     del checkpoint
     trim_heap()
-    sums = run_sums(plan, store, request.engine, _spare(request), observe)
+    sums, differences = list[Sum](), list[Difference]()
+    for report in run_reads(plan, store, request.engine, _spare(request), observe):
+        sums += report.sums
+        differences += differences_of([compared(report)])
     store.check_unchanged()
-    found = fingerprints_of(tensors, sums, chosen)
-    differences = mismatches(against, found, ("the fingerprints", "the checkpoint"), request.subset)
+    found = fingerprints_of(tensors, added(sums), chosen)
+    unlike = mismatches(against, found, ("the fingerprints", "the checkpoint"), request.subset)
+    differences += (Difference(entry.tensor, entry.detail) for entry in unlike)
     elements = sum(tensor.elements for tensor in found.tensors)
     return VerifyReport(
         len(found),
         elements,
         plan.read_bytes,
-        tuple(Difference(entry.tensor, entry.detail) for entry in differences),
+        tuple(sorted(differences, key=lambda found: found.tensor)),
         plan.read_amplification,
         plan.read_once_budget_bytes,
     )

@@ -14,6 +14,7 @@ from awscrt.checksums import crc64nvme
 
 import paddle_reshard
 from paddle_reshard import CheckpointError, FormatError, UsageError
+from paddle_reshard.pipeline.convert.integrity import SMALL_FILE_BYTES
 from tests import oracle
 from tests.conftest import COMMITTED, case_directory
 from tests.golden.test_every_format import config_of, folder_of
@@ -216,3 +217,34 @@ def test_two_targets_are_compared_by_what_they_record(tmp_path: Path) -> None:
     next(two.rglob("*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="truncated"):
         paddle_reshard.verify(one, two, recorded=True)
+
+
+@pytest.mark.parametrize("case", ["mp2pp2sh2_s1v2_meta_ema", "small-families/qwen2_single"])
+def test_a_source_that_is_not_what_its_manifest_records_is_refused(case: str, tmp_path: Path) -> None:
+    """A large file, and a small one, which is read before anything is moved."""
+    card = tmp_path / "card"
+    paddle_reshard.convert(case_directory(case) / "checkpoint-3", card, to="tp=1", fingerprint="known")
+    file = card / "optimizer.pdopt"
+    assert (file.stat().st_size > SMALL_FILE_BYTES) == (case != "small-families/qwen2_single")
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1  # of a moment
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="the file was changed after it was written"):
+        paddle_reshard.convert(card, tmp_path / "made", to="tp=2", fingerprint="known")
+    assert not (tmp_path / "made").exists()
+    paddle_reshard.convert(card, tmp_path / "made", to="tp=2")
+
+
+def test_against_fingerprints_other_copies_are_compared_too(tmp_path: Path) -> None:
+    """Every rank of tensor parallelism stores the norms."""
+    two, written = tmp_path / "two", tmp_path / "fingerprints.json"
+    paddle_reshard.convert(SOURCE, two, to="tp=2", sharding_strategy="none")
+    paddle_reshard.fingerprint(SOURCE, output=written)
+    file = two / "optimizer.tp01.pdopt"
+    moment = oracle.unpickle(file)["create_parameter_0.w_0_fp32_master_0_moment1_0"][1].tobytes()
+    content = bytearray(file.read_bytes())
+    content[content.index(moment)] ^= 1
+    file.write_bytes(content)
+    (found,) = paddle_reshard.verify(two, against=written).differences
+    assert "optimizer.tp00.pdopt and " in found.detail
+    assert paddle_reshard.verify(two, against=written, replicas="first")

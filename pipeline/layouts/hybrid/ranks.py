@@ -675,11 +675,12 @@ def _master_weights(file: RankFile, root: FileEntries) -> FileEntries:
 
 
 def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
-    masters = set()
+    masters: dict[str, str | None] = {}  # key → the name that the array has besides
     for name, value in _master_weights(file, root).drained():
         key = _key_of(cell, name, keys, file, "master weight")
         _add(cell, key, MASTER_WEIGHT, file, value)
-        masters.add(key)
+        array = _array_of(value)
+        masters[key] = array.name if isinstance(array, ArrayRef) else None
     for entry, value in root.drained(SPECIAL):
         if entry == "offload_buffer":
             raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state is not supported")
@@ -698,6 +699,12 @@ def _add_optimizer(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[
             cell.single.add((accumulator, prod(array.shape) == 1))
         if key in masters:
             cell.master_spellings.add(separate)
+            of_master = masters[key]
+            if separate and of_master is not None and not entry.startswith(f"{of_master}_"):
+                raise CheckpointError(
+                    f"{file.path}: the master weight of {name} is named {of_master}, its accumulator {entry}: Paddle "
+                    "looks for accumulators by the name of the master weight, and would begin with new ones"
+                )
 
 
 def _add_ema(cell: Cell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
