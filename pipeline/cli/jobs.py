@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import click
 
 from paddle_reshard.pipeline.cli.conversion import convert
-from paddle_reshard.pipeline.cli.options import decides, given
+from paddle_reshard.pipeline.cli.options import decides, given, log_file_option
 from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
-from paddle_reshard.pipeline.cli.terminal import LogFormatter, relay, say
+from paddle_reshard.pipeline.cli.terminal import log_formatter, relay, say
 from paddle_reshard.pipeline.convert.options import (
     ConvertOptions,
     Decides,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
-OF_ONE_PROCESS: Mapping[str, str] = {"report_path": "--report"}
+OF_ONE_PROCESS: Mapping[str, str] = {"report_path": "--report", "log_file": "--log-file"}
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 _FOR_CONVERT = {"ignore_unknown_options": True}
 """Context settings of commands that hand unknown options to ``convert``."""
@@ -72,7 +72,7 @@ class Request:
             raise UsageError("give a source and a target")
         for name, flag in OF_ONE_PROCESS.items():
             if values[name] is not None:
-                raise UsageError(f"submit and watch do not take {flag}")
+                raise UsageError(f"{flag} is not for the conversions of submit and watch")
         options = given(context)
         check_options(values["format"], options)
         from paddle_reshard.storage.locate import check_scheme
@@ -403,6 +403,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     metavar="DURATION",
     help="Exit with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
 )
+@log_file_option
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
 def watch(
@@ -523,11 +524,10 @@ def _reporting(command: str, consequence: str, as_json: bool, service: bool = Fa
 
 def _log_to_stderr(level: int) -> None:
     """Log to stderr, with times in UTC."""
-    formatter = LogFormatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
-    formatter.converter = time.gmtime
     handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
+    handler.setFormatter(log_formatter())
+    handler.setLevel(level)
     logger = logging.getLogger("paddle_reshard")
     logger.addHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(min(level, logger.level or level))
     logger.propagate = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -19,20 +19,38 @@ if TYPE_CHECKING:
 
 @contextmanager
 def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
-    """An observer that draws a progress bar on a terminal and prints lines otherwise, unless it is to be ``silent``.
+    """An observer for the current command: what its options ask for, together.
 
-    With ``--progress json`` of the current command it prints events.
+    It draws a progress bar on a terminal and prints lines otherwise, unless it is to be ``silent``; with
+    ``--progress json`` it prints events. ``--log-file`` adds lines to a file.
     """
+    from paddle_reshard.pipeline.cli.log_file import log_line
     from paddle_reshard.pipeline.cli.progress import ProgressLines
-    from paddle_reshard.pipeline.core.events import ignore_events
 
-    if click.get_current_context().params.get("progress") == "json":
-        with _events() as observe:
-            yield observe
-        return
-    if silent:
-        yield ignore_events
-        return
+    options = click.get_current_context().params
+    observers: list[Callable[[Event], None]] = []
+    with ExitStack() as stack:
+        if options.get("log_file") is not None:
+            lines = ProgressLines(log_line)
+            stack.enter_context(lines.ticking())
+            observers.append(lines)
+        if options.get("progress") == "json":
+            observers.append(stack.enter_context(_events()))
+        elif not silent:
+            observers.append(stack.enter_context(_shown()))
+
+        def observe(event: Event) -> None:
+            for each in observers:
+                each(event)
+
+        yield observe
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[Event], None]]:
+    """A bar on a terminal, lines elsewhere."""
+    from paddle_reshard.pipeline.cli.progress import ProgressLines
+
     if not sys.stderr or not sys.stderr.isatty():
         lines = ProgressLines(lambda line: say(line, err=True))
         with lines.ticking():

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from paddle_reshard.pipeline.cli.log_file import open_log_file
 from paddle_reshard.pipeline.cli.output import Choice
 from paddle_reshard.pipeline.convert.options import Decides, Kind, declarations, flag_of
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -141,13 +142,24 @@ compare_options = all_of(
 """How commands that compare two checkpoints access and interpret them."""
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
-progress_option = execution_option(
-    "--progress",
-    type=click.Choice(("auto", "json")),
-    default="auto",
-    show_default=True,
-    help="auto: a bar on a terminal, lines elsewhere, nothing with --quiet or --json. json: events on stderr, one JSON "
-    "object a line, whatever else is printed.",
+log_file_option = execution_option(
+    "--log-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    is_eager=True,
+    callback=open_log_file,
+    help="Append progress, warnings and the final error to this file, with times in UTC.",
+)
+progress_option = all_of(
+    log_file_option,
+    execution_option(
+        "--progress",
+        type=click.Choice(("auto", "json")),
+        default="auto",
+        show_default=True,
+        help="auto: a bar on a terminal, lines elsewhere, nothing with --quiet or --json. json: events on "
+        "stderr, one JSON object a line, whatever else is printed.",
+    ),
 )
 layout_flags = all_of(
     outcome_option(

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import click
 
+from paddle_reshard.pipeline.cli.log_file import log_file_closed, note_failure
 from paddle_reshard.pipeline.cli.progress_events import are_wanted, print_ended
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence
 from paddle_reshard.pipeline.cli.terminal import printable, say
@@ -248,7 +249,7 @@ class Commands(click.Group):
         events = are_wanted(arguments)
         end: End | None = None
         trouble = TROUBLE.get(command or "", 1)
-        with guarded_streams() as (stdout, _):
+        with log_file_closed(), guarded_streams() as (stdout, _):
             try:
                 status = _status(super().main(arguments, *further, **{**extra, "standalone_mode": False}))
             except SystemExit as ended:
@@ -258,6 +259,7 @@ class Commands(click.Group):
                 status = end.status
                 if as_json:
                     print_error(command, end)
+                note_failure(end.message)
                 if not events:
                     _report(error, end)
             if stdout is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import unicodedata
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,13 @@ class LogFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Format the message, which is a single line."""
         return printable(super().formatMessage(record))
+
+
+def log_formatter() -> LogFormatter:
+    """Formats records of a log that is kept, with times in UTC."""
+    formatter = LogFormatter("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    return formatter
 
 
 def log_to_terminal(formatter: logging.Formatter | None = None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_reshard.clusters.ray.jobs import entrypoint_of
 from paddle_reshard.pipeline.cli import conversion
-from paddle_reshard.pipeline.cli.jobs import Request
+from paddle_reshard.pipeline.cli.jobs import OF_ONE_PROCESS, Request
 from paddle_reshard.pipeline.cli.options import Option
 from paddle_reshard.pipeline.convert.options import Decides
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
@@ -64,6 +64,7 @@ DECIDES = {
         "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True, "fingerprint": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
+        "progress": "json",
     },
     Decides.ACCESS: {
         "storage_options": '{"key": "k"}', "source_storage_options": '{"key": "k"}',
@@ -78,7 +79,8 @@ def test_every_option_of_convert_says_what_it_decides() -> None:
     silent = [option.opts[0] for option in options if not isinstance(option, Option)]
     assert not silent, "declare these in convert/options.py, or with outcome_option or execution_option"
     declared = {role: {o.name for o in options if o.decides is role} for role in Decides}
-    assert declared == {role: set(values) for role, values in DECIDES.items()}
+    assert declared.pop(Decides.EXECUTION) - set(OF_ONE_PROCESS) == set(DECIDES[Decides.EXECUTION])
+    assert declared == {role: set(values) for role, values in DECIDES.items() if role in declared}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_mistakes_are_reported_before_a_cluster_is_contacted() -> None:
         (["/a", "/b"], "--to"),
         (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
-        (["/a", "/b", "--to", "tp=1", "--report", "x.html"], "do not take --report"),
+        (["/a", "/b", "--to", "tp=1", "--report", "x.html"], "--report is not for"),
         (
             ["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"],
             "--env NOT_SET_X: this environment variable is not set",

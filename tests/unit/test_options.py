@@ -27,7 +27,17 @@ from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 from tests.jobs.command import invoke
 
 CONVERT = cli.commands["convert"]
-OF_COMMANDS = {"source", "target", "targets", "report_path", "as_json", "quiet", "progress", *LAYOUT_FLAGS}
+OF_COMMANDS = {
+    "source",
+    "target",
+    "targets",
+    "report_path",
+    "as_json",
+    "quiet",
+    "progress",
+    "log_file",
+    *LAYOUT_FLAGS,
+}
 """Parameters of ``convert`` that are no options of a conversion."""
 TYPES: dict[Kind, tuple[Any, ...]] = {
     Kind.COUNT: (int | None, int | str | None),
