@@ -94,9 +94,9 @@ ROWS = (
         job(tp=4, pp=4, sharding=32),
     ),
     Row(
-        "671B MoE, buffers of 32 MiB",
+        "671B MoE, shards of 96, buffers of 32 MiB",
         MOE_671B,
-        job(tp=8, pp=4, sharding=64, buffer_mb=32),
+        job(tp=8, pp=4, sharding=96, buffer_mb=32),
         job(tp=4, pp=4, sharding=32, buffer_mb=32),
     ),
 )
