@@ -11,22 +11,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from paddle_reshard.clusters.container import check_memory_limit
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.planning.metadata import check_metadata, held_bytes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.compare_group import compare_group, measure_group
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.statistics import Tolerance
-from paddle_reshard.tasks.workspace import Workspace, Workspaces
+from paddle_reshard.tasks.workspace import Workspace, Workspaces, workspace_bytes
 
 Reports = Generator[GroupReport, None, None]
 Batches = Generator[Sequence[GroupReport], None, None]
@@ -46,15 +47,15 @@ class InlineEngine:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers: at least 1 is needed")
 
-    def __call__(self, works: Iterable[GroupWork], source: ReadRange, target: WritePart) -> Batches:
+    def __call__(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
         return _one_by_one(self.run(works, lambda work, mover: run_group(work, source, target, mover)))
 
-    def compare(self, works: Iterable[GroupWork], source: ReadRange) -> Batches:
+    def compare(self, works: Works, source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
         return _one_by_one(self.run(works, lambda work, mover: compare_group(work, source, mover)))
 
-    def measure(self, works: Iterable[GroupWork], source: ReadRange, tolerance: Tolerance) -> Reports:
+    def measure(self, works: Works, source: ReadRange, tolerance: Tolerance) -> Reports:
         """Measure how far the sides of every group are apart."""
         return self.run(works, lambda work, mover: measure_group(work, source, tolerance, mover))
 
@@ -78,10 +79,18 @@ class InlineEngine:
         """As many as memory allows."""
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
-    def run(self, works: Iterable[GroupWork], do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
-        """Call ``do`` with every group and a workspace for it."""
+    def run(self, works: Works, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+        """Call ``do`` with every group and a workspace for it.
+
+        Raises
+        ------
+        UsageError
+            If their workspaces exceed the memory limit of the container.
+        """
         count = self.groups_at_a_time
         spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
+        more_bytes = workspace_bytes(works.largest_peaks(count), spaces.budget_bytes)
+        check_memory_limit(more_bytes, spaces.budget_bytes, works.plan.budget_bytes)
         running: dict[Future[GroupReport], Workspace] = {}
         with ThreadPoolExecutor(count, thread_name_prefix="thread") as pool:
             try:

@@ -7,6 +7,7 @@ memory once and reuses it for the parts and bands of every group.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -108,7 +109,7 @@ class Workspaces:
             self.idle.remove(space)
             space.clear()
             return space
-        wanted = min(-(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES, self.budget_bytes)
+        wanted = min(_rounded(peak_bytes), self.budget_bytes)
         if self.idle:  # replace a workspace that is too small: there are never more than groups at a time
             self.taken_bytes -= self.idle.pop().capacity_bytes
         while self.idle and self.taken_bytes + wanted > self.budget_bytes:
@@ -127,3 +128,12 @@ class Workspaces:
         """Free all idle workspaces."""
         while self.idle:
             self.taken_bytes -= self.idle.pop().capacity_bytes
+
+
+def workspace_bytes(peaks: Sequence[int], budget_bytes: int) -> int:
+    """Total size of workspaces for groups with these peaks, at most the budget."""
+    return min(sum(map(_rounded, peaks)), budget_bytes)
+
+
+def _rounded(peak_bytes: int) -> int:
+    return -(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES

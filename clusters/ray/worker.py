@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
+from paddle_reshard.clusters.container import check_memory_limit
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.shown import one_line
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
@@ -61,6 +62,7 @@ class ReshardWorker:
         os.environ.update(environment)
         self.source, self.target, self.device = source, target, device
         self.mover: Mover = HOST
+        self.memory_bytes = memory_bytes
         self.pool = WorkspacePool(memory_bytes - FOOTPRINT_BYTES)
         self.prepared = False
         self.figures = _Figures(number)
@@ -70,8 +72,11 @@ class ReshardWorker:
         return _errors_returned(self._prepare)
 
     def _prepare(self) -> str:
-        if self.device is not None and not self.prepared:
-            self.mover = PaddleMover(self.device)
+        if not self.prepared:
+            room_bytes = self.memory_bytes - FOOTPRINT_BYTES
+            check_memory_limit(room_bytes, room_bytes, self.memory_bytes)
+            if self.device is not None:
+                self.mover = PaddleMover(self.device)
         self.prepared = True
         device = (
             "cpu" if self.device is None else f"{self.device} of {os.environ.get('CUDA_VISIBLE_DEVICES')}"

@@ -94,6 +94,12 @@ class Works(Iterable[GroupWork]):
     def __len__(self) -> int:
         return sum(map(len, self.stretches))
 
+    def largest_peaks(self, count: int) -> list[int]:
+        """The ``count`` largest peaks of these groups, or all of them, in bytes."""
+        peaks = self.plan.group_peaks
+        waiting = [peaks[groups.start : groups.stop] for groups in self.stretches]
+        return [int(peak) for peak in np.sort(np.concatenate([peaks[:0], *waiting]))[-count:]]
+
     def work(self, group: int) -> GroupWork:
         """One group."""
         plan = self.plan
