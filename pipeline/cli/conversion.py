@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.cli.options import (
     given,
     json_option,
     layout_flags,
+    metrics_option,
     outcome_option,
     progress_option,
     quiet_option,
@@ -81,7 +82,7 @@ conversion_options = all_of(
     *_declared(OF_ONE_SOURCE),
     target_options,
 )
-run_options = all_of(*_declared(("cluster", "workers", "exchange", "resume", "take_over")))
+run_options = all_of(*_declared(("cluster", "workers", "exchange", "resume", "take_over")), metrics_option)
 
 
 @click.command()

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 import click
 
 from paddle_reshard.pipeline.cli.conversion import convert
-from paddle_reshard.pipeline.cli.options import decides, given, log_file_option
+from paddle_reshard.pipeline.cli.observers import measuring
+from paddle_reshard.pipeline.cli.options import decides, given, log_file_option, metrics_option
 from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, relay, say
@@ -40,11 +41,16 @@ from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.pipeline.core.events import Observer
     from paddle_reshard.pipeline.watch.claims import Policy
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
-OF_ONE_PROCESS: Mapping[str, str] = {"report_path": "--report", "log_file": "--log-file"}
+OF_ONE_PROCESS: Mapping[str, str] = {
+    "report_path": "--report",
+    "log_file": "--log-file",
+    "metrics_port": "--metrics-port",
+}
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 _FOR_CONVERT = {"ignore_unknown_options": True}
 """Context settings of commands that hand unknown options to ``convert``."""
@@ -404,6 +410,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     help="Exit with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
 )
 @log_file_option
+@metrics_option
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
 def watch(
@@ -436,19 +443,22 @@ def watch(
             stale_seconds=settings["stale"],
             delta=settings["delta"],
         )
-        watcher = _watcher(request, policy, address, {name: settings[name] for name in OF_A_JOB})
-        if not wait and not watcher.run.is_there():
-            raise UsageError(
-                f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
-            )
-        _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
-        results = watcher.once() if once else watcher.repeat(every)
+        with measuring() as observe:
+            watcher = _watcher(request, policy, address, {name: settings[name] for name in OF_A_JOB}, observe)
+            if not wait and not watcher.run.is_there():
+                raise UsageError(
+                    f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
+                )
+            _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
+            results = watcher.once() if once else watcher.repeat(every)
         sys.exit(_end_watch(watcher, results, request.values["as_json"]))
 
 
-def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping[str, Any]) -> Watcher:
+def _watcher(
+    request: Request, policy: Policy, address: str | None, job: Mapping[str, Any], observe: Observer
+) -> Watcher:
     from paddle_reshard.pipeline.convert.plan import read_request
-    from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job
+    from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job, convert_inline
     from paddle_reshard.pipeline.watch.watcher import open_watcher
 
     for name in request.given:
@@ -459,7 +469,7 @@ def _watcher(request: Request, policy: Policy, address: str | None, job: Mapping
     settings = read_settings(cast(ConvertOptions, request.given))
     read_request((), "", settings.options)  # report mistakes once, not for every checkpoint
     conversion = Conversion(settings, request.identify)
-    convert = None
+    convert = convert_inline(conversion, observe)
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:
             raise UsageError(f"--env {missing[0]}: this environment variable is not set")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from paddle_reshard.pipeline.core.events import Event
+    from paddle_reshard.pipeline.core.run_state import RunState
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     """An observer for the current command: what its options ask for, together.
 
     It draws a progress bar on a terminal and prints lines otherwise, unless it is to be ``silent``; with
-    ``--progress json`` it prints events. ``--log-file`` adds lines to a file.
+    ``--progress json`` it prints events. ``--log-file`` adds lines to a file, and ``--metrics-port`` serves figures.
     """
     from paddle_reshard.pipeline.cli.log_file import log_line
     from paddle_reshard.pipeline.cli.progress import ProgressLines
@@ -34,6 +35,7 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
             lines = ProgressLines(log_line)
             stack.enter_context(lines.ticking())
             observers.append(lines)
+        observers.append(stack.enter_context(measuring()))
         if options.get("progress") == "json":
             observers.append(stack.enter_context(_events()))
         elif not silent:
@@ -78,13 +80,27 @@ def _shown() -> Iterator[Callable[[Event], None]]:
 
 
 @contextmanager
+def measuring() -> Iterator[Callable[[Event], None]]:
+    """An observer behind ``--metrics-port`` of the current command."""
+    from paddle_reshard.pipeline.core.events import ignore_events
+
+    address = click.get_current_context().params.get("metrics_port")
+    if address is None:
+        yield ignore_events
+        return
+    from paddle_reshard.pipeline.cli.metrics import serving
+
+    state = _state()
+    with serving(state, address):
+        yield state
+
+
+@contextmanager
 def _events() -> Iterator[Callable[[Event], None]]:
     from paddle_reshard.pipeline.cli.progress_events import EventFormatter, ProgressEvents
-    from paddle_reshard.pipeline.core.run_state import RunState
-    from paddle_reshard.storage.remote.retry_counts import count_retries
 
     log_to_terminal(EventFormatter())
-    state = RunState(count_retries)
+    state = _state()
     events = ProgressEvents(state)
 
     def observe(event: Event) -> None:
@@ -93,6 +109,13 @@ def _events() -> Iterator[Callable[[Event], None]]:
 
     with events.ticking():
         yield observe
+
+
+def _state() -> RunState:
+    from paddle_reshard.pipeline.core.run_state import RunState
+    from paddle_reshard.storage.remote.retry_counts import count_retries
+
+    return RunState(count_retries)
 
 
 @contextmanager

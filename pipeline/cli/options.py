@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from paddle_reshard.pipeline.cli.log_file import open_log_file
+from paddle_reshard.pipeline.cli.metrics import AddressType
 from paddle_reshard.pipeline.cli.output import Choice
 from paddle_reshard.pipeline.convert.options import Decides, Kind, declarations, flag_of
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -160,6 +161,12 @@ progress_option = all_of(
         help="auto: a bar on a terminal, lines elsewhere, nothing with --quiet or --json. json: events on "
         "stderr, one JSON object a line, whatever else is printed.",
     ),
+)
+metrics_option = execution_option(
+    "--metrics-port",
+    type=AddressType(),
+    metavar="[HOST:]PORT",
+    help="Serve metrics for Prometheus at this port while the command runs, on 127.0.0.1 unless HOST is given.",
 )
 layout_flags = all_of(
     outcome_option(

@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.cli.options import (
     declared,
     given,
     json_option,
+    metrics_option,
     progress_option,
     quiet_option,
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
-    *("a", "source", "report_path", "as_json", "quiet", "progress", "log_file"),
+    *("a", "source", "report_path", "as_json", "quiet", "progress", "log_file", "metrics_port"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
@@ -88,6 +89,7 @@ OPTIONS_FOR_ONE = (
 @json_option
 @quiet_option
 @progress_option
+@metrics_option
 @click.pass_context
 def verify(
     context: click.Context,

@@ -105,7 +105,7 @@ class RunState:
             self.step, self.detail = event.step, event.summary
         elif isinstance(event, Planned):
             plan = getattr(event.conversion, "plan", None)
-            self.total_groups = getattr(plan, "groups", None)
+            self.done_groups, self.total_groups = 0, getattr(plan, "groups", None)
             self.budget_bytes = getattr(plan, "budget_bytes", None)
 
     def bytes_per_second(self) -> float | None:

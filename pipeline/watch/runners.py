@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.errors import (
     StaleSessionError,
     error_class,
 )
-from paddle_reshard.pipeline.core.events import Event, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
 from paddle_reshard.pipeline.delta.making import delta_of_one_model
 from paddle_reshard.pipeline.delta.options import DeltaOptions
@@ -46,11 +46,12 @@ Convert = Callable[[str, str, Callable[[], None]], None]
 whose ``retryable`` says whether to try again."""
 
 
-def convert_inline(conversion: Conversion) -> Convert:
+def convert_inline(conversion: Conversion, also_observe: Observer = ignore_events) -> Convert:
     """Conversions in this process."""
 
     def convert(source: str, target: str, check: Callable[[], None]) -> None:
         def observe(event: Event) -> None:
+            also_observe(event)
             if isinstance(event, StepStarted) and event.step == "publish":
                 check()
             elif isinstance(event, StepEnded):

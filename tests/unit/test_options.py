@@ -36,6 +36,7 @@ OF_COMMANDS = {
     "quiet",
     "progress",
     "log_file",
+    "metrics_port",
     *LAYOUT_FLAGS,
 }
 """Parameters of ``convert`` that are no options of a conversion."""

@@ -1,0 +1,122 @@
+"""``--metrics-port``: figures of a run for Prometheus, over HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from paddle_reshard.pipeline.core.run_state import RunState
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where figures are served."""
+
+    host: str
+    port: int
+
+
+class AddressType(click.ParamType[Address]):
+    """A port of this machine that only its own programs reach, or ``HOST:PORT``.
+
+    >>> AddressType().convert("9100", None, None)
+    Address(host='127.0.0.1', port=9100)
+    >>> AddressType().convert("[::]:9100", None, None)
+    Address(host='::', port=9100)
+    """
+
+    name = "address"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Address:
+        """The address."""
+        host, colon, port = str(value).rpartition(":")
+        if not port.isascii() or not port.isdigit() or int(port) > 0xFFFF or (colon and not host):
+            self.fail(f"{value!r} is neither a port nor HOST:PORT", param, ctx)
+        return Address(host.strip("[]") or LOOPBACK, int(port))
+
+
+class _Figures:
+    """What Prometheus collects: the state of the run at that moment."""
+
+    def __init__(self, state: RunState) -> None:
+        self.state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures, with the names that the workers of a Ray cluster use."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        workers = dict(self.state.workers)
+        for name, what in (
+            ("groups", "groups that this worker ended"),
+            ("read_bytes", "bytes read from the source"),
+            ("written_bytes", "bytes written to the target"),
+            ("busy_seconds", "seconds in which this worker ran groups"),
+        ):
+            counter = CounterMetricFamily(
+                f"paddle_reshard_{name}", f"paddle-reshard: {what}", labels=["worker"]
+            )
+            for worker, done in workers.items():
+                counter.add_metric([worker], getattr(done, name))
+            yield counter
+        retries = CounterMetricFamily(
+            "paddle_reshard_retries", "paddle-reshard: retried requests to a store", labels=["failure"]
+        )
+        for failure, times in self.state.retries().items():
+            retries.add_metric([failure], times)
+        yield retries
+        for name, what, value in (
+            ("step_done_bytes", "bytes of the current step that are done", self.state.done_bytes),
+            ("step_bytes", "bytes of the current step", self.state.total_bytes),
+            ("plan_done_groups", "groups of the current conversion that are done", self.state.done_groups),
+            ("plan_groups", "groups of the current conversion", self.state.total_groups),
+            ("budget_bytes", "memory budget of each worker", self.state.budget_bytes),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"paddle_reshard_{name}", f"paddle-reshard: {what}", value)
+        step = GaugeMetricFamily("paddle_reshard_step", "paddle-reshard: the current step", labels=["step"])
+        if self.state.step:
+            step.add_metric([self.state.step], 1)
+        yield step
+
+
+@contextmanager
+def serving(state: RunState, address: Address) -> Iterator[int]:
+    """Serve the figures of a run, and those of this process, until the block ends. Yields the port.
+
+    Raises
+    ------
+    UnsupportedError
+        If prometheus_client is not installed.
+    UsageError
+        If nothing can listen at the address.
+    """
+    from paddle_reshard.pipeline.core.errors import UsageError
+    from paddle_reshard.pipeline.core.extras import require
+
+    require("prometheus_client", "metrics", "--metrics-port")
+    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Figures(state))
+    ProcessCollector(registry=registry)
+    try:
+        server, thread = start_http_server(address.port, address.host, registry)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise UsageError(f"--metrics-port {address.host}:{address.port}: {reason}") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
