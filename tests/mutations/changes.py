@@ -394,9 +394,10 @@ def numbers_in_pickle(folder: Folder, file: str, kind: str, after: bytes) -> Ite
     yield Change(kind, edited.done(), where=f"{file}: {after.decode(errors='replace')}")
 
 
-def any_byte(folder: Folder, file: str, kind: str, every: int) -> Iterator[Change]:
-    """A bit of every byte of a file; ``every`` so many bytes."""
-    for number, at in enumerate(range(0, len(folder.content[file]), every)):
+def any_byte(folder: Folder, file: str, kind: str, count: int) -> Iterator[Change]:
+    """A bit of ``count`` bytes of a file, evenly spread: the length of a manifest depends on where the source lies."""
+    for number in range(count):
+        at = number * len(folder.content[file]) // count
         edited = Edited(folder)
         edited[file][at] ^= 1 << number % 8
         yield Change(kind, edited.done(), where=f"{file}, byte {at}")

@@ -222,10 +222,10 @@ class Made(Sandbox):
                 found = changes.json_entries(folder, file, "an entry of the manifest", 3)
                 yield from ((c, (ALONE,)) for c in found)
                 yield from (
-                    (c, (ALONE,)) for c in changes.any_byte(folder, file, "a bit of the manifest", 64)
+                    (c, (ALONE,)) for c in changes.any_byte(folder, file, "a bit of the manifest", 40)
                 )
             elif file == "tokenizer.json":
-                yield from ((c, two) for c in changes.any_byte(folder, file, "a bit of the tokenizer", 4))
+                yield from ((c, two) for c in changes.any_byte(folder, file, "a bit of the tokenizer", 10))
             for key in NUMBERS.get(file, ()):
                 found = changes.numbers_in_pickle(
                     folder, file, "a number of the schedule or the trainer's state", key
