@@ -66,9 +66,9 @@ def delta(
 def apply(
     context: click.Context, /, old: str, changes: str, target: str, as_json: bool, quiet: bool, **_: Any
 ) -> None:
-    """Recreate a checkpoint from an older one and a delta, byte for byte.
+    """Recreate a checkpoint from an older one and a delta.
 
-    OLD must be the checkpoint that DELTA was made from. The target appears complete or not at all.
+    Byte for byte; OLD must be the checkpoint that DELTA was made from. The target appears complete or not at all.
     """
     with observing(quiet or as_json) as observe:
         report = paddle_reshard.apply_delta(old, changes, target, observe=observe, **given(context))

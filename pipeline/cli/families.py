@@ -30,7 +30,10 @@ HEADINGS: Final = (
 @click.command()
 @json_option
 def families(as_json: bool) -> None:
-    """List the supported model families, with what can be converted and how it was tested."""
+    """List the supported model families.
+
+    With what can be converted of each, and how it was tested.
+    """
     from paddle_reshard.pipeline.layouts.rules import shipped_tables
     from paddle_reshard.pipeline.layouts.rules.families import families as known
 

@@ -32,7 +32,9 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
 def fingerprint(
     context: click.Context, /, source: str, output: str | None, as_json: bool, quiet: bool, **_: Any
 ) -> None:
-    """Compute a number for each tensor, and one for the whole checkpoint, that no topology or format changes.
+    """Compute checksums that no topology changes.
+
+    One for each tensor and one for the whole checkpoint; no format changes them either.
 
     The number of a tensor is the CRC-64/NVME of its values, row-major and little-endian. Tensors are read once, within
     --memory. Compare them with verify --against FILE.

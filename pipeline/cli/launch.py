@@ -20,7 +20,10 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
 @json_option
 @click.pass_context
 def launch(context: click.Context, /, checkpoint: str, as_json: bool, **_: Any) -> None:
-    """Tell how to start a job from a checkpoint; nothing is started."""
+    """Tell how to start a job from a checkpoint.
+
+    Nothing is started.
+    """
     with waiting("reading headers", as_json) as observe:
         found = paddle_reshard.launch(checkpoint, observe=observe, **given(context))
     answer(launch_data(found), as_json, False, lambda: print_facts(found.facts()))

@@ -25,7 +25,10 @@ from paddle_reshard.pipeline.cli.output import answer, print_table
 @json_option
 @click.pass_context
 def ls(context: click.Context, /, run: str, targets: tuple[str, ...], as_json: bool, **_: Any) -> None:
-    """List the checkpoints of a run: what each holds, and whether it is complete."""
+    """List the checkpoints of a run.
+
+    What each holds, and whether it is complete.
+    """
     from paddle_reshard.pipeline.watch.overview import HEADINGS
 
     with waiting("reading headers", as_json) as observe:

@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.cli.output import (
 from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, counted
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
@@ -189,7 +189,8 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
 
     count = len(report.differences)
     say(f"no {MANIFEST}: only values that are stored twice were compared")
-    say(f"{f'contradicts itself: {count} differences' if count else 'consistent'}; {report.extent}")
+    found = f"contradicts itself: {counted(count, 'difference')}" if count else "consistent"
+    say(f"{found}; {report.extent}")
 
 
 def _only_on_one_side(

@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.store import ReadRange, Source
 
@@ -63,7 +63,7 @@ class IntegrityReport(Shown):
     def verdict(self) -> str:
         """The result in one line."""
         whole = "intact, as far as it was checked" if self.unchecked_bytes else "intact"
-        verdict = whole if self.intact else f"damaged: {len(self.damages)} findings"
+        verdict = whole if self.intact else f"damaged: {counted(len(self.damages), 'finding')}"
         read, unchecked = readable_bytes(self.read_bytes), readable_bytes(self.unchecked_bytes)
         rest = f"; {unchecked} could not be checked" if self.unchecked_bytes else ""
         return f"{verdict}; {self.files} files, {self.parts} parts ({read} read){rest}"

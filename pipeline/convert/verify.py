@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
 from paddle_reshard.pipeline.core.heap import trim_heap
-from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, counted, readable_bytes
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
@@ -78,9 +78,8 @@ class VerifyReport(Shown):
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        return (
-            f"{'equal' if self.equal else f'different: {len(self.differences)} differences'}; {self.extent}"
-        )
+        found = "equal" if self.equal else f"different: {counted(len(self.differences), 'difference')}"
+        return f"{found}; {self.extent}"
 
     @property
     def extent(self) -> str:

@@ -37,6 +37,15 @@ class Shown:
         return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
 
 
+def counted(number: int, word: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "difference"), counted(2, "difference")
+    ('1 difference', '2 differences')
+    """
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def readable_bytes(size_bytes: int) -> str:
     """A size for people.
 
