@@ -229,7 +229,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def _changed(values: Mapping[str, Any]) -> str:
     """How a manifest differs from what was written, by its digest."""
-    if values.get("generation", 1) < GENERATION:
+    if values.get("generation", 1) < GENERATION and "digest" not in values:
         return ""
     found, recorded = _digest(values), values.get("digest")
     if found == recorded:

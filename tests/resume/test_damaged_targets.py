@@ -90,6 +90,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "was changed after it was written",
     ),
     "no digest": (lambda t: edit(t, lambda v: v.pop("digest")), MANIFEST, "the manifest says None"),
+    "no generation": (
+        lambda t: edit(t, lambda v: v.pop("generation")), MANIFEST, "was changed after it was written"
+    ),
     "more that may lie beside": (
         lambda t: edit(t, lambda v: v["beside"].append("x")), MANIFEST, "was changed after it was written"
     ),
