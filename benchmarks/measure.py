@@ -26,6 +26,7 @@ WATCH_SHARE = 0.05
 """Largest share of a processor that measuring may take. With many threads, as on Ray, samples are therefore taken less
 often than every ``SAMPLE_SECONDS``."""
 BLOCK_BYTES = 8 << 20
+CLOCK_TICK_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,13 @@ def spread(runs: Sequence[Measured]) -> str:
     return f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f})"
 
 
-def ratio_of_rounds(runs: Sequence[Measured], baseline: Sequence[Measured]) -> float:
-    """The median over rounds of a contender's time divided by the baseline's in the same round."""
-    return statistics.median(run.seconds / base.seconds for run, base in zip(runs, baseline, strict=True))
+def ratio_of_rounds(runs: Sequence[Measured], baseline: Sequence[Measured], what: str = "seconds") -> float:
+    """The median over rounds of a contender's time divided by the baseline's in the same round.
+
+    ``what`` may be ``"cpu_seconds"``, of which a short run may have none that were counted.
+    """
+    pairs = ((getattr(run, what), getattr(base, what)) for run, base in zip(runs, baseline, strict=True))
+    return statistics.median(mine / max(other, CLOCK_TICK_SECONDS) for mine, other in pairs)
 
 
 # ------------------------------------------------------------------------------------------------- machine

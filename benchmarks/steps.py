@@ -3,7 +3,8 @@
 python -m benchmarks.steps SRC DST '{"to": "tp=4"}'        prints one JSON object
 
 In addition to the arguments of ``paddle_reshard.convert``, ``cores`` is the number of processors it may use, and
-``warm`` the number of bytes of memory to touch next to the target before the clock starts.
+``warm`` the number of bytes of memory to touch next to the target before the clock starts. With ``"verify": true`` DST
+exists and is compared with SRC.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ def main() -> None:
         elif isinstance(event, StepEnded):
             seconds[event.step] = time.perf_counter() - started
 
+    if arguments.pop("verify", False):
+        if not paddle_reshard.verify(source, target, observe=observe, **arguments):
+            sys.exit(f"{source} and {target} differ")
+        print(json.dumps({"seconds": {**seconds, "move": time.perf_counter() - started}}))
+        return
     report = paddle_reshard.convert(source, target, observe=observe, **arguments)
     print(json.dumps({"seconds": seconds, **conversion_data(report)}))
 
