@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -61,6 +63,9 @@ class CheckpointRoot(Protocol):
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file, replacing an existing one."""
+
+    def append(self, path: str, line: bytes) -> None:
+        """Add a line to a log: to a file ``<path>.jsonl`` on a disk, as an object of its own below ``<path>/``."""
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Remove a converted checkpoint; the reason if this is refused. Can be repeated.
@@ -146,6 +151,16 @@ class LocalRoot:
         """Write a small file atomically."""
         staged = self._stage(path, data)
         os.replace(staged, self.root / path)
+
+    def append(self, path: str, line: bytes) -> None:
+        """Add a line to a file, in one write."""
+        file = self.root / f"{path}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, line + b"\n")
+        finally:
+            os.close(descriptor)
 
     def _stage(self, path: str, data: bytes) -> Path:
         folder = (self.root / path).parent
@@ -251,6 +266,10 @@ class RemoteRoot:
         """Write a small object."""
         folder, name = self._parent(path)
         folder.attempt(name, folder.put, name, data)
+
+    def append(self, path: str, line: bytes) -> None:
+        """Create an object whose name sorts by time."""
+        self.create(f"{path}/{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json", line)
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Delete the manifest, then the trainer's markers, then all files that a copy of the manifest lists."""

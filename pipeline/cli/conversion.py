@@ -13,6 +13,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import conversion_data, coverage_data, plan_data
+from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing, waiting
 from paddle_reshard.pipeline.cli.options import (
     Decorator,
@@ -22,6 +23,7 @@ from paddle_reshard.pipeline.cli.options import (
     json_option,
     layout_flags,
     metrics_option,
+    notify_option,
     outcome_option,
     progress_option,
     quiet_option,
@@ -82,7 +84,9 @@ conversion_options = all_of(
     *_declared(OF_ONE_SOURCE),
     target_options,
 )
-run_options = all_of(*_declared(("cluster", "workers", "exchange", "resume", "take_over")), metrics_option)
+run_options = all_of(
+    *_declared(("cluster", "workers", "exchange", "resume", "take_over")), metrics_option, notify_option
+)
 
 
 @click.command()
@@ -154,13 +158,16 @@ def convert(
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
     destination = _destination(target, targets, options)
+    locations = [destination] if isinstance(destination, str) else map(str, destination)
     with (
         _finished(as_json, quiet),
+        notifying([source], *locations) as notifier,
         observing(quiet or as_json) as observe,
         reporting(report_path, "convert", observe) as page,
     ):
         report = paddle_reshard.convert(source, destination, observe=page.observe, **options)
         page.converted(report)
+    notifier.converted(report)
     answer(conversion_data(report), as_json, quiet, lambda: print_facts([*report.facts(), *_next(report)]))
 
 

@@ -10,6 +10,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.conversion import run_options, target_options
 from paddle_reshard.pipeline.cli.json_output import conversion_data
+from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing
 from paddle_reshard.pipeline.cli.options import given
 from paddle_reshard.pipeline.cli.output import answer, print_facts
@@ -47,7 +48,11 @@ def ema(
 
     DST becomes the last SRC with the average as its EMA state or, with --format huggingface, the average as a model.
     """
-    with observing(quiet or as_json) as observe, reporting(report_path, "ema", observe) as page:
+    with (
+        notifying(paths[:-1], paths[-1]) as notifier,
+        observing(quiet or as_json) as observe,
+        reporting(report_path, "ema", observe) as page,
+    ):
         report = paddle_reshard.average(
             paths[:-1],
             paths[-1],
@@ -58,6 +63,7 @@ def ema(
             **given(context),
         )
         page.converted(report)
+    notifier.converted(report)
     answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -22,8 +23,9 @@ from urllib.parse import urlsplit
 import click
 
 from paddle_reshard.pipeline.cli.conversion import convert
+from paddle_reshard.pipeline.cli.notify import notify
 from paddle_reshard.pipeline.cli.observers import measuring
-from paddle_reshard.pipeline.cli.options import decides, given, log_file_option, metrics_option
+from paddle_reshard.pipeline.cli.options import decides, given, log_file_option, metrics_option, notify_option
 from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, relay, say
@@ -50,6 +52,7 @@ OF_ONE_PROCESS: Mapping[str, str] = {
     "report_path": "--report",
     "log_file": "--log-file",
     "metrics_port": "--metrics-port",
+    "notify": "--notify",
 }
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 _FOR_CONVERT = {"ignore_unknown_options": True}
@@ -411,6 +414,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
 )
 @log_file_option
 @metrics_option
+@notify_option
 @_job_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
 def watch(
@@ -450,6 +454,7 @@ def watch(
                     f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
                 )
             _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
+            watcher.tell = partial(notify, settings["notify"])
             results = watcher.once() if once else watcher.repeat(every)
         sys.exit(_end_watch(watcher, results, request.values["as_json"]))
 

@@ -7,6 +7,7 @@
     DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
     DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
     DST_ROOT/.paddle_reshard/seen/<id>.json            the state of a checkpoint that may be unfinished
+    DST_ROOT/.paddle_reshard/audit.jsonl               how every attempt ended; in an object store audit/<time>-….json
 
 All state is in these files, so it survives restarts and is shared by any number of watchers. This module makes no
 decisions.
@@ -26,6 +27,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.watch.claims import CLAIMS, Attempt, Observation, claim_path
 from paddle_reshard.storage.formats.manifest import own_manifest
@@ -35,6 +37,7 @@ from paddle_reshard.storage.listing import CheckpointRoot
 log = logging.getLogger(__name__)
 
 SEEN = ".paddle_reshard/seen"
+AUDIT = ".paddle_reshard/audit"
 LARGEST_CLAIM_BYTES = 1 << 16
 _CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
 
@@ -135,6 +138,18 @@ class Records:
     def write(self, attempt: Attempt) -> None:
         """Rewrite the file of an attempt. Only its owner may do this."""
         self.out.replace(claim_path(attempt), attempt.data())
+
+    def note(self, outcome: Outcome) -> None:
+        """Add an outcome to the audit log. A log that cannot be written is a warning: the work is done."""
+        try:
+            self.out.append(AUDIT, json.dumps(outcome.data()).encode())
+        except (OSError, ListingError) as error:
+            log.warning("%s: not in the audit log: %s", outcome.target, error)
+
+    def root(self, name: str) -> str | None:
+        """The root of the fingerprints in a target's manifest."""
+        entry = self.manifest(name).get("fingerprints")
+        return entry.get("root") if isinstance(entry, dict) else None
 
     @contextmanager
     def renewed(self, attempt: Attempt, every_seconds: float, clock: Callable[[], float]) -> Iterator[None]:

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.convert.conversion import plan_with
 from paddle_reshard.pipeline.convert.manifest import describe_targets
 from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
+from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.watch import notices
 from paddle_reshard.pipeline.watch.attempts import Attempts
 from paddle_reshard.pipeline.watch.claims import (
@@ -54,8 +55,12 @@ from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_i
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import comparable_path, source_access, target_access
+from paddle_reshard.storage.session.holder import user_at_host
 
 log = logging.getLogger(__name__)
+
+EVENTS = {State.DONE: "converted", State.REFUSED: "refused", State.FAILED: "failed"}
+"""How an attempt ended → the event of its outcome."""
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Watcher:
     policy: Policy
     clock: Callable[[], float] = time.time
     notices: Notices = field(default_factory=Notices)
+    tell: Callable[[Outcome], None] = lambda outcome: None
+    """Called when a checkpoint is converted, refused, failed or stale."""
     _order: list[str] = field(default_factory=list)
     _compared: dict[str, tuple[Observation, Decision]] = field(default_factory=dict)
 
@@ -159,10 +166,16 @@ class Watcher:
         try:
             incomplete = self.inspector.look(name, self._order, self.clock())
         except ReshardError as error:
-            return self._give(name, Result.FAILED, logging.ERROR, f"{name}: refused: {error}")
+            message = f"{name}: refused: {error}"
+            if self.notices.messages.get(name) != message:
+                self.tell(self._outcome("refused", name, error=str(error)))
+            return self._give(name, Result.FAILED, logging.ERROR, message)
         if incomplete is not None:
             now, stale = self.clock(), self.policy.stale_seconds
-            return self.notices.give(name, notices.of_incomplete(name, incomplete, now, stale))
+            about = notices.of_incomplete(name, incomplete, now, stale)
+            if about.result is Result.STALE:
+                self.tell(self._outcome("stale", name, error=about.message))
+            return self.notices.give(name, about)
         return self._claim_and_convert(name, basis)
 
     def _adopt(self, name: str, basis: Basis) -> Decision:
@@ -205,7 +218,22 @@ class Watcher:
         log.info("%s: converting (%s, attempt %d)", name, attempt.conversion_id, attempt.number)
         started = self.clock()
         ended = self.attempts.run(attempt, lambda: self._convert(name, attempt))
-        return self.notices.give(name, notices.of_attempt(name, ended, self.clock() - started))
+        seconds = self.clock() - started
+        if ended.state in EVENTS:
+            done = ended.state is State.DONE
+            outcome = replace(
+                self._outcome(EVENTS[ended.state], name, error=None if done else ended.reason),
+                plan_id=ended.plan_id if done else None,
+                root=self.records.root(name) if done else None,
+                seconds=max(0.0, seconds),
+            )
+            self.records.note(outcome)
+            self.tell(outcome)
+        return self.notices.give(name, notices.of_attempt(name, ended, seconds))
+
+    def _outcome(self, event: str, name: str, error: str | None = None) -> Outcome:
+        source = None if event == "removed" else self.run.at(name)
+        return Outcome(event, source, self.out.at(name), self.clock(), user_at_host(), error=error)
 
     def _not_claimed(self, name: str, basis: Basis) -> Result:
         """Another watcher was faster, or a file that is not a claim occupies the claim's path."""
@@ -275,6 +303,7 @@ class Watcher:
         if reason is None:
             self.records.write(replace(removing, state=State.REMOVED))
             log.info("%s: removed, --keep %s", where, self.policy.keep)
+            self.records.note(replace(self._outcome("removed", attempt.target), plan_id=attempt.plan_id))
         else:
             self.records.write(replace(attempt, state=State.DONE, reason=""))
             message = f"{where}: not removed: {reason}"

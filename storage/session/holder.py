@@ -42,6 +42,17 @@ def is_gone(holder: Holder, me: Holder, start_of: Callable[[int], str | None]) -
     return start_of(holder.pid) != holder.started
 
 
+def user_at_host() -> str:
+    """Who runs this process: ``user@host``, with the number of a user without a name."""
+    import getpass
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
 def this_process() -> Holder:
     """This process, as a lock or a claim names it."""
     pid = os.getpid()

@@ -37,6 +37,7 @@ OF_COMMANDS = {
     "progress",
     "log_file",
     "metrics_port",
+    "notify",
     *LAYOUT_FLAGS,
 }
 """Parameters of ``convert`` that are no options of a conversion."""
