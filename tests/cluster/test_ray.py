@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork, Works, plan_work
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
-from tests.cluster.conftest import CASE, Conversion, Plan, contents, is_running
+from tests.cluster.conftest import CASE, Conversion, Plan, anywhere, contents, is_running
 from tests.cluster.faults import (
     FailsOnce,
     KilledOnceReading,
@@ -330,7 +329,7 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
             )
         )
     assert len(reports[0].replica_drift) == 1
-    assert reports[0] == replace(reports[1], workers=())
+    assert anywhere(reports[0]) == anywhere(reports[1])
 
 
 def test_one_worker_reads_for_a_group_while_it_has_another(conversion: Conversion) -> None:
