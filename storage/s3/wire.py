@@ -29,6 +29,8 @@ from botocore.exceptions import (
 
 HEAD_BYTES = 64 << 10
 """A longer head of an answer is refused."""
+BODY_BYTES = 1 << 20
+"""A longer body is refused, unless the caller's buffer is as long: what a store says besides values is short."""
 SCRATCH_BYTES = 4 << 10
 """The first bytes of an answer, head included, are read into a scratch buffer of this size; a copy for the body."""
 CONTINUE_SECONDS = 1.0
@@ -143,16 +145,19 @@ class _Connection:
         length = headers.get("content-length")
         if status in (204, 304):
             return Answer(status, headers, b""), lasting
+        most = max(BODY_BYTES, 0 if into is None else len(into))
         if headers.get("transfer-encoding", "identity").lower() != "identity":
-            return Answer(status, headers, b"".join(self._chunks())), lasting
+            return Answer(status, headers, _joined(self._chunks(most), most)), lasting
         if length is None or not length.isdigit():
-            return Answer(status, headers, b"".join(self._to_the_end())), False
+            return Answer(status, headers, _joined(self._to_the_end(), most)), False
         wanted = int(length)
         if into is not None and status < 300:
             if wanted != len(into):
                 return Answer(status, headers, b"", wanted), False
             self._fill(into)
             return Answer(status, headers, b"", wanted), lasting
+        if wanted > most:
+            raise Malformed(f"a body of {wanted} bytes, where at most {most} are expected")
         body = bytearray(wanted)
         self._fill(memoryview(body))
         return Answer(status, headers, bytes(body)), lasting
@@ -213,7 +218,7 @@ class _Connection:
             headers.setdefault("connection", "close")
         return int(rest[:3]), headers
 
-    def _chunks(self) -> Iterator[bytes]:
+    def _chunks(self, most: int) -> Iterator[bytes]:
         while True:
             size = self._until(b"\r\n").split(b";")[0].strip()
             try:
@@ -222,6 +227,8 @@ class _Connection:
                 raise Malformed(f"a chunk of {size[:20]!r} bytes") from None
             if not nbytes:
                 break
+            if not 0 < nbytes <= most:
+                raise Malformed(f"a chunk of {nbytes} bytes, where at most {most} are expected")
             chunk = bytearray(nbytes)
             self._fill(memoryview(chunk))
             yield bytes(chunk)
@@ -235,6 +242,16 @@ class _Connection:
             self.rest = self.rest[:0]
             if not self._receive_some():
                 return
+
+
+def _joined(pieces: Iterator[bytes], most: int) -> bytes:
+    """A body whose length is not announced."""
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) > most:
+            raise Malformed(f"a body of more than {most} bytes")
+    return bytes(body)
 
 
 @dataclass(eq=False)

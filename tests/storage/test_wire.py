@@ -101,6 +101,10 @@ def test_all_kinds_of_answers(answer: bytes, wanted: bytes) -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Le", ConnectionClosedError),
         (b"SSH-2.0 hello\r\n\r\n", ConnectionClosedError),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nhello\r\n", ConnectionClosedError),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-3\r\n", ConnectionClosedError),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n", ConnectionClosedError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", ConnectionClosedError),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (1 << 21), ConnectionClosedError),
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000, ConnectionClosedError),
     ],
 )
