@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
 from paddle_reshard.storage.formats.manifest import own_manifest
 
@@ -84,7 +84,7 @@ def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
         return entry.path in TENSOR_FOLDERS
     if entry.kind is not Kind.FILE:
         return False
-    if entry.path == MANIFEST:
+    if entry.path in (MANIFEST, SIGNATURE):
         return True
     if listed is None:
         return is_by_trainer(entry.path)

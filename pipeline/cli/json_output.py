@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.convert.launch import Launch
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
+    from paddle_reshard.pipeline.convert.signing import SignReport
     from paddle_reshard.pipeline.convert.verify import VerifyReport
     from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
 
@@ -207,7 +208,13 @@ def verify_data(report: VerifyReport) -> Json:
         "read_amplification": round(report.read_amplification, 4),
         "read_once_budget_bytes": report.read_once_budget_bytes,
         "differences": [asdict(difference) for difference in report.differences],
+        "signed_by": report.signed_by,
     }
+
+
+def sign_data(report: SignReport) -> Json:
+    """What ``sign --json`` prints."""
+    return {"path": report.path, "signature_path": report.signature, "signed_by": report.signed_by}
 
 
 def fingerprint_data(report: FingerprintReport) -> Json:
@@ -275,6 +282,7 @@ def integrity_data(report: IntegrityReport) -> Json:
         "unchecked_bytes": report.unchecked_bytes,
         "recorded_source": report.recorded_source,
         "damages": [asdict(damage) for damage in report.damages],
+        "signed_by": report.signed_by,
     }
 
 

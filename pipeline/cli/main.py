@@ -31,6 +31,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "launch": "launch",
     "ls": "ls",
     "plan": "conversion",
+    "sign": "sign",
     "simulate": "simulate",
     "submit": "jobs",
     "verify": "verify",

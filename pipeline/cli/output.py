@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.cli.progress_events import are_wanted, print_ended
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence
 from paddle_reshard.pipeline.cli.terminal import printable, say
 from paddle_reshard.pipeline.core.answer import Answer
-from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError, SignatureError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
@@ -219,6 +219,8 @@ def end_of(error: BaseException, trouble: int) -> End:
     kind = type(error).__name__
     if isinstance(error, click.ClickException):
         return End(error.exit_code, error.format_message(), "UsageError")
+    if isinstance(error, SignatureError):  # an answer: what was checked is not what was signed
+        return End(error.exit_status, str(error), kind)
     if isinstance(error, ReshardError):
         return End(max(trouble, error.exit_status), str(error), kind, error.retryable)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):

@@ -41,7 +41,18 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
-    *("a", "source", "report_path", "as_json", "quiet", "progress", "log_file", "metrics_port"),
+    *(
+        "a",
+        "source",
+        "public_key",
+        "signature",
+        "report_path",
+        "as_json",
+        "quiet",
+        "progress",
+        "log_file",
+        "metrics_port",
+    ),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
@@ -76,6 +87,16 @@ OPTIONS_FOR_ONE = (
     "compared. The source recorded in the manifest is never opened.",
 )
 @click.option(
+    "--public-key",
+    metavar="PUB.pem",
+    help="First check the signature of the manifest, or of FILE of --against, with this public key.",
+)
+@click.option(
+    "--signature",
+    metavar="FILE",
+    help="With --public-key: the signature, a local file. Default: beside what was signed, with .sig appended.",
+)
+@click.option(
     "--resume",
     metavar="FILE",
     help="Keep the progress of the comparison in this file, continue from it if it exists, and remove it at the end.",
@@ -101,6 +122,8 @@ def verify(
     against: str | None,
     recorded: bool,
     source: str | None,
+    public_key: str | None,
+    signature: str | None,
     resume: str | None,
     report_path: Path | None,
     as_json: bool,
@@ -113,7 +136,8 @@ def verify(
     manifest, compare all copies of each tensor, and every parameter with its master weight. With --against, compare
     every tensor with its fingerprint.
 
-    Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
+    Exit status: 0 equal (or intact), 1 different (or damaged, or not signed by this key), 2 the comparison could not be
+    made.
     """
     options = given(context)
     if b is None and against is None and not recorded and _holds_manifest(a, options):
@@ -122,7 +146,14 @@ def verify(
             waiting("comparing with the manifest", quiet or as_json) as observe,
             reporting(report_path, "verify", observe) as page,
         ):
-            found = paddle_reshard.check(a, source=source, observe=page.observe, **options)
+            found = paddle_reshard.check(
+                a,
+                source=source,
+                public_key=public_key,
+                signature=signature,
+                observe=page.observe,
+                **options,
+            )
             page.compared(found, a)
         answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
@@ -145,6 +176,8 @@ def verify(
             against=against,
             recorded=recorded,
             resume=resume,
+            public_key=public_key,
+            signature=signature,
             observe=page.observe,
             **options,
         )
@@ -171,7 +204,13 @@ def _refuse_options_for_two(context: click.Context) -> None:
             )
 
 
+def _show_signer(signed_by: str | None) -> None:
+    if signed_by is not None:
+        say(f"signed by {signed_by}")
+
+
 def _show_verification(report: VerifyReport, alone: bool) -> None:
+    _show_signer(report.signed_by)
     one_sided, further = _only_on_one_side(report.differences)
     for (state, side), keys in one_sided.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
@@ -211,6 +250,7 @@ def _only_on_one_side(
 
 
 def _show_integrity(report: IntegrityReport) -> None:
+    _show_signer(report.signed_by)
     for damage in report.damages[:SHOWN_DIFFERENCES]:
         say(f"{damage.path}{damage.stretch}: {damage.detail}")
     if len(report.damages) > SHOWN_DIFFERENCES:

@@ -192,18 +192,28 @@ def write_fingerprints(report: FingerprintReport, path: Path) -> None:
         raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def load_fingerprints(path: PathLike) -> Fingerprints:
-    """The fingerprints in a local file: one written by :func:`fingerprint`, or the manifest of a target.
+def read_document(path: PathLike) -> bytes:
+    """The content of a local file with fingerprints.
 
     Raises
     ------
     CheckpointError
-        If it cannot be read, or holds no fingerprints.
+        If it cannot be read.
     """
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
+
+
+def parse_document(data: bytes, path: PathLike) -> Fingerprints:
+    """The fingerprints in a file: one written by :func:`fingerprint`, or the manifest of a target.
+
+    Raises
+    ------
+    CheckpointError
+        If it holds no fingerprints.
+    """
     if own_manifest(data) is None:
         return parse_fingerprints(data, os.fspath(path))
     manifest = parse_manifest(data, os.fspath(path))

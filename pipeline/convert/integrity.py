@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
-from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.store import ReadRange, Source
@@ -46,6 +46,8 @@ class IntegrityReport(Shown):
     damages: tuple[Damage, ...]
     recorded_source: str
     """Location of the source, as recorded in the manifest. For display; it is never opened."""
+    signed_by: str | None = None
+    """Whose signature the manifest has: ``key sha256:…``; ``None`` if no public key was given."""
 
     @property
     def intact(self) -> bool:
@@ -71,7 +73,8 @@ class IntegrityReport(Shown):
     def facts(self) -> Facts:
         """The result and the first damages."""
         shown = [(f"{damage.path}{damage.stretch}", damage.detail) for damage in self.damages[:SHOWN_DAMAGES]]
-        return [("result", self.verdict), *shown]
+        signer = [] if self.signed_by is None else [("signed by", self.signed_by)]
+        return [("result", self.verdict), *signer, *shown]
 
 
 def check_target(
@@ -138,7 +141,7 @@ def names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
         for path, size in manifest.files.items()
         if sizes.get(path) != size
     ]
-    known = manifest.files.keys() | manifest.beside
+    known = manifest.files.keys() | manifest.beside | {SIGNATURE}
     damages += [
         Damage(path, 0, size, "is not in the manifest: it was added later")
         for path, size in sorted(sizes.items())

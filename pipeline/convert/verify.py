@@ -11,14 +11,24 @@ from typing import Any
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.comparing import compared, differences_of, run_comparisons
-from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, load_fingerprints, run_reads
+from paddle_reshard.pipeline.convert.fingerprint import (
+    fingerprints_of,
+    parse_document,
+    read_document,
+    run_reads,
+)
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, check_target_quickly
-from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.plan import reread_in_words
 from paddle_reshard.pipeline.convert.read_options import CheckOptions, VerifyOptions
 from paddle_reshard.pipeline.convert.request import parse_choice
+from paddle_reshard.pipeline.convert.signing import (
+    check_options,
+    manifest_of,
+    signer_of_file,
+    signer_of_target,
+)
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.choices import REPLICAS
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
@@ -66,6 +76,8 @@ class VerifyReport(Shown):
     """Bytes read per byte that is needed."""
     read_once_budget_bytes: int | None
     """A budget with which every byte is read once; ``None`` if that was already so."""
+    signed_by: str | None = None
+    """Whose signature the fingerprints have: ``key sha256:…``; ``None`` if no public key was given."""
 
     @property
     def equal(self) -> bool:
@@ -91,7 +103,8 @@ class VerifyReport(Shown):
     def facts(self) -> Facts:
         """The result and the first differences."""
         shown = [(found.tensor, found.detail) for found in self.differences[:SHOWN_DIFFERENCES]]
-        return [("result", self.verdict), *shown]
+        signer = [] if self.signed_by is None else [("signed by", self.signed_by)]
+        return [("result", self.verdict), *signer, *shown]
 
     def __bool__(self) -> bool:
         """Whether the two are equal, so that ``assert verify(a, b)`` works as expected."""
@@ -119,6 +132,8 @@ class VerifyRequest:
     """Whether ``b`` may hold fewer tensors; with ``against``, whether ``a`` may."""
     against: Fingerprints | None = None
     """What ``a`` is compared with, instead of ``b``."""
+    signed_by: str | None = None
+    """Whose signature ``against`` has, if that was checked."""
     recorded: bool = False
     """Whether manifests are compared, and nothing else is read."""
     resume: Path | None = None
@@ -145,6 +160,8 @@ def verify(
     against: PathLike | None = None,
     recorded: bool = False,
     resume: PathLike | None = None,
+    public_key: PathLike | None = None,
+    signature: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
@@ -174,6 +191,11 @@ def verify(
     resume
         A local file for the progress of the comparison, which continues from it if it exists. It is removed when
         everything is compared.
+    public_key
+        With ``against``: the public key of the signature of that file, in PEM format. Nothing is compared unless the
+        signature is right. Needs the extra ``sign``.
+    signature
+        A local file with that signature, by default ``against`` with ``.sig`` appended. See :func:`sign`.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -183,10 +205,13 @@ def verify(
     ------
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
+    SignatureError
+        If ``against`` has no signature, or not by the owner of ``public_key``.
     """
-    return verify_request(
-        read_verify_request(a, b, states, subset, options, against, recorded, resume), observe
+    request = read_verify_request(
+        a, b, states, subset, options, against, recorded, resume, public_key, signature
     )
+    return verify_request(request, observe)
 
 
 def read_verify_request(
@@ -198,6 +223,8 @@ def read_verify_request(
     against: PathLike | None = None,
     recorded: bool = False,
     resume: PathLike | None = None,
+    public_key: PathLike | None = None,
+    signature: PathLike | None = None,
     sizes: PlanSizes = PlanSizes(),
 ) -> VerifyRequest:
     """Parse the options of a comparison.
@@ -208,7 +235,11 @@ def read_verify_request(
         If an option is invalid, or options contradict each other.
     """
     check_names(options, VerifyOptions)
+    check_options(public_key, signature)
+    if public_key is not None and against is None:
+        raise UsageError("--public-key requires --against, or a single target with a manifest")
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
+    document = None if against is None else (against, read_document(against))
     return VerifyRequest(
         a=os.fspath(a),
         b=None if b is None else os.fspath(b),
@@ -225,7 +256,8 @@ def read_verify_request(
         ),
         states=None if states is None else frozenset(texts_of(states)),
         subset=subset,
-        against=None if against is None else load_fingerprints(against),
+        signed_by=None if document is None else signer_of_file(*document, public_key, signature),
+        against=None if document is None else parse_document(*document[::-1]),
         recorded=recorded,
         engine=choose_engine(
             options.get("cluster", "inline"), options.get("workers"), budget_bytes, "auto", "cpu"
@@ -236,6 +268,10 @@ def read_verify_request(
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
     """Run a request made by :func:`read_verify_request`."""
+    return replace(_run(request, observe), signed_by=request.signed_by)
+
+
+def _run(request: VerifyRequest, observe: Observer) -> VerifyReport:
     if request.recorded:
         return _verify_recorded(request)
     if request.against is not None:
@@ -318,7 +354,7 @@ def _recorded(location: str, access: Access) -> Fingerprints:
         If it has none, or not of all tensors, or if files were changed visibly.
     """
     store = open_source(location, *access)
-    manifest = _manifest_of(store)
+    manifest = manifest_of(store)[1]
     if manifest.fingerprints is None:
         raise CheckpointError(f"{store.location}: its {MANIFEST} records no fingerprints; omit --recorded")
     if unknown := manifest.unknown_fingerprints:
@@ -330,15 +366,6 @@ def _recorded(location: str, access: Access) -> Fingerprints:
     if damages := check_target_quickly(store, manifest):
         raise CheckpointError(f"{store.location}: {damages[0].path}: {damages[0].detail}")
     return manifest.fingerprints
-
-
-def _manifest_of(store: Source) -> Manifest:
-    sizes = store.sizes()
-    if MANIFEST not in sizes:
-        raise CheckpointError(
-            f"{store.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
-        )
-    return parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), f"{store.location}/{MANIFEST}")
 
 
 def _of_states(tensors: Tensors, states: Collection[str] | None) -> list[int]:
@@ -445,6 +472,8 @@ def check(
     target: PathLike,
     *,
     source: PathLike | None = None,
+    public_key: PathLike | None = None,
+    signature: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[CheckOptions],
 ) -> IntegrityReport:
@@ -455,6 +484,11 @@ def check(
     source
         The checkpoint that the target was made from, to compare with parts that the storage copied without reporting an
         MD5. The location recorded in the manifest is never opened.
+    public_key
+        The public key of the signature of the manifest, in PEM format. Nothing is compared unless the signature is
+        right. Needs the extra ``sign``.
+    signature
+        A local file with that signature, by default ``paddle_reshard.json.sig`` of the target. See :func:`sign`.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -464,12 +498,15 @@ def check(
     ------
     CheckpointError
         If the target has no manifest, or one without checksums, or if ``source`` does not exist.
+    SignatureError
+        If the manifest has no signature, or not by the owner of ``public_key``.
     """
     check_names(options, CheckOptions)
     store = open_source(os.fspath(target), *target_access(options))
     made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
-    manifest = _manifest_of(store)
-    return check_target(store, manifest, made_from, observe)
+    data, manifest = manifest_of(store)
+    signer = signer_of_target(store, data, public_key, signature)
+    return replace(check_target(store, manifest, made_from, observe), signed_by=signer)
 
 
 def holds_manifest(target: PathLike, **access: Any) -> bool:

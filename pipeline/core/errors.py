@@ -8,8 +8,9 @@
     │   ├── FormatError       a file violates its format (path, byte_offset, reason)
     │   │   └── UnsafePickleError    a pickle refers to something outside the allow-list
     │   ├── CoverageError     a hole, an overlap or a contradiction in a tensor
-    │   └── DriftError        copies of one tensor differ (only the bytes can show it)
-    │       └── MasterDriftError  a parameter is not the cast of its master weight
+    │   ├── DriftError        copies of one tensor differ (only the bytes can show it)
+    │   │   └── MasterDriftError  a parameter is not the cast of its master weight
+    │   └── SignatureError    a signature is missing, or not by this key over this file
     ├── PlanError             the checkpoint is complete, but cannot become the requested target
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
@@ -236,6 +237,20 @@ class MasterDriftError(DriftError):
         return (
             f"{self.tensor}: {self.detail} ({self.path_a} and {self.path_b}): the files are not of one step, or have "
             "changed places; with --allow-master-drift (allow_master_drift=True) both are taken as they are"
+        )
+
+
+class SignatureError(CheckpointError):
+    """A signature is missing, or is not by this key over this file. ``path`` is that of the signature."""
+
+    def __init__(self, path: str, signed: str, public_key: str, detail: str) -> None:
+        super().__init__(path, signed, public_key, detail)
+        self.path, self.signed, self.public_key, self.detail = path, signed, public_key, detail
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: not a signature of this {self.signed} by the key of {self.public_key}: {self.detail}; check "
+            "that --signature and --public-key are those of the signer, otherwise the file is not what was signed"
         )
 
 

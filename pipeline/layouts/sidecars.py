@@ -11,7 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG, LORA_CONFIG, MANIFEST, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.file_names import (
+    AVERAGE,
+    CONFIG,
+    LORA_CONFIG,
+    MANIFEST,
+    SIGNAL_PREFIX,
+    SIGNATURE,
+)
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -88,7 +95,7 @@ def classify_sidecars(
         [(name, "a folder, not part of the checkpoint's own files") for name in folders],
     )
     for path in sorted(paths):
-        if path in own_files or path in (MANIFEST, CONFIG):
+        if path in own_files or path in (MANIFEST, SIGNATURE, CONFIG):
             continue
         if is_marker(path):
             not_carried.append((path, "a completion marker of the source's own job"))

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.run import MoveReport
     from paddle_reshard.pipeline.convert.series import average
+    from paddle_reshard.pipeline.convert.signing import SignReport, sign
     from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
     from paddle_reshard.pipeline.core.catalog import File
     from paddle_reshard.pipeline.core.errors import (
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         RereadError,
         ReshardError,
         RuleError,
+        SignatureError,
         StaleSessionError,
         TargetError,
         UnsafePickleError,
@@ -181,6 +183,8 @@ __all__ = [
     "RuleError",
     "Run",
     "RunCheckpoint",
+    "SignReport",
+    "SignatureError",
     "StaleSessionError",
     "StateSummary",
     "StoredTensor",
@@ -219,6 +223,7 @@ __all__ = [
     "plan",
     "prove",
     "rank_pieces",
+    "sign",
     "stage3_state_dict",
     "verify",
 ]
@@ -233,6 +238,7 @@ _HOMES = {
     "pipeline.core.tensors": ("DType", "Tensor"),
     "pipeline.api": ("clean", "convert", "plan"),
     "pipeline.convert.series": ("average",),
+    "pipeline.convert.signing": ("SignReport", "sign"),
     "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
     "pipeline.planning.compare": ("Difference",),
     "pipeline.convert.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),
@@ -308,6 +314,7 @@ _HOMES = {
         "RereadError",
         "ReshardError",
         "RuleError",
+        "SignatureError",
         "StaleSessionError",
         "TargetError",
         "UnsafePickleError",

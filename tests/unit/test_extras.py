@@ -13,7 +13,7 @@ from tests.conftest import case_directory
 SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
 WITHOUT = """
 import sys
-for name in ("ray", "s3fs", "aiobotocore", "botocore", "aiohttp"):
+for name in ("ray", "s3fs", "aiobotocore", "botocore", "aiohttp", "model_signing"):
     sys.modules[name] = None  # as if it were not installed
 from paddle_reshard.pipeline.cli.main import main
 main()
@@ -45,6 +45,7 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
             ("convert", str(SOURCE), "target", "--to", "tp=1", "--cluster", "ray"),
             "pip install 'paddle-reshard[ray]'",
         ),
+        (("sign", "fingerprints.json", "--key", "key.pem"), "pip install 'paddle-reshard[sign]'"),
     ],
 )
 def test_the_error_names_the_extra(arguments: tuple[str, ...], advice: str) -> None:

@@ -75,6 +75,7 @@ def test_small_files_of_a_model_are_no_checkpoint() -> None:
 def test_a_manifest_says_exactly_what_may_go() -> None:
     made = _files("paddle_reshard.json", "model.safetensors", "notes.txt")
     assert objection(made, MANIFEST) is None
+    assert objection([*made, *_files("paddle_reshard.json.sig")], MANIFEST) is None
     assert objection([*made, *_files("flex-ckpt.auto_generated.metadata")], MANIFEST) is None
     for other in ("optimizer.pdopt", "config.json", "more.txt"):
         assert objection([*made, *_files(other)], MANIFEST) == (

@@ -1,0 +1,47 @@
+"""The command ``sign``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import sign_data
+from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.output import answer, print_facts
+
+
+@click.command()
+@click.argument("path", metavar="FILE|DST")
+@click.option(
+    "--key", metavar="KEY.pem", required=True, help="The private key, on an elliptic curve and unencrypted."
+)
+@click.option(
+    "--signature",
+    metavar="FILE",
+    help="Write the signature to this local file. Default: beside the signed file, with .sig appended.",
+)
+@declared("storage_options", "--target-storage-options")
+@declared("allow_scheme")
+@json_option
+@quiet_option
+@click.pass_context
+def sign(
+    context: click.Context,
+    /,
+    path: str,
+    key: str,
+    signature: str | None,
+    as_json: bool,
+    quiet: bool,
+    **_: Any,
+) -> None:
+    """Sign fingerprints, or the manifest of a target.
+
+    FILE is written by fingerprint --output. The manifest of a target DST says what was made of what: source and
+    versions, plan, request and checksums. The format is OpenSSF model signing, and the network is not used. Check
+    signatures with verify --public-key.
+    """
+    report = paddle_reshard.sign(path, key=key, signature=signature, **given(context))
+    answer(sign_data(report), as_json, quiet, lambda: print_facts(report.facts()))
