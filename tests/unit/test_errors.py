@@ -61,7 +61,8 @@ EXAMPLES = [
     (
         SignatureError("dst/paddle_reshard.json.sig", "paddle_reshard.json", "public.pem", "Key mismatch"),
         "dst/paddle_reshard.json.sig: not a signature of this paddle_reshard.json by the key of public.pem: Key "
-        "mismatch; check that --signature and --public-key are those of the signer, otherwise the file is not what was signed",
+        "mismatch; check that --signature and --public-key are those of the signer, otherwise the file is not what was "
+        "signed",
         1,
     ),
     (PlanError("pp=9 is more than 6 items"), "pp=9 is more than 6 items", 1),
