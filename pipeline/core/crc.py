@@ -30,6 +30,8 @@ DISTANCE_BITS = 56
 """Distances are below ``2**56`` bytes."""
 _KEPT_MULTIPLIERS = 256
 """Each takes 16 KiB."""
+_KEPT_LENGTHS = 4096
+"""Tensors of a model have few different sizes."""
 
 
 class Multiplier:
@@ -43,10 +45,10 @@ class Multiplier:
         for bit in range(63, -1, -1):
             products[bit] = factor
             factor = (factor >> 1) ^ (POLYNOMIAL if factor & 1 else 0)
-        values = np.arange(256)
         self._tables = np.zeros((8, 256), dtype=np.uint64)
-        for bit in range(64):
-            self._tables[bit // 8, (values >> bit % 8) & 1 == 1] ^= products[bit]
+        for bit in range(8):
+            half = 1 << bit
+            self._tables[:, half : 2 * half] = self._tables[:, :half] ^ products[bit::8, np.newaxis]
 
     def __call__(self, remainders: Remainders) -> Remainders:
         """All products."""
@@ -62,7 +64,10 @@ class Multiplier:
 
     def of_one(self, remainder: int) -> int:
         """A single product."""
-        return int(self(np.array([remainder], dtype=np.uint64))[0])
+        found = 0
+        for number in range(8):
+            found ^= self._tables.item(number, remainder >> 8 * number & 0xFF)
+        return found
 
 
 @lru_cache(DISTANCE_BITS)
@@ -77,11 +82,15 @@ def _doubling(power: int) -> Multiplier:
 @lru_cache(_KEPT_MULTIPLIERS)
 def multiplier(nbytes: int) -> Multiplier:
     """The multiplier for pieces that are followed by ``nbytes`` bytes."""
-    factor = ONE
+    return Multiplier(_followed(ONE, nbytes))
+
+
+def _followed(remainder: int, nbytes: int) -> int:
+    """The contribution of a piece that is followed by ``nbytes`` bytes."""
     for power in range(nbytes.bit_length()):
         if nbytes >> power & 1:
-            factor = _doubling(power).of_one(factor)
-    return Multiplier(factor)
+            remainder = _doubling(power).of_one(remainder)
+    return remainder
 
 
 def shifted(remainders: Remainders, distances: Ints) -> Remainders:
@@ -120,7 +129,7 @@ def checksum_of(remainder: int, nbytes: int) -> int:
     return remainder ^ _of_zeros(nbytes)
 
 
+@lru_cache(_KEPT_LENGTHS)
 def _of_zeros(nbytes: int) -> int:
     """The checksum of a message of zeros."""
-    found = shifted(np.array([ALL_BITS], dtype=np.uint64), np.array([nbytes], dtype=np.int64))
-    return int(found[0]) ^ ALL_BITS
+    return _followed(ALL_BITS, nbytes) ^ ALL_BITS
