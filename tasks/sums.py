@@ -144,22 +144,30 @@ def _in_memory(whole: _Whole, row: Sequence[_Piece]) -> Iterator[tuple[_Stored, 
     extents = list(first.extents)
     if dim is not None:
         extents[dim] = row[-1].offset[dim] + row[-1].extents[dim] - first.offset[dim]
+    where = [_beside(piece, first, dim) for piece in row]
+    plain = all(is_summed_in_place(piece.box, whole.shape, whole.dtype) for piece in row)
     for block in blocks(extents[:dim], max(1, SCRATCH_BYTES // whole.dtype.itemsize // _inner(extents, dim))):
         shape = [part.stop - part.start for part in block] + extents[len(block) :]
         scratch = np.empty(shape, whole.dtype)
-        for piece, array in zip(row, arrays, strict=True):
-            here = scratch
-            if dim is not None:
-                start = piece.offset[dim] - first.offset[dim]
-                here = np.moveaxis(np.moveaxis(scratch, dim, 0)[start : start + piece.extents[dim]], 0, dim)
-            values = array[block]
-            if values.dtype == here.dtype:
+        for columns, array in zip(where, arrays, strict=True):
+            values, here = array[block], scratch[columns]
+            if plain:
+                here[...] = values
+            elif values.dtype == here.dtype:
                 copy_box(values, here)
             else:
                 cast_box(values, here, in_range=False)
         starts = [part.start for part in block] + [0] * (dims - len(block))
         offset = [o + s for o, s in zip(first.offset, starts, strict=True)]
         yield _Stored(scratch.reshape(-1).view(np.uint8), 0, shape, scratch.strides), offset
+
+
+def _beside(piece: _Piece, first: _Piece, dim: int | None) -> tuple[slice, ...]:
+    """Where a piece is in a group that begins with ``first`` and extends along ``dim``."""
+    if dim is None:
+        return ()
+    start = piece.offset[dim] - first.offset[dim]
+    return *[slice(None)] * dim, slice(start, start + piece.extents[dim])
 
 
 def _inner(extents: Sequence[int], dim: int | None) -> int:

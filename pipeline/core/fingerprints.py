@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,22 +47,33 @@ class Fingerprints:
     def __len__(self) -> int:
         return len(self.tensors)
 
-    @cached_property
+    @property
     def root(self) -> str:
         """The Merkle root over all tensors."""
-        return merkle_root(self.lines())
+        return self._roots[0]
 
-    @cached_property
+    @property
     def states(self) -> Mapping[str, str]:
         """State → the root over the tensors of this state alone."""
-        return {
-            state: merkle_root(map(self.line, sorted(self.tensors.of_state(state).values())))
-            for state in sorted(self.tensors.states)
-        }
+        return self._roots[1]
+
+    @cached_property
+    def _roots(self) -> tuple[str, Mapping[str, str]]:
+        """All roots, in one pass over the lines, which are not kept."""
+        whole, states = _Tree(), {state: _Tree() for state in sorted(self.tensors.states)}
+        for number, line in enumerate(self.lines()):
+            leaf = hashlib.sha256(b"\0" + line).digest()
+            whole.add(leaf)
+            states[self.tensors.identity(number)[1]].add(leaf)
+        return whole.root(), {state: tree.root() for state, tree in states.items()}
 
     def lines(self) -> Iterator[bytes]:
         """The line of every tensor, in order."""
         return map(self.line, range(len(self.tensors)))
+
+    def entries(self) -> Iterator[list[Any]]:
+        """What each line lists."""
+        return (entries_of(self.tensors[n], checksum) for n, checksum in enumerate(self.checksums.tolist()))
 
     def line(self, number: int) -> bytes:
         """The line of a tensor."""
@@ -82,8 +93,12 @@ class Fingerprints:
 
 def line_of(tensor: Tensor, checksum: int) -> bytes:
     """The line of a tensor."""
-    entries = [tensor.key, tensor.state, tensor.dtype.name, list(tensor.global_shape), f"{checksum:016x}"]
-    return json.dumps(entries, separators=(",", ":")).encode("ascii")
+    return json.dumps(entries_of(tensor, checksum), separators=(",", ":")).encode("ascii")
+
+
+def entries_of(tensor: Tensor, checksum: int) -> list[Any]:
+    """What the line of a tensor lists."""
+    return [tensor.key, tensor.state, tensor.dtype.name, list(tensor.global_shape), f"{checksum:016x}"]
 
 
 def merkle_root(lines: Iterable[bytes]) -> str:
@@ -97,18 +112,36 @@ def merkle_root(lines: Iterable[bytes]) -> str:
     >>> merkle_root([b"a", b"b", b"c"])
     'sha256:36642e73c2540ab121e3a6bf9545b0a24982cd830eb13d3cd19de3ce6c021ec1'
     """
-    roots: list[tuple[int, bytes]] = []  # of complete trees, with their heights, which decrease
+    tree = _Tree()
     for line in lines:
-        height, digest = 0, hashlib.sha256(b"\0" + line).digest()
-        while roots and roots[-1][0] == height:
-            height, digest = height + 1, _node(roots.pop()[1], digest)
-        roots.append((height, digest))
-    if not roots:
-        return ROOT_PREFIX + hashlib.sha256().hexdigest()
-    _, digest = roots.pop()
-    while roots:
-        digest = _node(roots.pop()[1], digest)
-    return ROOT_PREFIX + digest.hex()
+        tree.add(hashlib.sha256(b"\0" + line).digest())
+    return tree.root()
+
+
+class _Tree:
+    """A Merkle tree to which leaves are added."""
+
+    __slots__ = ("_complete",)
+
+    def __init__(self) -> None:
+        self._complete: list[tuple[int, bytes]] = []
+        """Roots of complete trees, with their heights, which decrease."""
+
+    def add(self, digest: bytes) -> None:
+        """Add the hash of a leaf."""
+        height, complete = 0, self._complete
+        while complete and complete[-1][0] == height:
+            height, digest = height + 1, _node(complete.pop()[1], digest)
+        complete.append((height, digest))
+
+    def root(self) -> str:
+        """The hash of all leaves."""
+        if not self._complete:
+            return ROOT_PREFIX + hashlib.sha256().hexdigest()
+        *rest, (_, digest) = self._complete
+        for _, left in reversed(rest):
+            digest = _node(left, digest)
+        return ROOT_PREFIX + digest.hex()
 
 
 def _node(left: bytes, right: bytes) -> bytes:

@@ -41,7 +41,7 @@ def fingerprints_data(found: Fingerprints) -> dict[str, Any]:
         "algorithm": ALGORITHM,
         "root": found.root,
         "states": dict(found.states),
-        "tensors": [json.loads(line) for line in found.lines()],  # noqa: TID251 (written a line earlier)
+        "tensors": list(found.entries()),
     }
 
 
