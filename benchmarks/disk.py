@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,7 +57,7 @@ class Conversion:
     """A conversion as a contender."""
 
     name: str
-    to: str
+    to: str | None
     strategy: str | None = V2
     memory: str = "1GiB"
     goal: float = 0
@@ -91,6 +91,13 @@ conversion in 256 MiB to the same in 1 GiB."""
 ALL_COPIED = 0.99
 VERIFY_GOAL = 1.2
 """Largest acceptable ratio of a comparison to reading both checkpoints."""
+FINGERPRINTED = (
+    Conversion("to Hugging Face", None, strategy=None, options=(("format", "huggingface"),)),
+    Conversion("to flex", None, strategy=None, options=(("format", "flex"),)),
+    Conversion("tp, pp, sharding change", "tp=4,sharding=4"),
+)
+FINGERPRINT_GOAL = 1.05
+"""Largest acceptable ratio of processor time with ``fingerprint="known"`` to that without."""
 TO_SINGLE_CARD = Conversion("to a single card", "tp=1", strategy=None, memory="256MiB")
 
 
@@ -421,6 +428,26 @@ class Bench:
             "core."
         )
 
+    def fingerprints(self) -> str:
+        """Processor time of conversions that record fingerprints, in memory."""
+        runs = alternate(
+            {
+                f"{c.name}, {mode}": self.ours(replace(c, options=(*c.options, ("fingerprint", mode))))
+                for c in FINGERPRINTED
+                for mode in ("off", "known")
+            },
+            self.rounds,
+            say,
+        )
+        rows = []
+        for c in FINGERPRINTED:
+            off, known = (runs[f"{c.name}, {mode}"] for mode in ("off", "known"))
+            ratio = ratio_of_rounds(known, off, "cpu_seconds")
+            self._judge(f"{c.name}: CPU with fingerprints ÷ without", FINGERPRINT_GOAL, ratio)
+            seconds = (f"{median(found, 'cpu_seconds'):.2f}" for found in (off, known))
+            rows.append((c.name, *seconds, f"{ratio:.2f}"))
+        return table(("in memory", "CPU s", "with `--fingerprint known`", "÷"), rows)
+
 
 NAIVE = "`paddle.load`, concat, `paddle.save`"
 NAIVE_34 = "`paddle.load(num_workers=8)`, concat, `paddle.save` of protocol 5 (emulated)"
@@ -464,7 +491,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-SECTIONS = ("copy", "memory", "peers", "workers", "verify", "planning", "metadata", "shares")
+SECTIONS = ("copy", "memory", "peers", "workers", "verify", "fingerprints", "planning", "metadata", "shares")
 
 
 def main() -> None:
@@ -513,6 +540,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         "peers": ("Against loading everything", bench.against_peers),
         "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
         "verify": ("Comparing two checkpoints", partial(bench.in_memory, Bench.verification)),
+        "fingerprints": ("Recording fingerprints", partial(bench.in_memory, Bench.fingerprints)),
         "planning": ("Planning", partial(standalone, "planning", *quick)),
         "metadata": (
             "Reading large metadata",
