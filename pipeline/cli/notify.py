@@ -187,6 +187,8 @@ class Notifier:
 
     def converted(self, report: ConversionReport) -> None:
         """Report success, for each target."""
+        if self.receiver is None:
+            return
         roots = report.moved.fingerprint_roots
         for target in report.plan.target_locations:
             done = self._outcome("converted", target)
@@ -194,6 +196,8 @@ class Notifier:
 
     def failed(self, error: ReshardError | OSError | MemoryError) -> None:
         """Report an error, for each target."""
+        if self.receiver is None:
+            return
         refused = isinstance(error, ReshardError) and not error.retryable
         for target in self.targets:
             notify(
