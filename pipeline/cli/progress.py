@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paddle_reshard.pipeline.cli.ticking import every_second
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
@@ -62,20 +63,12 @@ class ProgressLines:
     @contextmanager
     def ticking(self) -> Iterator[None]:
         """Check the clock once a second, in a thread, until the block ends."""
-        stopped = threading.Event()
-
-        def tick() -> None:
-            while not stopped.wait(1.0):
-                with self._lock:
-                    self._write_if_due()
-
-        thread = threading.Thread(target=tick, name="progress", daemon=True)
-        thread.start()
-        try:
+        with every_second(self._tick):
             yield
-        finally:
-            stopped.set()
-            thread.join()
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._write_if_due()
 
     def _write_if_due(self) -> None:
         now = self.clock()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from paddle_reshard.pipeline.cli.ticking import every_second
 from paddle_reshard.pipeline.core.events import Event, FilesRead, GroupEnded, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.run_state import RunState
 
@@ -131,20 +132,14 @@ class ProgressEvents:
     @contextmanager
     def ticking(self) -> Iterator[None]:
         """Check the clock once a second, in a thread, until the block ends; then report how far it came."""
-        stopped = threading.Event()
-
-        def tick() -> None:
-            while not stopped.wait(1.0):
-                with self._lock:
-                    if self.running and self.state.clock() >= self.silent_since + SECONDS_OF_SILENCE:
-                        self._write_progress()
-
-        thread = threading.Thread(target=tick, name="progress", daemon=True)
-        thread.start()
         try:
-            yield
+            with every_second(self._tick):
+                yield
         finally:
-            stopped.set()
-            thread.join()
             if self.unreported:
+                self._write_progress()
+
+    def _tick(self) -> None:
+        with self._lock:
+            if self.running and self.state.clock() >= self.silent_since + SECONDS_OF_SILENCE:
                 self._write_progress()
