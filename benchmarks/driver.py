@@ -31,7 +31,8 @@ import ray
 from benchmarks.measure import table
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
 from benchmarks.synthetic import catalog_of
-from paddle_reshard.clusters.ray import engine as ray_engine
+from paddle_reshard.clusters.ray import actors
+from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.join import _private_settings
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.convert import run
@@ -100,7 +101,7 @@ def measure(plan: Plan, workers: int) -> tuple[str, ...]:
     """Run all groups, and say what the driver took."""
     source = Nothing({file.path: file.size_bytes for file in plan.source_files})
     conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
-    engine = ray_engine.RayEngine(workers=workers, memory_bytes=1 << 30)
+    engine = RayEngine(workers=workers, memory_bytes=1 << 30)
     with tempfile.TemporaryDirectory(prefix="driver-") as folder:
         target = LocalTarget(Path(folder) / "T", overwrite=False)
         marks: list[tuple[float, float]] = []
@@ -164,7 +165,7 @@ def main() -> None:
     plan = planned(FULL if given.full else SMALL, given.groups)
     print(f"planned, {np.count_nonzero(plan.parts['group'] < plan.groups):,} parts", file=sys.stderr)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
-    ray_engine.ReshardWorker = IdleWorker
+    actors.ReshardWorker = IdleWorker
     rows = []
     for workers in given.workers:
         with private_ray(workers), cProfile.Profile() if given.profile else nullcontext() as profile:

@@ -1,4 +1,4 @@
-"""Decide which workers take the next group. Pure, and independent of Ray."""
+"""Decide which workers take the next group, and how many groups a batch has. Pure, and independent of Ray."""
 
 from __future__ import annotations
 
@@ -10,6 +10,26 @@ from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 
 SHARED_BYTES = 32 << 20
 """Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
+BATCH_SECONDS = 0.5
+"""How long a batch should keep a worker busy; what a killed worker or driver loses is about as much."""
+SERVING_SECONDS = 0.004
+"""Time in which the driver serves a batch, with some to spare: with many workers, batches take longer."""
+MOST_GROUPS = 256
+GROWTH = 4
+"""A batch has at most ``MOST_GROUPS`` groups, and ``GROWTH`` times as many as the worker's previous batch."""
+
+
+def next_batch_groups(done_groups: int, seconds: float, slots: int) -> int:
+    """Number of groups of a worker's next batch, which should keep it busy for about as long as a batch should.
+
+    ``done_groups`` of its last batch took ``seconds``; all workers together run ``slots`` batches at a time.
+
+    >>> next_batch_groups(10, 0.1, slots=4), next_batch_groups(10, 2.0, slots=4), next_batch_groups(10, 2.0, slots=200)
+    (40, 2, 4)
+    """
+    wanted_seconds = max(BATCH_SECONDS, slots * SERVING_SECONDS)
+    enough = int(done_groups * wanted_seconds / max(seconds, 1e-6))
+    return max(1, min(enough, GROWTH * done_groups, MOST_GROUPS))
 
 
 @dataclass(frozen=True, slots=True)

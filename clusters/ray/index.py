@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from paddle_reshard.clusters.ray.engine import ATTEMPTS, PATIENCE_SECONDS, RayEngine, cause_of
+from paddle_reshard.clusters.ray.backlog import ATTEMPTS
+from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
+from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import joined_ray, lost_node
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError

@@ -11,7 +11,8 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.clusters.ray import index as ray_index
-from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
+from paddle_reshard.clusters.ray.backlog import ATTEMPTS
+from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import WORKER_ENV
 from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.pipeline.core.errors import ClusterError, FormatError

@@ -36,7 +36,8 @@ SLOW = """
 import signal, sys
 from pathlib import Path
 import paddle_reshard
-from paddle_reshard.clusters.ray import engine as ray_cluster
+from paddle_reshard.clusters.ray import calls
+from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.convert import run as workflow
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
@@ -48,9 +49,9 @@ def end(number, frame):
 
 signal.signal(signal.SIGTERM, end)
 source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
-ray_cluster.PATIENCE_SECONDS = 1.0
+calls.PATIENCE_SECONDS = 1.0
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
-engine = ray_cluster.RayEngine(workers=1, memory_bytes=256 << 20)
+engine = RayEngine(workers=1, memory_bytes=256 << 20)
 watched = lambda works, source, writer: engine(works, Watched(source, notes, seconds), writer)
 try:
     workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)

@@ -15,9 +15,9 @@ from ray.cluster_utils import Cluster
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import run_inline
-from paddle_reshard.clusters.ray import dealing
-from paddle_reshard.clusters.ray import engine as ray_cluster
-from paddle_reshard.clusters.ray.engine import ATTEMPTS, RayEngine
+from paddle_reshard.clusters.ray import calls, dealing
+from paddle_reshard.clusters.ray.backlog import ATTEMPTS
+from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.convert.run import run_conversion
 from paddle_reshard.pipeline.core.errors import (
     ClusterError,
@@ -66,13 +66,13 @@ def engine(**settings: object) -> RayEngine:
 def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many workers shared each group that was shared."""
     counts: list[int] = []
-    split = ray_cluster.split_group
+    split = calls.split_group
 
     def counted(work: GroupWork, count: int) -> object:
         counts.append(count)
         return split(work, count)
 
-    monkeypatch.setattr(ray_cluster, "split_group", counted)
+    monkeypatch.setattr(calls, "split_group", counted)
     return counts
 
 
@@ -183,9 +183,7 @@ def test_fewer_groups_than_workers_are_shared(
     plan: Plan, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dealing, "SHARED_BYTES", 0)
-    monkeypatch.setattr(
-        ray_cluster, "PATIENCE_SECONDS", 300.0
-    )  # also on a busy machine all workers are waited for
+    monkeypatch.setattr(calls, "PATIENCE_SECONDS", 300.0)  # also on a busy machine all workers are waited for
     conversion = plan(group_bytes=64 << 20)
     assert conversion.inline.groups == 2  # the other one has the files without values
     conversion.run(engine(workers=3, exchange="auto"))

@@ -13,6 +13,8 @@ PURE = (
     "_import_path",
     "pipeline",
     "storage.formats",
+    "clusters.ray.capacity",
+    "clusters.ray.dealing",
     "clusters.ray.environment",
     "tasks.cast",
     "tasks.figures",

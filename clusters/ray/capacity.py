@@ -1,0 +1,71 @@
+"""What a worker reserves, and how many there is room for. Pure, and independent of Ray."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
+
+log = logging.getLogger(__name__)
+
+Resources = Mapping[str, float]
+"""Name → amount, as Ray counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What Ray reserves for each worker."""
+
+    memory_bytes: int
+    gpu: bool = False
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Name → amount."""
+        return {"CPU": 1.0, "memory": float(self.memory_bytes), **({"GPU": 1.0} if self.gpu else {})}
+
+    def room(self, nodes: Iterable[Resources]) -> int:
+        """How many workers fit on the nodes of an idle cluster.
+
+        >>> Demand(10**9).room([{"CPU": 8, "memory": 3e9}, {"CPU": 1, "memory": 9e9}])
+        4
+        """
+        needed = self.resources.items()
+        return sum(min(int(node.get(name, 0) // amount) for name, amount in needed) for node in nodes)
+
+    def __str__(self) -> str:
+        memory = f"1 CPU, {self.memory_bytes / (1 << 20):.0f}MiB"
+        return f"{memory}, 1 GPU" if self.gpu else memory
+
+
+def smallest_store_bytes(nodes: Iterable[Resources]) -> int:
+    """Size of the smallest object store of any node."""
+    return min((int(node.get("object_store_memory", 0)) for node in nodes), default=0)
+
+
+def worker_count(requested: int | None, demand: Demand, room: int) -> int:
+    """How many workers to start; ``requested`` is ``None`` for as many as there is room for.
+
+    Raises
+    ------
+    UsageError
+        If there is no room for a worker.
+    UnsupportedError
+        If there are not enough GPUs.
+    """
+    if demand.gpu and room < (requested or 1):
+        raise UnsupportedError(
+            f"device gpu: the Ray cluster has room for {room} workers with {demand} each, but "
+            f"{requested or 1} are requested"
+        )
+    if requested is None and not room:
+        raise UsageError(
+            f"no node of the Ray cluster has {demand} for a worker; use less --memory, or "
+            "give the number of --workers that the cluster will scale up to"
+        )
+    count = requested or room
+    if count > room:
+        log.warning("%d workers requested, the Ray cluster has room for %d now", count, room)
+    return count

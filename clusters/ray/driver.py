@@ -1,0 +1,166 @@
+"""Hand out all groups of a run to its workers, and collect their reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from ray.exceptions import RayError
+
+from paddle_reshard.clusters.ray.backlog import Backlog
+from paddle_reshard.clusters.ray.calls import Answered, Calls, cause_of
+from paddle_reshard.clusters.ray.crew import Crew
+from paddle_reshard.clusters.ray.dealing import Dealer, Table, Waiting, next_batch_groups
+from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
+from paddle_reshard.clusters.ray.join import lost_node
+from paddle_reshard.clusters.ray.state import Running
+from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
+from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.tasks.answers import Answer
+from paddle_reshard.tasks.group import GroupReport
+
+log = logging.getLogger(__name__)
+
+Reports = Iterator[Sequence[GroupReport]]
+
+
+class Driver:
+    """One run of all groups. Everything happens on one thread, between two waits."""
+
+    def __init__(self, backlog: Backlog, crew: Crew, calls: Calls, dealer: Dealer) -> None:
+        self.backlog, self.crew, self.calls, self.dealer = backlog, crew, calls, dealer
+        self.running: set[Running] = set()
+        self.patient = True
+        """Whether to wait for workers that are still starting if they could share a group."""
+
+    def reports(self) -> Reports:
+        """Run all groups."""
+        try:
+            while True:
+                self._hand_out()
+                if not self.backlog and not self.running:
+                    return
+                done = self.calls.wait()
+                if not done:
+                    self._check_silence()
+                for answered in self.calls.answers(done):
+                    yield from self._settle(answered)
+        finally:
+            self.calls.pending.clear()
+
+    def _check_silence(self) -> None:
+        """Nobody has answered for long: find out whether it is worth waiting, and say so.
+
+        Raises
+        ------
+        ClusterError
+            If this process has lost its cluster. Finished groups are kept, as after a kill.
+        """
+        self.patient = False
+        if lost := lost_node():
+            raise ClusterError(
+                f"Ray was lost while groups were being moved ({lost}); finished work is kept: run the same command "
+                "with --resume"
+            )
+        if not self.running:
+            log.warning("still waiting for workers; each needs %s", self.crew.actors.demand)
+
+    # --------------------------------------------------------------------------------------- handing out
+
+    @property
+    def many(self) -> bool:
+        """Whether so many groups wait that no worker will be idle soon."""
+        return self.dealer.exchange != "always" and self.backlog.left > self.crew.slots
+
+    def _hand_out(self) -> None:
+        """Hand waiting groups to workers while there are workers for them."""
+        while self.backlog:
+            if not (self._deal() if self.backlog.singles or not self.many else self._hand_batch()):
+                return
+
+    def _hand_batch(self) -> bool:
+        """Hand the next batch to a worker, if there is one for it."""
+        worker = self.crew.next_free(self.backlog.next_peak_bytes)
+        if worker is None:
+            return False
+        most = min(worker.batch_groups, max(1, self.backlog.left // self.crew.slots))
+        self.running.add(self.calls.run(worker, *self.backlog.take_batch(most)))
+        self.crew.note_free(worker)
+        return True
+
+    def _deal(self) -> bool:
+        """Hand a single group to one or several workers, if there are any for it."""
+        backlog, workers = self.backlog, self.crew.workers
+        if not self.many:
+            backlog.look_ahead(1 + (self.crew.idle or len(workers)))
+        attempt = backlog.singles[0]
+        work = backlog.works.work(attempt.groups.start)
+        chosen = [workers[number] for number in self.dealer.choose(self._table(work))]
+        if not chosen:
+            return False
+        backlog.singles.popleft()
+        if len(chosen) == 1:
+            running = self.calls.run(chosen[0], attempt, backlog.works.batch(attempt.groups))
+        else:
+            running = self.calls.share(chosen, attempt, work)
+        self.running.add(running)
+        return True
+
+    def _table(self, work: GroupWork) -> Table:
+        """The state in which ``work``, the first single group, is dealt."""
+        singles = self.backlog.singles
+        return Table(
+            next=Waiting(
+                work.label,
+                work.peak_bytes,
+                len(work.bands),
+                len(work.parts),
+                band_bytes(work),
+                singles[0].number,
+            ),
+            waiting_peaks=tuple(attempt.peak_bytes for attempt in singles),
+            members=tuple(worker.member for worker in self.crew.workers),
+            exhausted=not self.backlog.left,
+            patient=self.patient,
+            object_bytes=sum(running.object_bytes for running in self.running),
+        )
+
+    # ------------------------------------------------------------------------------------------ settling
+
+    def _settle(self, answered: Answered) -> Reports:
+        """Process an answer. Yields the reports of groups that are done with it."""
+        worker, running, answer = answered.worker, answered.running, answered.answer
+        # Ray's wrapper of what a worker raised is both.
+        if isinstance(answer, ReshardError) and not isinstance(answer, RayError):
+            raise answer
+        if running is None:
+            self.crew.settle_ping(worker, answer)
+            return
+        running.shares -= 1
+        if isinstance(answer, RayError):
+            running.failure = answer
+        elif isinstance(answer, GroupReport):
+            running.reports.append(answer)
+        self.crew.settle(worker, running, lost=isinstance(answer, RayError))
+        if isinstance(answer, Answer):
+            worker.batch_groups = next_batch_groups(len(answer.groups), answer.seconds, self.crew.slots)
+            yield from self._finish_batch(running, answer)
+        elif running.shares == 0:
+            yield from self._finish_shares(running)
+
+    def _finish_batch(self, running: Running, answer: Answer) -> Reports:
+        """Process the answer to a batch, of which some groups may not be done."""
+        self.running.remove(running)
+        if answer.groups:
+            yield answer.reports()
+        if answer.refusal is not None:
+            raise answer.refusal
+        self.backlog.take_back(running.attempt, len(answer.groups), answer.failure)
+
+    def _finish_shares(self, running: Running) -> Reports:
+        """All workers have ended their shares of a group, or the worker of a batch is lost."""
+        self.running.remove(running)
+        if running.failure is not None:
+            self.backlog.retry(running.attempt, cause_of(running.failure), running.failure)
+        else:
+            yield [merge_reports(self.backlog.works.work(running.attempt.groups.start), running.reports)]
