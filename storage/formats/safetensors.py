@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final
 
@@ -264,24 +265,26 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
     if len({slot.key for slot in slots}) != len(slots):
         raise ValueError("two tensors have the same key")
     ordered = sorted(slots, key=lambda slot: (_RANK_OF_TAG[slot.tag], slot.key))
-    header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
-    ranges: list[tuple[int, int, int]] = []
-    at = 0
-    for slot in ordered:
-        end = at + slot.nbytes
-        header[slot.key] = {"dtype": slot.tag, "shape": list(slot.shape), "data_offsets": [at, end]}
-        ranges.append((slot.slot, at, slot.nbytes))
-        at = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    offsets = tuple(accumulate((slot.nbytes for slot in ordered), initial=0))
+    header = _header(ordered, offsets, metadata)
+    start = len(header)
+    return EncodedFile(
+        start + offsets[-1],
+        ((0, header),),
+        tuple((slot.slot, start + at, slot.nbytes) for slot, at in zip(ordered, offsets[:-1], strict=True)),
+    )
+
+
+def _header(slots: Sequence[TensorSlot], offsets: Sequence[int], metadata: Mapping[str, str]) -> bytes:
+    """The bytes in front of the tensors. ``offsets``: where each begins behind them, and where the last one ends."""
+    entries: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
+    for slot, span in zip(slots, pairwise(offsets), strict=True):
+        entries[slot.key] = {"dtype": slot.tag, "shape": list(slot.shape), "data_offsets": span}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes, at most {MAX_HEADER_BYTES} can be read back")
-    start = _LENGTH_BYTES + len(text)
-    return EncodedFile(
-        start + at,
-        ((0, len(text).to_bytes(_LENGTH_BYTES, "little") + text),),
-        tuple((slot, start + offset, nbytes) for slot, offset, nbytes in ranges),
-    )
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def _check_slot(slot: TensorSlot) -> None:
