@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package docs orchestrators test exhaustive cluster serving check fuzz format parity parity-table bench memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package docs orchestrators test exhaustive cluster serving check fuzz format parity parity-table first-job bench memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -23,6 +23,7 @@ help:
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
+	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
 	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
 	@echo "make rehearsal  index, plan, run, kill, resume and verify a conversion of 671B from 2,048 ranks to 512, into docs/performance.md (ARGS='--layers 4': print a smaller one)"
@@ -132,6 +133,9 @@ parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run
 	$(BIN)/python -m tests.parity.ema
 	$(BIN)/python -m tests.parity.live
+
+first-job: $(VENV)/.test
+	$(BIN)/python -m tests.parity.first_job
 
 parity-table: $(VENV)/.test
 	$(BIN)/python -m tests.parity.table $(ARGS)

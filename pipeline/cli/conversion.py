@@ -117,7 +117,11 @@ def plan(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Show what a conversion would read, write and need."""
+    """Show what a conversion would read, write and need.
+
+    With DST, the plan is the one that convert makes for it, with the same id. Without it, nothing is known of the
+    target's storage, which may copy ranges by itself; then the id is another.
+    """
     options = given(context)
     destination = _destination(target, targets, options) if target or targets else None
     with (

@@ -144,17 +144,34 @@ def run_trainer(
     environment: Mapping[str, str],
     script: str = "train_pf.py",
 ) -> list[str]:
-    """Run the laboratory's ``script`` under ``driver``, one process per rank; return the ranks' logs.
+    """Run the laboratory's ``script`` under ``driver``, one process per rank; return the ranks' logs."""
+    command = [str(lab.python), str(driver), str(lab.scripts / script), "--case", name]
+    command += ["--out", str(out), "--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
+    command += options
+    return run_command(
+        command, name, out.parent, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment
+    )
+
+
+def run_command(
+    command: list[str],
+    name: str,
+    logs_in: Path,
+    *,
+    ranks: int,
+    timeout_seconds: float,
+    environment: Mapping[str, str],
+) -> list[str]:
+    """Run a command once per rank, as a launcher of distributed jobs does; return the ranks' logs.
+
+    Every rank must say ``CASE_OK`` and ``name`` before it ends.
 
     Raises
     ------
     LabError
         If a rank fails or the time is over; with the end of the log of a rank that failed.
     """
-    command = [str(lab.python), str(driver), str(lab.scripts / script), "--case", name]
-    command += ["--out", str(out), "--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
-    command += options
-    logs = [out.parent / f"rank{rank}.log" for rank in range(ranks)]
+    logs = [logs_in / f"rank{rank}.log" for rank in range(ranks)]
     with _mailbox() as box:
         ends = _run_ranks(command, logs, _environments(ranks, box, environment), timeout_seconds)
     texts = [log.read_text(errors="replace") for log in logs]
