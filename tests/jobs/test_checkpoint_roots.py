@@ -65,6 +65,15 @@ def test_a_file_is_created_once(root: CheckpointRoot) -> None:
     assert list(root.files("deep/claims")) == ["x.json"]
 
 
+def test_lines_of_a_log_keep_their_order(root: CheckpointRoot) -> None:
+    """One file on a disk; in a store, where nothing can be appended, one object for each line."""
+    for line in (b"1", b"2", b"3"):
+        root.append("x/audit", line)
+    assert root.read("x/audit.jsonl") in (b"1\n2\n3\n", None)
+    objects = [root.read(f"x/audit/{name}") for name in sorted(root.files("x/audit"))]
+    assert objects == ([] if root.read("x/audit.jsonl") else [b"1", b"2", b"3"])
+
+
 MANIFEST = b'{"format": "paddle-reshard manifest", "files": {"a": 1, "model_state/0_0.distcp": 1}}'
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from paddle_reshard.pipeline.cli import notify
 from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.listing import open_root
 from tests.conftest import COMMITTED, REPO
 from tests.jobs.command import copy_checkpoint, run_here
 
@@ -165,11 +164,3 @@ def test_a_watch_tells_and_keeps_a_log(hook: Hook, tmp_path: Path) -> None:
     jsonschema.validate(removed, SCHEMA)
     kept = [removed[name] for name in ("event", "source", "target", "plan_id")]
     assert kept == ["removed", None, str(tmp_path / "out" / "checkpoint-3"), hook.events()[0]["plan_id"]]
-
-
-def test_in_a_store_every_line_of_the_log_is_an_object() -> None:
-    root = open_root("memory://audit-of-a-run", {}, ("memory",))
-    for line in (b"1", b"2"):
-        root.append("x/audit", line)
-    names = sorted(root.files("x/audit"))
-    assert [root.read(f"x/audit/{name}") for name in names] == [b"1", b"2"]
