@@ -111,10 +111,17 @@ class Columns:
 
     def along(self, name: str, dim: int) -> npt.NDArray[Any]:
         """A field of several dims along one of them."""
-        column = self._columns[name, dim].astype(self.DTYPE[name].base, copy=False)
+        column, width = self._columns[name, dim], self.DTYPE[name].base
         if name in self.DISTANCES:
-            column = column + self._columns[self.DISTANCES[name], 0]
-        return _read_only(column[:])
+            column = self._columns[self.DISTANCES[name], 0].astype(width, copy=False) + column
+        elif _is_constant(column):
+            return np.broadcast_to(column[0].astype(width), column.shape)
+        return _read_only(column.astype(width, copy=False)[:])
+
+    def single(self, name: str, dim: int = 0) -> int | None:
+        """The value of a field, of several dims along one of them, where it is held as that of all rows."""
+        column = self._columns[name, dim]
+        return int(column[0]) if _is_constant(column) and name not in self.DISTANCES else None
 
     def along_each(self, name: str, dims: Ints) -> Ints:
         """A field of several dims, of each row along the dim that ``dims`` has for it."""
@@ -136,10 +143,31 @@ class Columns:
         for dim in np.unique(dims).tolist():
             self._set(name, dim, np.where(dims == dim, values, self._columns[name, dim]))
 
+    def set_along(self, name: str, dim: int, values: npt.ArrayLike) -> None:
+        """Change a field of several dims along one of them."""
+        self._set(name, dim, np.asarray(values))
+
+    def set_distance(self, name: str, values: npt.ArrayLike) -> None:
+        """Change a field of which only the distance from another is held, by this distance."""
+        if name not in self.DISTANCES:
+            raise ValueError(f"{name} is not held as a distance")
+        self._set(name, 0, np.asarray(values))
+
+    def share(self, name: str, other: Columns, its_name: str) -> None:
+        """Give a field the values that a field of as many other rows has, without a look at them."""
+        self._check_open()
+        if len(other) != len(self) or {name, its_name} & {*self.DISTANCES, *other.DISTANCES}:
+            raise ValueError(f"{its_name} of {len(other)} rows cannot be the {name} of {len(self)}")
+        for dim in range(self._dims(name)):
+            self._columns[name, dim] = other._columns[its_name, dim]
+
     def _set(self, name: str, dim: int, values: npt.NDArray[Any]) -> None:
+        self._check_open()
+        self._columns[name, dim] = _narrow(values, len(self))
+
+    def _check_open(self) -> None:
         if self._frozen:
             raise ValueError("these columns are read-only")
-        self._columns[name, dim] = _narrow(values, len(self))
 
     def freeze(self) -> None:
         """Make the columns read-only; copies can be changed."""

@@ -45,7 +45,25 @@ def order_of(numbers: npt.NDArray[Any]) -> Ints:
 
 def order_by(major: Ints, minor: Ints) -> Ints:
     """Indices that sort by ``major``, then by ``minor``, both not negative; equal pairs keep their order."""
-    span = int(minor.max(initial=0)) + 1
-    if (int(major.max(initial=0)) + 1) * span >= 1 << 63:
+    if not _fits(major, minor):
         return np.lexsort((minor, major))
-    return order_of(major.astype(np.int64) * span + minor)
+    return order_of(places(major, minor))
+
+
+def places(major: Ints, minor: Ints) -> Ints:
+    """Numbers that are in the order of pairs of numbers that are not negative, and equal where the pairs are.
+
+    >>> places(np.array([1, 0, 1]), np.array([0, 9, 0])).tolist()
+    [10, 9, 10]
+    """
+    if not _fits(major, minor):
+        order = np.lexsort((minor, major))
+        differs = (np.diff(major[order]) != 0) | (np.diff(minor[order]) != 0)
+        found = np.empty(len(order), dtype=np.int64)
+        found[order] = np.r_[0, np.cumsum(differs)][: len(order)]
+        return found
+    return np.asarray(major.astype(np.int64) * (int(minor.max(initial=0)) + 1) + minor)
+
+
+def _fits(major: Ints, minor: Ints) -> bool:
+    return (int(major.max(initial=0)) + 1) * (int(minor.max(initial=0)) + 1) < 1 << 63

@@ -13,7 +13,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_volumes, set_stops
+from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull, itemsizes, op_volumes, set_stops, wide_dims
 
 
 class Pieces(NamedTuple):
@@ -67,7 +67,7 @@ def outermost(ops: Ops, side: str) -> Ints:
     """The dim of each op with the largest stride on a side, among dims with more than one element; else the last."""
     outer = np.full(len(ops), MAX_DIMS - 1)
     largest = np.full(len(ops), -1)
-    for dim in range(MAX_DIMS):
+    for dim in wide_dims(ops):
         strides = np.where(ops.along("extents", dim) > 1, ops.along(f"{side}_strides", dim), -1)
         outer[strides > largest] = dim
         np.maximum(largest, strides, out=largest)
@@ -77,11 +77,11 @@ def outermost(ops: Ops, side: str) -> Ints:
 def dense(ops: Ops) -> Flags:
     """Whether an op is one run of bytes, the same on both sides."""
     alike = ops["source_dtype"] == ops["target_dtype"]
-    for dim in range(MAX_DIMS):
+    for dim in wide_dims(ops):
         strides = (ops.along(f"{side}_strides", dim) for side in ("source", "target"))
         alike &= (ops.along("extents", dim) == 1) | np.equal(*strides)
     start, stop = hull(ops, "target")
-    whole = stop - start == op_volumes(ops) * ITEMSIZES[ops["target_dtype"]]
+    whole = stop - start == op_volumes(ops) * itemsizes(ops, "target_dtype")
     return np.asarray(alike & whole)
 
 
@@ -95,7 +95,7 @@ def torn(ops: Ops, owner: Ints, count: int, target: bool) -> Flags:
     sides = [("target", moves)] if target else [("source", np.ones(len(ops), dtype=bool)), ("target", ~moves)]
     for side, chosen in sides:
         outer = outermost(ops, side)
-        for dim in range(MAX_DIMS):
+        for dim in wide_dims(ops):
             found[owner[chosen & (ops.along("extents", dim) > 1) & (outer != dim)], dim] = True
     return found
 
@@ -104,6 +104,10 @@ def reach(ops: Ops, owner: Ints, count: int) -> tuple[Ints, Ints]:
     """First element, and one past the last, along each dim of all ops of each owner; shapes ``(count, MAX_DIMS)``."""
     low = np.full((count, MAX_DIMS), np.iinfo(np.int64).max)
     high = np.zeros((count, MAX_DIMS), dtype=np.int64)
-    np.minimum.at(low, owner, ops["offset"])
-    np.maximum.at(high, owner, ops["offset"] + ops["extents"])
+    for dim in range(MAX_DIMS):
+        start = ops.along("offset", dim)
+        first, last = (np.ascontiguousarray(column[:, dim]) for column in (low, high))
+        np.minimum.at(first, owner, start)
+        np.maximum.at(last, owner, start + ops.along("extents", dim))
+        low[:, dim], high[:, dim] = first, last
     return low, high

@@ -14,13 +14,13 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.core.sorting import order_by, order_of
+from paddle_reshard.pipeline.core.sorting import order_of, places
 from paddle_reshard.pipeline.layouts.quantised import BLOCK
 from paddle_reshard.pipeline.layouts.quantising import BlockRows
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
-from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull
+from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
-from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes
+from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes, unions
 
 
 class GroupMemory(NamedTuple):
@@ -43,6 +43,27 @@ class Grouped(NamedTuple):
     groups: Ints
     rereads: bool
     """Whether several groups read the same bytes."""
+    most_read: Ints
+    """Bytes that each group reads at most."""
+
+
+class _Atoms(NamedTuple):
+    """Atoms, and the bytes that each writes and reads."""
+
+    number: Ints
+    """The atom of each op."""
+    made: Ints
+    read: Ints
+
+    @classmethod
+    def measured(cls, ops: Ops, number: Ints) -> _Atoms:
+        return cls(number, _made_bytes(ops, number), _read_bytes(ops, number))
+
+    def renumbered(self, new: Ints) -> _Atoms:
+        """The same atoms, of which each has another number."""
+        made, read = np.empty_like(self.made), np.empty_like(self.read)
+        made[new], read[new] = self.made, self.read
+        return _Atoms(new[self.number], made, read)
 
 
 class FileSizes(NamedTuple):
@@ -64,21 +85,30 @@ def group_ops(
     ``ops`` is emptied, so that it is not in memory together with its pieces. Probes do not form atoms: their few bytes
     may be read twice, and large tensors need not share a group because of them.
     """
-    probes, ops = ops.split(ops["kind"] == PROBE)
+    probes = Ops.empty()
+    if (of_probes := ops["kind"] == PROBE).any():
+        probes, ops = ops.split(of_probes)
     ops, atoms, rereads = _cut_large(ops, files, memory, together)
     if len(probes):
-        atoms = np.concatenate([np.arange(len(probes)), atoms + len(probes)])
+        alone = _Atoms.measured(probes, np.arange(len(probes)))
+        atoms = _Atoms(
+            np.concatenate([alone.number, atoms.number + len(probes)]),
+            np.concatenate([alone.made, atoms.made]),
+            np.concatenate([alone.read, atoms.read]),
+        )
         ops = Ops.joined([probes, ops])
     if together is not None:
-        atoms = _kept_together(ops, atoms, together)
+        atoms = _Atoms.measured(ops, _kept_together(ops, atoms.number, together))
     if not len(ops):
-        return Grouped(ops, atoms, False)
-    atoms = _in_file_order(ops, atoms)
-    units = _joined(ops, atoms, copied, files)
-    groups = _gathered(_made_bytes(ops, units) + _read_bytes(ops, units), memory.group_bytes)[units]
+        return Grouped(ops, atoms.number, False, atoms.read)
+    atoms = atoms.renumbered(_file_order(ops, atoms.number))
+    if (files.smallest_part > 1).any():
+        atoms = _Atoms.measured(ops, _joined(ops, atoms.number, copied, files))
+    group = _gathered(atoms.made + atoms.read, memory.group_bytes)
+    groups = group[atoms.number]
     order = order_of(groups)
     ops.reorder(order)
-    return Grouped(ops, groups[order], rereads)
+    return Grouped(ops, groups[order], rereads, _sums(group, atoms.read, int(group[-1]) + 1))
 
 
 # ----------------------------------------------------------------------------------------------- atoms
@@ -99,24 +129,41 @@ def source_ranges(ops: Ops) -> tuple[Ints, Ints, Ints, Ints]:
     )
 
 
-def _atoms(ops: Ops, tiny_bytes: int) -> Ints:
+def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
     """The number of each op's atom: ops that overlap in a source or target file share one.
 
     Each target file reads ranges of up to ``tiny_bytes`` separately. Otherwise a few values that all ranks hold, such
     as a bias, would put the files of all ranks into one atom.
     """
     op, file, start, stop = source_ranges(ops)
-    apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
-    number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
+    apart = np.zeros(0, dtype=bool)
+    if tiny_bytes >= 0:
+        apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
+        number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
+        file = file * (int(number.max()) + 1) + number
+    read = unions(file, start, stop)
     moves = np.flatnonzero(ops["kind"] == MOVE)
     low, high = (side[moves] for side in hull(ops, "target"))
-    return _components(
-        len(ops),
-        [
-            (op, label(file * (int(number.max()) + 1) + number, start, stop)),
-            (moves, label(ops["target_file"][moves].astype(np.int64), low, high)),
-        ],
+    made = unions(ops["target_file"][moves].astype(np.int64), low, high)
+    atoms = _components(len(ops), [(op, read.number), (moves, made.number)])
+    if apart.any():  # what several files read apart may overlap within an atom
+        return _Atoms.measured(ops, atoms)
+    # Ranges that overlap are of one atom: it reads and writes what these cover together.
+    count = int(atoms.max(initial=-1)) + 1
+    return _Atoms(
+        atoms,
+        *(
+            _sums(_owners(found.number, atoms[rows]), found.nbytes, count)
+            for rows, found in ((moves, made), (op, read))
+        ),
     )
+
+
+def _owners(numbers: Ints, atoms: Ints) -> Ints:
+    """The atom of each number; all ranges of a number are of one."""
+    owners = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
+    owners[numbers] = atoms
+    return owners
 
 
 def _clusters(ops: Ops, groups: Ints) -> Ints:
@@ -168,7 +215,7 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 
 def _cut_large(
     ops: Ops, files: FileSizes, memory: GroupMemory, together: BlockRows | None
-) -> tuple[Ops, Ints, bool]:
+) -> tuple[Ops, _Atoms, bool]:
     """Cut atoms until each writes about half of ``memory.group_bytes``, where possible; returns ops and their atoms.
 
     The size of an atom that only compares is what it reads.
@@ -177,23 +224,21 @@ def _cut_large(
     ⌈200 / 32⌉ = 7 stretches: six of ⌈800 / 7⌉ = 115 rows (28.75 MiB) and one of 110. In a target stored column by
     column each stretch would be 115 scattered elements of every column: such an atom is cut along its columns instead.
     """
+    none = np.zeros(0, dtype=np.int64)
     if not len(ops):
-        return ops, np.zeros(0, dtype=np.int64), False
-    atoms = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
-    order = order_of(atoms)
+        return ops, _Atoms(none, none, none), False
+    found = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
+    order = order_of(found.number)
     ops.reorder(order)
-    atoms = atoms[order]
+    found = found._replace(number=found.number[order])
     done: list[Ops] = []
-    numbers: list[Ints] = []
+    kept: list[_Atoms] = []
     numbered, rereads = 0, False
-    used = np.full(int(atoms.max(initial=-1)) + 1, MAX_DIMS)
+    used = np.full(len(found.made), MAX_DIMS)
     most = memory.most_bytes - memory.pass_bytes
     while len(ops):
-        made, count = _made_bytes(ops, atoms), len(used)
-        size = np.where(made > 0, made, 0)
-        if len(only_reads := np.flatnonzero((made == 0)[atoms])):
-            read = _read_bytes(ops[only_reads], atoms[only_reads])
-            size[: len(read)] += read
+        atoms, count = found.number, len(used)
+        size = np.where(found.made > 0, found.made, found.read)
         goal = np.clip(
             2 * _smallest_together(ops, atoms, files, count), memory.group_bytes // 2, max(most, 1)
         )
@@ -209,9 +254,10 @@ def _cut_large(
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
         keep = ~chosen[atoms]
-        kept, atoms = dense_numbers(atoms[keep]), atoms[~keep]
-        numbers.append(kept + numbered)
-        numbered += int(kept.max(initial=-1)) + 1
+        numbers = np.cumsum(~chosen) - 1 + numbered
+        kept.append(_Atoms(numbers[atoms[keep]], found.made[~chosen], found.read[~chosen]))
+        numbered += len(kept[-1].made)
+        atoms = atoms[~keep]
         enough, ops = ops.split(keep)
         done.append(enough)
         if len(ops):
@@ -223,7 +269,9 @@ def _cut_large(
             used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
             used[atoms] = kind.dim[parents]
             del pieces, parents
-    return Ops.joined([ops, *done]), np.concatenate([atoms, *numbers]), rereads
+            found = _Atoms.measured(ops, atoms)
+    columns = (np.concatenate(column) for column in zip(*kept, strict=True))
+    return Ops.joined([ops, *done]), _Atoms(*columns), rereads
 
 
 class _CutDims(NamedTuple):
@@ -263,7 +311,7 @@ def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
 def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
     """For each of ``count`` owners of ops and each dim, whether any of its ops has more than one element there."""
     found = np.zeros((count, MAX_DIMS), dtype=bool)
-    for dim in range(MAX_DIMS):
+    for dim in wide_dims(ops):
         found[owners[ops.along("extents", dim) > 1], dim] = True
     return found
 
@@ -315,25 +363,24 @@ def _kept_together(ops: Ops, atoms: Ints, together: BlockRows) -> Ints:
 # ------------------------------------------------------------------------------------- gathering atoms
 
 
-def _in_file_order(ops: Ops, atoms: Ints) -> Ints:
-    """Number atoms by their first target byte; atoms that write nothing follow, by their first source byte.
+def _file_order(ops: Ops, atoms: Ints) -> Ints:
+    """The rank of each atom by its first target byte; atoms that write nothing follow, by their first source byte.
 
     Probes come first: a checkpoint that contradicts itself throughout is refused before anything is moved.
     """
-    count = int(atoms.max()) + 1
     moves = ops["kind"] == MOVE
-    # Three ops of atoms 1, 0, 1 that write at bytes 0, 8, 4: the first op of atom 1 is number 0 in file order, that of
-    # atom 0 is number 2; so atom 1 becomes 0, and atom 0 becomes 1.
+    # Three ops of atoms 1, 0, 1 that write at bytes 0, 8, 4: atom 0 begins at 8 and atom 1 at 0, so their ranks are
+    # 1 and 0.
     sources = int(ops["source_file"].max(initial=-1)) + 1
     targets = int(ops["target_file"].max(initial=-1)) + 1
     file = np.where(moves, sources + ops["target_file"], ops["source_file"])
     file += (sources + targets) * ~(moves | (ops["kind"] == PROBE))
-    order = order_by(file, np.where(moves, ops["target_byte"], ops["source_byte"]))
-    first = np.full(count, len(ops))
-    first[atoms[order][::-1]] = np.arange(len(ops))[::-1]  # the first op of an atom is assigned last
-    number = np.empty(count, dtype=np.int64)
-    number[np.argsort(first, kind="stable")] = np.arange(count)
-    return number[atoms]
+    begins = places(file, np.where(moves, ops["target_byte"], ops["source_byte"]))
+    first = np.full(int(atoms.max()) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, atoms, begins)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[order_of(first)] = np.arange(len(first))
+    return rank
 
 
 def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
@@ -384,8 +431,10 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
 # ---------------------------------------------------------------------------------------------- passes
 
 
-def set_passes(ops: Ops, groups: Ints, made: Ints, memory: GroupMemory) -> tuple[Ops, Ints]:
+def set_passes(ops: Ops, groups: Ints, made: Ints, most_read: Ints, memory: GroupMemory) -> tuple[Ops, Ints]:
     """Divide the reads of each group into passes if they do not fit next to its parts, which take ``made`` bytes.
+
+    A group is known to read at most ``most_read`` bytes.
 
     Returns the ops sorted by group and pass, some of them cut, and their groups.
 
@@ -400,7 +449,11 @@ def set_passes(ops: Ops, groups: Ints, made: Ints, memory: GroupMemory) -> tuple
     """
     ops["pass"] = 0
     allowed = np.maximum(memory.pass_bytes, min(memory.group_bytes, memory.most_bytes) - made)
-    many = _read_bytes(ops, groups) > allowed
+    many = most_read > allowed
+    if many.any():
+        rows = np.flatnonzero(many[groups])
+        read = _read_bytes(ops[rows], groups[rows])
+        many[: len(read)] &= read > allowed[: len(read)]
     if not many.any():
         return ops, groups
     many_ops = many[groups]

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.core.geometry import Boxes, Ints, by_tensor, intersect, meeting_pairs
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, by_tensor, meeting_pairs
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops, wide_dims
 
 _CASTS = {("float32", "bfloat16")}
 """Casts that formats define: a bfloat16 parameter is its master weight, rounded to nearest even."""
@@ -97,15 +97,26 @@ def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
 def _in_common(source: Fragments, target: Fragments) -> Ops:
     """What the two fragments of each pair have in common."""
     ops = Ops.empty(len(source))
-    offsets = {"source": source["offset"], "target": target["offset"]}
-    low, extents = intersect(offsets["source"], source["extents"], offsets["target"], target["extents"])
-    ops["tensor"], ops["offset"], ops["extents"] = target["tensor"], low, extents
+    sides = (("source", source), ("target", target))
+    ops.share("tensor", target, "tensor")
+    ops.share("offset", source, "offset")
     ops["again"] = target["replica"] > 0
-    for side, fragments in (("source", source), ("target", target)):
+    starts = {side: fragments["byte_base"] for side, fragments in sides}
+    for side, fragments in sides:
         for column in ("file", "dtype", "strides"):
-            ops[f"{side}_{column}"] = fragments[column]
-        skipped = ((low - offsets[side]) * fragments["strides"]).sum(axis=1)
-        ops[f"{side}_byte"] = fragments["byte_base"] + skipped
+            ops.share(f"{side}_{column}", fragments, column)
+    for dim in wide_dims(source, target):  # along the others, both boxes are at the same element
+        begins = {side: fragments.along("offset", dim) for side, fragments in sides}
+        ends = [begins[side] + fragments.along("extents", dim) for side, fragments in sides]
+        low = np.maximum(*begins.values())
+        ops.set_along("offset", dim, low)
+        ops.set_along("extents", dim, np.minimum(*ends) - low)
+        for side, fragments in sides:
+            starts[side] = starts[side] + (low - begins[side]) * fragments.along("strides", dim)
+    for dim in set(range(MAX_DIMS)) - set(wide_dims(source, target)):
+        ops.set_along("extents", dim, 1)
+    for side, start in starts.items():
+        ops[f"{side}_byte"] = start
     set_stops(ops)
     return ops
 

@@ -66,21 +66,34 @@ class Ops(Columns):
     __slots__ = ()
 
 
+def wide_dims(*boxes: Columns) -> list[int]:
+    """The dims along which a box of any of these columns may have more than one element."""
+    return [dim for dim in range(MAX_DIMS) if any(rows.single("extents", dim) != 1 for rows in boxes)]
+
+
+def itemsizes(rows: Columns, field: str) -> Ints | np.int64:
+    """Bytes of an element of each row, or of all, by a field of dtypes."""
+    dtype = rows.single(field)
+    return ITEMSIZES[rows[field]] if dtype is None else np.int64(ITEMSIZES[dtype])
+
+
 def set_stops(ops: Ops) -> None:
     """Recompute the ``_stop`` fields from the boxes."""
+    steps = [(dim, ops.along("extents", dim) - 1) for dim in wide_dims(ops)]
     for side in ("source", "target"):
-        stop = ops[f"{side}_byte"] + ITEMSIZES[ops[f"{side}_dtype"]]
-        for dim in range(MAX_DIMS):
-            stop += (ops.along("extents", dim) - 1) * ops.along(f"{side}_strides", dim)
-        ops[f"{side}_stop"] = stop
+        reach = np.zeros(len(ops), dtype=np.int64)
+        reach += itemsizes(ops, f"{side}_dtype")
+        for dim, further in steps:
+            reach += further * ops.along(f"{side}_strides", dim)
+        ops.set_distance(f"{side}_stop", reach)
 
 
 def op_volumes(ops: Ops) -> Ints:
     """Elements of each op."""
-    elements = ops.along("extents", 0).copy()
-    for dim in range(1, MAX_DIMS):
+    elements = np.ones(len(ops), dtype=np.int64)
+    for dim in wide_dims(ops):
         elements *= ops.along("extents", dim)
-    return np.asarray(elements, dtype=np.int64)
+    return elements
 
 
 def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.sorting import order_by
 from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull
-from paddle_reshard.pipeline.planning.ranges import merge
+from paddle_reshard.pipeline.planning.ranges import by_owner, merge
 
 MADE = -1
 NO_GROUP = -1
@@ -86,7 +87,12 @@ def plan_parts(
     fills = _fill(gaps.file, start, stop)
     fills = fills[fills["start"] < fills["stop"]]
     parts = np.concatenate([blocks, divided(fills, -(-part_sizes(fills) // largest_fill[fills["file"]]))])
-    return parts[np.lexsort((parts["start"], parts["file"]))]
+    return in_file_order(parts)
+
+
+def in_file_order(parts: Parts) -> Parts:
+    """The same parts, sorted by file and start."""
+    return parts[order_by(parts["file"].astype(np.int64), np.ascontiguousarray(parts["start"]))]
 
 
 class _Gaps(NamedTuple):
@@ -116,17 +122,20 @@ def _shared(gaps: _Gaps, blocks: Parts, made: Flags, smallest: Ints, largest_fil
 
 def _blocks(ops: Ops, owners: Ints, copied: Parts, smallest: Ints, largest_fill: Ints) -> Parts:
     """Ranges with values, joined if neighbours have one owner, and copied parts; sorted by file and start."""
-    moves = ops["kind"] == MOVE
-    start, stop = (side[moves] for side in hull(ops, "target"))
-    count = int(owners.max(initial=-1)) + 1
-    key, low, high = merge(
-        ops["target_file"][moves].astype(np.int64) * max(count, 1) + owners[moves], start, stop
-    )
-    pieces = np.zeros(len(key), dtype=PART)
-    pieces["group"], pieces["file"] = key % max(count, 1), key // max(count, 1)
-    pieces["start"], pieces["stop"], pieces["source_file"] = low, high, MADE
-    pieces = np.concatenate([pieces, copied])
-    pieces = pieces[np.lexsort((pieces["start"], pieces["file"]))]
+    found = [copied]
+    for rows in by_owner(owners):
+        moves = ops["kind"][rows] == MOVE
+        start, stop = (side[moves] for side in hull(ops[rows], "target"))
+        owner, file = owners[rows][moves], ops["target_file"][rows][moves].astype(np.int64)
+        if not len(owner):
+            continue
+        first, count = int(owner.min()), int(owner.max() - owner.min()) + 1
+        key, low, high = merge(file * count + owner - first, start, stop)
+        pieces = np.zeros(len(key), dtype=PART)
+        pieces["group"], pieces["file"] = first + key % count, key // count
+        pieces["start"], pieces["stop"], pieces["source_file"] = low, high, MADE
+        found.append(pieces)
+    pieces = in_file_order(np.concatenate(found))
     before, after = pieces[:-1], pieces[1:]
     same = (before["file"] == after["file"]) & (before["group"] == after["group"])
     same &= (before["source_file"] == MADE) & (after["source_file"] == MADE)

@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Quantisation, block_rows
@@ -40,7 +41,7 @@ from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, vol
 from paddle_reshard.pipeline.planning.once import count_once
 from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, ITEMSIZES, MOVE, PROBE, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
-from paddle_reshard.pipeline.planning.ranges import dense_numbers, merge
+from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 
 FOOTPRINT_BYTES = 136 << 20
@@ -438,18 +439,18 @@ def _grouped(
     together = None
     if plan.quantised is not None:
         together = block_rows(plan.quantised, [file.path for file in plan.target_files])
-    ops, groups, rereads = group_ops(
+    ops, groups, rereads, most_read = group_ops(
         ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts), together
     )
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1
     parts["group"] = _groups_of_parts(parts, values, sizes.fill_bytes, copy_group_bytes)
     count = max(values, int(parts["group"].max(initial=-1)) + 1)
-    parts = parts[np.lexsort((parts["start"], parts["file"], parts["group"]))]
+    parts = parts[order_of(parts["group"].astype(np.int64))]  # those of a group stay in order
     made = parts[parts["source_file"] == MADE]
     peaks = np.bincount(made["group"], weights=part_sizes(made), minlength=count).astype(np.int64)
     peaks += _accumulator_bytes(plan.mixtures, ops, groups, made, count)
-    ops, groups = set_passes(ops, groups, peaks[:values], memory)
+    ops, groups = set_passes(ops, groups, peaks[:values], most_read, memory)
     bands = plan_bands(ops, groups)
     peaks += largest_passes(bands, count)
     planned = replace(plan, ops=ops, op_groups=groups, bands=bands, parts=parts, group_peaks=peaks)
@@ -530,14 +531,18 @@ def _label(plan: Plan, group: int) -> str:
 
 def plan_bands(ops: Ops, groups: Ints) -> Bands:
     """The source byte ranges that each group reads in each of its passes; ranges close together are joined."""
-    op, file, start, stop = source_ranges(ops)
-    files, passes = int(file.max(initial=0)) + 1, int(ops["pass"].max(initial=0)) + 1
-    keys = (groups[op] * passes + ops["pass"][op]) * files + file
-    key, low, high = merge(keys, start, stop, JOIN_GAP_BYTES)
-    bands = np.zeros(len(key), dtype=BAND)
-    bands["group"], bands["pass"], bands["file"] = key // files // passes, key // files % passes, key % files
-    bands["start"], bands["stop"] = low, high
-    return bands
+    found = [np.zeros(0, dtype=BAND)]
+    for rows in by_owner(groups):
+        block, first = ops[rows], int(groups[rows].min(initial=0))
+        op, file, start, stop = source_ranges(block)
+        files, passes = int(file.max(initial=0)) + 1, int(block["pass"].max(initial=0)) + 1
+        keys = ((groups[rows] - first) * passes + block["pass"])[op] * files + file
+        key, low, high = merge(keys, start, stop, JOIN_GAP_BYTES)
+        bands = np.zeros(len(key), dtype=BAND)
+        bands["group"], bands["file"] = first + key // files // passes, key % files
+        bands["pass"], bands["start"], bands["stop"] = key // files % passes, low, high
+        found.append(bands)
+    return np.concatenate(found)
 
 
 def largest_passes(bands: Bands, count: int) -> Ints:

@@ -62,3 +62,27 @@ def test_what_is_alike_takes_little() -> None:
     ops["tensor"] = ops["source_tensor"] = np.arange(100_000)
     ops["source_byte"] = np.arange(100_000) * 256
     assert len(pickle.dumps(ops)) < 100_000 * OP.itemsize / 4
+
+
+@given(rows())
+def test_columns_are_changed_one_by_one(found: OpRows) -> None:
+    ops = Ops.of_rows(found)
+    for dim in range(MAX_DIMS):
+        single = ops.single("offset", dim)
+        assert single is None or (found["offset"][:, dim] == single).all()
+    ops.set_along("offset", 1, found["source_byte"])
+    ops.set_distance("target_stop", found["pass"])
+    ops.share("extents", Ops.of_rows(found), "target_strides")
+    found["offset"][:, 1] = found["source_byte"]
+    found["target_stop"] = found["target_byte"] + found["pass"]
+    found["extents"] = found["target_strides"]
+    assert np.array_equal(ops.rows(), found)
+    with pytest.raises(ValueError, match="is not held as a distance"):
+        ops.set_distance("target_byte", found["pass"])
+    with pytest.raises(ValueError, match="cannot be the tensor"):
+        ops.share("tensor", Ops.empty(len(found) + 1), "pass")
+    with pytest.raises(ValueError, match="cannot be the pass"):
+        ops.share("pass", ops, "source_stop")
+    ops.freeze()
+    with pytest.raises(ValueError, match="read-only"):
+        ops.share("tensor", Ops.empty(len(found)), "pass")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.core.sorting import order_by, order_of
+from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 
 
 @pytest.mark.parametrize("largest", [3, 1 << 20, 1 << 50, (1 << 63) - 1])
@@ -28,3 +28,6 @@ def test_pairs_are_sorted_by_both(largest: int) -> None:
     major, minor = random.integers(0, 50, 20_000), random.integers(0, largest, 20_000)
     minor[1::2] = minor[::2]
     np.testing.assert_array_equal(order_by(major, minor), np.lexsort((minor, major)))
+    place, pairs = places(major, minor), np.stack([major, minor], axis=1)
+    np.testing.assert_array_equal(np.argsort(place, kind="stable"), np.lexsort((minor, major)))
+    assert len(np.unique(place)) == len(np.unique(pairs, axis=0))
