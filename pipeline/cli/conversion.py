@@ -132,9 +132,10 @@ def plan(
         report.planned(planned)
         coverage = paddle_reshard.prove(planned) if prove else None
     if save is not None:
+        from paddle_reshard.pipeline.convert.asked import statement_of
         from paddle_reshard.pipeline.convert.plan_file import save_plan
 
-        save_plan(planned.plan, save)
+        save_plan(planned.plan, save, statement_of(planned))
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
     shown = [*planned.facts(), *(() if coverage is None else coverage.facts())]
     answer(plan_data(planned) | proof, as_json, quiet, lambda: print_facts(shown))

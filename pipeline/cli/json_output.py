@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.coverage import Coverage
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
-    from paddle_reshard.pipeline.convert.explain import Explanation, Origin, Stretch
+    from paddle_reshard.pipeline.convert.explanation import Explanation, Origin, Stretch
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport

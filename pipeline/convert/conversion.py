@@ -15,6 +15,7 @@ from paddle_reshard.clusters.choose import choose_engine, choose_indexing
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.aoa.conventions import to_convention
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
+from paddle_reshard.pipeline.convert.asked import stated_request
 from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_complete
 from paddle_reshard.pipeline.convert.plan import (
@@ -30,7 +31,7 @@ from paddle_reshard.pipeline.convert.request import (
     Locations,
     RunSettings,
 )
-from paddle_reshard.pipeline.convert.resuming import merge_with_session, request_record
+from paddle_reshard.pipeline.convert.resuming import merge_with_session
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,
@@ -44,6 +45,7 @@ from paddle_reshard.pipeline.core.events import (
     ignore_events,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import (
     SHOWN_DIFFERENCES,
     SHOWN_WORKERS,
@@ -118,8 +120,12 @@ def plan_request(
     settings: RunSettings,
     index_files: IndexFiles,
     in_process: bool = False,
+    limits: PartLimits = PartLimits(),
 ) -> ConversionPlan:
-    """Index the source, lay out the targets and plan the conversion; nothing is moved."""
+    """Index the source, lay out the targets and plan the conversion; nothing is moved.
+
+    ``limits`` are those of the targets' stores, if the request names no targets.
+    """
     locations = request.locations
     outputs = open_targets(locations, settings.resume) if locations.targets else None
     filling = read_filling(locations.fill, request.allow_missing, locations.reading)
@@ -152,7 +158,7 @@ def plan_request(
         donor = read_donor(SourceFiles(donor_store, None, index_here, index_files))
         store = JoinedSource((Mount("", store), Mount(DONOR, donor_store)))
     if outputs is None:
-        return plan_checkpoint(store, checkpoint, request, donor=donor)
+        return plan_checkpoint(store, checkpoint, request, limits, donor=donor)
     given = (locations.fill, locations.merge_into, locations.like)
     everywhere = (*locations.sources, *locations.targets, *given)
     spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
@@ -255,7 +261,7 @@ def convert_with(
     if settings.run.resume:
         target, options = resumed_request(source, target, options, settings.run)
     request = read_request((source,), target, options, settings.sizes)
-    asked = request_record(target, options)
+    asked = stated_request(target, options)
 
     def make_plan(index_files: IndexFiles, in_process: bool) -> ConversionPlan:
         made = plan_request(request, settings.run, index_files, in_process)
@@ -277,4 +283,4 @@ def plan_with(
     """:func:`paddle_reshard.plan`, with its options as a value."""
     request = read_request((source,), target, settings.options, settings.sizes)
     planned = plan_request(request, settings.run, partial(index_here, observe=observe))
-    return planned if target is None else replace(planned, asked=request_record(target, settings.options))
+    return replace(planned, asked=stated_request("" if target is None else target, settings.options))

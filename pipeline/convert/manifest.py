@@ -11,6 +11,9 @@ up while they were moved, taken from the source's manifest, or read; the rest is
 A manifest also lists what else may be in the folder (``beside``), and has a digest of all its entries, which shows
 accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
 
+``request`` is what was asked (:mod:`~paddle_reshard.pipeline.convert.asked`), ``target_number`` which of its targets
+this one is, and ``limits`` what the target's store sets for parts: the plan follows from these and the source.
+
 ``generation`` is the version of this schema. The first generation had neither this entry nor a digest nor ``beside``.
 """
 
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from paddle_reshard.pipeline.convert.asked import statement_of
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
@@ -261,24 +265,21 @@ def describe_targets(
     conversion: ConversionPlan, replica_drift: Sequence[str] = (), receipts: Iterable[Receipt] = ()
 ) -> dict[str, dict[str, Any]]:
     """Prefix of each target → the entries of its manifest."""
-    plan, source, store = conversion.plan, conversion.source, conversion.store
+    plan, stated = conversion.plan, statement_of(conversion)
     files = {f.path: f.size_bytes for f in plan.stored_files}
     files |= {c.target_path: c.size_bytes for c in plan.carried}
     parts = describe_parts(receipts, _copies(plan))
     described = {}
-    for prefix, target in zip(prefixes(len(conversion.targets)), conversion.targets, strict=True):
+    named = zip(prefixes(len(conversion.targets)), conversion.targets, strict=True)
+    for number, (prefix, target) in enumerate(named):
         described[prefix] = {
             **manifest_head(version.__version__),
-            "plan_id": plan.plan_id,
+            **stated,
+            **({"target_number": number} if "request" in stated else {}),
             **target.spec.facts(),
             "files": _below(prefix, files),
             "source": {
-                "location": absolute(store.location),
-                "format": source.format,
-                "topology": None if source.topology is None else str(source.topology),
-                "sharding_strategy": source.strategy,
-                "files": store.sizes(),
-                "versions": store.versions(),
+                **stated["source"],
                 "not_carried": dict(target.not_carried),
                 "states_left": list(target.states_not_carried),
                 "states_dropped": list(conversion.dropped),

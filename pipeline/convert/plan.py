@@ -125,7 +125,11 @@ class ConversionPlan(Shown):
     same_values: bool = False
     """Whether every tensor of a target has the values of the tensor of that name in the source."""
     asked: Mapping[str, Any] | None = None
-    """The request, as ``pipeline/convert/resuming.py`` records it in a session."""
+    """The request, as ``pipeline/convert/asked.py`` states it in manifests."""
+    limits: PartLimits = PartLimits()
+    """Those of the targets' stores."""
+    target_number: int | None = None
+    """The target whose files are explained, if this is the plan of a finished one."""
 
     @property
     def master_weights_made(self) -> int:
@@ -311,6 +315,7 @@ def plan_checkpoint(
         dropped=tuple(dropped),
         excluded=excluded,
         fingerprint=request.fingerprint,
+        limits=limits,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,10 @@ _TABLES = {
 _SCALARS = ("budget_bytes", "allow_replica_drift", "allow_master_drift", "beside", "read_once_budget_bytes")
 
 
-def save_plan(plan: Plan, path: Path) -> None:
+def save_plan(plan: Plan, path: Path, statement: Mapping[str, Any] | None = None) -> None:
     """Write a plan, replacing an existing file.
+
+    ``statement`` says what it makes of what (:func:`~paddle_reshard.pipeline.convert.asked.statement_of`).
 
     Raises
     ------
@@ -80,6 +82,7 @@ def save_plan(plan: Plan, path: Path) -> None:
         If the file cannot be written.
     """
     header = {
+        **(statement or {}),
         "format": FORMAT,
         "generation": GENERATION,
         "plan_id": plan.plan_id,
@@ -189,8 +192,19 @@ def saved_plan_id(path: Path) -> str:
     UsageError, FormatError
         As :func:`load_plan`.
     """
+    return str(read_header(path).get("plan_id"))
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """The header of a plan file: the id of the plan, and what it makes of what.
+
+    Raises
+    ------
+    UsageError, FormatError
+        As :func:`load_plan`.
+    """
     with _opened(path) as file:
-        return str(_read_header(file, str(path)).get("plan_id"))
+        return _read_header(file, str(path))
 
 
 def check_is_saved(plan: Plan, path: Path) -> None:

@@ -51,7 +51,7 @@ class _File:
     text: str | None = None
 
 
-_TYPES: Mapping[Kind, Any] = {
+TYPES: Mapping[Kind, Any] = {
     Kind.TEXT: str,
     Kind.COUNT: int,
     Kind.FLAG: bool,
@@ -82,11 +82,11 @@ def request_record(target: Targets, options: ConversionOptions) -> dict[str, Any
 
 
 def _kept(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    kept = {name: _plain(name, options.get(name)) for name in names}
+    kept = {name: plain(name, options.get(name)) for name in names}
     return {name: value for name, value in kept.items() if value and value != OPTIONS[name].default}
 
 
-def _plain(name: str, value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """An option as JSON, in a canonical form."""
     if not value:
         return None
@@ -170,19 +170,21 @@ def check_record(original: Mapping[str, Any], location: str) -> None:
         (shared, OF_ALL_TARGETS),
         *((of_target, TARGET_OPTIONS) for of_target in (targets if sound else ())),
     ]
-    if not sound or not all(_is_kept(given, names) for given, names in groups):
+    if not sound or not all(fits(given, names) for given, names in groups):
         raise StaleSessionError(
             f"{location}: the record of the unfinished conversion here holds no valid options; remove it with "
             f"paddle-reshard clean {location}"
         )
 
 
-def _is_kept(given: Any, names: Sequence[str]) -> bool:
+def fits(given: Any, names: Sequence[str], as_texts: Sequence[str] = ()) -> bool:
+    """Whether a record holds options of these names, each of its type; those in ``as_texts`` as texts."""
     if not isinstance(given, dict) or not given.keys() <= set(names):
         return False
     try:
         for name, value in given.items():
-            typed(value, bool if OPTIONS[name].consent else _TYPES[OPTIONS[name].kind])
+            own = bool if OPTIONS[name].consent else TYPES[OPTIONS[name].kind]
+            typed(value, str if name in as_texts else own)
     except EntryError:
         return False
     return True
@@ -200,7 +202,7 @@ def _merge(
             if before is not None:
                 merged[name] = _restored(location, name, before)
             continue
-        now = _plain(name, asked.get(name))
+        now = plain(name, asked.get(name))
         if now == option.default:
             now = None
         if option.changes_bytes and _essence(now) != _essence(before):
@@ -216,14 +218,17 @@ def _essence(value: Any) -> Any:
 
 
 def _restored(location: str, name: str, kept: Any) -> Any:
-    if name not in FILES:
-        return kept
-    if "text" not in kept:
+    if name in FILES and "text" not in kept:
         raise UsageError(
             f"{location}: the unfinished conversion here was started with {_in_words(name, kept)}, which is too large "
             f"to be kept; give it again: {flag_of(name)} FILE"
         )
-    return KeptFile(kept["name"], kept["text"])
+    return restored(name, kept)
+
+
+def restored(name: str, kept: Any) -> Any:
+    """An option as it was given; a file of which the text was kept."""
+    return KeptFile(kept["name"], kept["text"]) if name in FILES else kept
 
 
 def _contradiction(location: str, name: str, before: Any, now: Any) -> StaleSessionError:

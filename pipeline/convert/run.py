@@ -11,6 +11,7 @@ import numpy as np
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.asked import session_record
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
 from paddle_reshard.pipeline.convert.plan import (
@@ -94,7 +95,8 @@ def identify(conversion: ConversionPlan) -> Identity:
     """The identity of a conversion: plan, source files with their versions, and version of this package."""
     store = conversion.store
     files = _describe_files(store.sizes(), store.versions())
-    return Identity(conversion.plan.plan_id, version.__version__, store.location, files, conversion.asked)
+    asked = session_record(conversion.asked)
+    return Identity(conversion.plan.plan_id, version.__version__, store.location, files, asked)
 
 
 def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> dict[str, str]:

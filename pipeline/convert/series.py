@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from paddle_reshard.pipeline.convert.asked import stated_average
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, open_targets, plan_and_run
 from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
 from paddle_reshard.pipeline.convert.options import (
@@ -277,16 +278,23 @@ def average(
         If the checkpoints are not of one model, or cannot be converted.
     """
     check_names(options, AverageOptions)
-    request = read_average(sources, target, conversion_options(options))
-    return average_request(request, weigh(len(sources), decay, weights, uniform), read_run(options), observe)
+    asked = conversion_options(options)
+    request, weighting = read_average(sources, target, asked), weigh(len(sources), decay, weights, uniform)
+    how = {"decay": decay, "weights": weights, "uniform": uniform}
+    stated = stated_average(sources, target, asked, how)
+    return average_request(request, weighting, read_run(options), observe, stated)
 
 
 def average_request(
-    request: ConversionRequest, weighting: Weighting, settings: RunSettings, observe: Observer = ignore_events
+    request: ConversionRequest,
+    weighting: Weighting,
+    settings: RunSettings,
+    observe: Observer = ignore_events,
+    stated: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Run a request made by :func:`read_average`."""
+    """Run a request made by :func:`read_average`; its manifest states it as in ``stated``."""
     return plan_and_run(
-        lambda index_files, _: plan_average(request, weighting, settings, index_files),
+        lambda index_files, _: replace(plan_average(request, weighting, settings, index_files), asked=stated),
         request,
         settings,
         observe,

@@ -108,6 +108,9 @@ class Format(Protocol):
         ``None`` if ranks have no files of their own.
         """
 
+    def process_of(self, path: str) -> int | None:
+        """Number of the job's process that writes a file, if its name tells only that; ``None`` if it tells nothing."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """Whether files have this format, provided that no later format in the table recognises them."""
 

@@ -246,6 +246,13 @@ def _decide_again(
     return Decision(Action.LOOK)
 
 
+INCIDENTAL = (
+    *("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source"),
+    *("request", "target_number", "limits", "fingerprints"),
+)
+"""Entries of a manifest in which equal targets may differ. The request names options that change no byte."""
+
+
 def compare_manifests(
     wanted: Mapping[str, Any], found: Mapping[str, Any], target: str, overwrite: bool
 ) -> Decision:
@@ -263,8 +270,7 @@ def compare_manifests(
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a manifest that identify a target's contents, independent of the memory budget."""
     source = manifest.get("source") or {}
-    incidental = ("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source")
-    return {name: value for name, value in manifest.items() if name not in incidental} | {
+    return {name: value for name, value in manifest.items() if name not in INCIDENTAL} | {
         "source": source.get("files")
     }
 

@@ -16,15 +16,11 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
+    from paddle_reshard.pipeline.convert.again import plan_again
     from paddle_reshard.pipeline.convert.coverage import Coverage, prove
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
-    from paddle_reshard.pipeline.convert.explain import (
-        ExplainedTensor,
-        Explanation,
-        Origin,
-        Stretch,
-        explain,
-    )
+    from paddle_reshard.pipeline.convert.explain import explain
+    from paddle_reshard.pipeline.convert.explanation import (ExplainedTensor, Explanation, Origin, Stretch)
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
@@ -221,6 +217,7 @@ __all__ = [
     "launch",
     "load_into",
     "plan",
+    "plan_again",
     "prove",
     "rank_pieces",
     "sign",
@@ -247,7 +244,9 @@ _HOMES = {
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
     "pipeline.convert.plan": ("ConversionPlan", "LeftOut", "PlannedTarget"),
     "pipeline.convert.coverage": ("Coverage", "prove"),
-    "pipeline.convert.explain": ("ExplainedTensor", "Explanation", "Origin", "Stretch", "explain"),
+    "pipeline.convert.again": ("plan_again",),
+    "pipeline.convert.explain": ("explain",),
+    "pipeline.convert.explanation": ("ExplainedTensor", "Explanation", "Origin", "Stretch"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
     "pipeline.core.catalog": ("File",),
     "pipeline.convert.conversion": ("ConversionReport",),

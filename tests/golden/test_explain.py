@@ -109,6 +109,20 @@ def test_ranks_are_those_of_the_source_file() -> None:
     )
 
 
+def test_files_of_a_flex_checkpoint_name_the_rank_that_wrote_them(tmp_path: Path) -> None:
+    """Those that a conversion wrote have numbers, which are no ranks."""
+    folder = case_directory("small-flex/fc_moe_mp2sh2_s1v2_ema")
+    source, config = folder / "checkpoint-3", folder / "config.json"
+    plan = paddle_reshard.plan(source, to="tp=1", config=config)
+    found = paddle_reshard.explain(plan, "optimizer.pdopt")
+    assert {origin.rank["rank"] for origin in found.origins} == {0, 1, 2, 3}
+    for origin in found.origins:
+        assert origin.source_file.partition("/")[2] == f"{origin.rank['rank']}_0.distcp"
+    paddle_reshard.convert(source, tmp_path / "made", format="flex", config=config)
+    again = paddle_reshard.plan(tmp_path / "made", to="tp=1", config=config)
+    assert not any(origin.rank for origin in paddle_reshard.explain(again, "optimizer.pdopt").origins)
+
+
 def test_statements_and_rules_are_named(tmp_path: Path) -> None:
     program = tmp_path / "program.txt"
     program.write_text(
@@ -178,6 +192,7 @@ def test_json_is_as_the_schema_says() -> None:
             "lies in none of its boxes, which end at [64, 32]",
         ),
         (["--tensor", KEY, "--element", "a", "--to", "tp=1"], "'a': not an index like 20,18"),
+        (["optimizer.pdopt"], "--to is missing"),
         (["--to", "tp=1"], "name a file of the target or the key of a tensor"),
         (["model_state.pdparams", "--tensor", KEY, "--to", "tp=1"], "not both"),
         (["model_state.pdparams", "--element", "0,0", "--to", "tp=1"], "give its key too"),

@@ -136,10 +136,13 @@ def test_a_signed_manifest_does_not_excuse_a_changed_file(target: Path, keys: tu
         paddle_reshard.sign(target, key=private)
 
 
-def _rewrite(target: Path) -> None:
-    """Another source in the manifest, with a digest that fits."""
+def _rewrite(
+    target: Path, entry: str = "source", name: str = "location", value: Any = "/another/run"
+) -> None:
+    """Another source or request in the manifest, with a digest that fits."""
     values = json.loads((target / "paddle_reshard.json").read_text())
-    values["source"]["location"] = "/another/run"
+    assert values[entry][name] != value
+    values[entry][name] = value
     del values["digest"]
     (target / "paddle_reshard.json").write_bytes(format_manifest(values))
 
@@ -154,6 +157,7 @@ def _replace(path: Path, old: str, new: str) -> None:
     ("change", "reason"),
     [
         (_rewrite, "Hash mismatch"),
+        (lambda target: _rewrite(target, "request", "targets", [{"to": "tp=4"}]), "Hash mismatch"),
         (lambda target: (target / "paddle_reshard.json.sig").unlink(), "no such file"),
         (lambda target: (target / "paddle_reshard.json.sig").write_text("{}"), "verificationMaterial"),
         (
@@ -165,7 +169,7 @@ def _replace(path: Path, old: str, new: str) -> None:
             "InvalidSignature",
         ),
     ],
-    ids=("manifest", "missing", "empty", "signature", "statement"),
+    ids=("manifest", "request", "missing", "empty", "signature", "statement"),
 )
 def test_what_is_not_what_was_signed_is_refused(
     change: Callable[[Path], object], reason: str, target: Path, keys: tuple[Path, Path]

@@ -180,6 +180,7 @@ def test_a_target_is_an_attempts_own_if_that_was_killed_before_there_was_one() -
 def test_a_target_without_a_record_is_compared_by_what_it_holds() -> None:
     ours = {"format": "m", "files": {"a": 1}, "plan_id": "x", "source": {"files": {"s": 2}, "versions": {}}}
     elsewhere_planned = {**ours, "plan_id": "y", "version": "9", "source": {"files": {"s": 2}}}
+    elsewhere_planned |= {"request": {"overwrite": True}, "limits": {}, "fingerprints": {"root": "r"}}
     other = {**ours, "source": {"files": {"s": 3}}}
     assert compare_manifests(ours, elsewhere_planned, "t", False).action is Action.NOTHING
     assert compare_manifests(ours, other, "t", True).action is Action.LOOK

@@ -36,6 +36,7 @@ OWN_VALUES = {
         for name, option in declarations().items()
         if option.kind is Kind.FILE
     ),
+    "ConversionPlan.limits",
     "ConversionPlan.source",
     "ConversionPlan.store",
     "Fingerprints.tensors",

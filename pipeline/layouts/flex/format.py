@@ -78,6 +78,16 @@ class DistFormat:
     def rank_of(self, path: str) -> None:
         """No file is one of a rank."""
 
+    def process_of(self, path: str) -> int | None:
+        """The rank of the process in the job (``distributed/checkpoint/save_state_dict.py`` of Paddle).
+
+        >>> FORMATS[0].process_of("model_state/3_0.distcp"), FORMATS[0].process_of("model_state/0.metadata")
+        (3, None)
+        """
+        from paddle_reshard.pipeline.layouts.flex.names import process_of
+
+        return process_of(path)
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of the folders; the files in them have the same names in both."""
         from paddle_reshard.pipeline.layouts.flex.names import is_dist_file, is_paddleformers_folder

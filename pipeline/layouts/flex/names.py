@@ -47,10 +47,17 @@ _ACCUMULATOR: Final = rf"(?P<key>.+)\.(?P<state>{_STATES})_0"
 _MASTER: Final = r"(?P<key>.+)\.w_0"
 _AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
 _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
+_DATA_FILE: Final = re.compile(rf"(\d+)_\d+(?:{'|'.join(map(re.escape, DATA_FILES))})")
 _LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 
 Name = tuple[str, str]
 """``(key, state)`` of a tensor."""
+
+
+def process_of(path: str) -> int | None:
+    """The rank that a data file is named by, ``RANK_NUMBER.distcp``."""
+    match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else None
 
 
 def folder_of(path: str) -> str:

@@ -62,6 +62,9 @@ class HuggingFaceFormat:
     def rank_of(self, path: str) -> None:
         """No file is one of a rank."""
 
+    def process_of(self, path: str) -> None:
+        """Files have numbers, ranks have none."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """Safetensors files alone; those in Paddle's own layout are of another format."""
         return bool(files.safetensors) and not files.pickles

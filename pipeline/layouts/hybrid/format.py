@@ -94,6 +94,9 @@ class HybridFormat:
         named = {"tp": found.tp, "pp": found.pp, "sharding": found.shard, "dp": found.moe, "ep": found.ep}
         return {axis: rank for axis, rank in named.items() if rank is not None}
 
+    def process_of(self, path: str) -> None:
+        """Names tell coordinates."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """Accept what no other format recognises; :meth:`index` reports what it lacks."""
         return True

@@ -49,6 +49,9 @@ class UnifiedFormat:
     def rank_of(self, path: str) -> None:
         """No file is one of a rank."""
 
+    def process_of(self, path: str) -> None:
+        """Files have numbers, which are not those of ranks."""
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of files of states; weights alone by the layout that they say they are in (not ERNIE's)."""
         if not files.safetensors:
