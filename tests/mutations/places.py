@@ -208,11 +208,21 @@ def _local_elements(folder: Path) -> dict[tuple[str, str, str], int]:
     return found
 
 
+def _whole_elements(found: list[Place]) -> dict[str, int]:
+    """Key → elements of a parameter of unified files; the trainer pads its other states as the buffer was."""
+    return {
+        place.key: place.nbytes // place.itemsize
+        for place in found
+        if place.file.startswith("model-") and place.file.endswith(".safetensors")
+    }
+
+
 def _without_padding(folder: Path, found: list[Place]) -> list[Place]:
     """The arrays with the number of bytes that are values, which the last slices of a flat buffer do not fill.
 
-    The slices of a local tensor lie in the files of its sharding ranks, in order.
+    The slices of a local tensor lie in the files of its sharding ranks, in order; in unified files they are joined.
     """
+    of_unified = _whole_elements(found)
     local, has_meta = _local_elements(folder), bool(_cells(folder))
     taken: Counter[tuple[str, str, str]] = Counter()
     result = []
@@ -227,6 +237,9 @@ def _without_padding(folder: Path, found: list[Place]) -> list[Place]:
             rest = whole - taken[(*rank, place.label)]
             values = min(place.nbytes, max(0, rest))
             taken[(*rank, place.label)] += place.nbytes
+        elif place.file.startswith(("master_weights-", "optimizer-")) and "pow_acc" not in place.label:
+            values = of_unified[key] * place.itemsize
+        if values < place.nbytes:
             padding = (folder / place.file).read_bytes()[place.start + values : place.stop]
             assert not any(padding), place
         result.append(replace(place, values=values))

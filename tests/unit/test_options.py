@@ -83,7 +83,6 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "load_into",
         "plan",
         "plan_again",
-        "plan_again",
         "verify",
         "checkpoints",
     }
