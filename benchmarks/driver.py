@@ -114,7 +114,7 @@ def measure(plan: Plan, workers: int) -> tuple[str, ...]:
                 yield report
 
         with target:
-            _, receipts = run._move(conversion, Outputs([target]), counted, ignore_events)
+            _, receipts, _ = run._move(conversion, Outputs([target]), counted, ignore_events)
             cpu, wall = (
                 now - then
                 for now, then in zip((time.process_time(), time.perf_counter()), marks[0], strict=True)

@@ -75,9 +75,13 @@ class Calls:
             self.pending[member.actor.finish.remote(share.work, *needed)] = (member, running)
         return running
 
-    def wait(self) -> list[Any]:
-        """Wait for an answer, and take all that have arrived by then; none if there is none for long."""
-        done, remaining = ray.wait(list(self.pending), timeout=PATIENCE_SECONDS)
+    def wait(self, hurried: bool = False) -> list[Any]:
+        """Wait for an answer, and take all that have arrived by then; none if there is none for long.
+
+        If ``hurried``, one second is long.
+        """
+        seconds = min(PATIENCE_SECONDS, 1.0) if hurried else PATIENCE_SECONDS
+        done, remaining = ray.wait(list(self.pending), timeout=seconds)
         if remaining:
             done += ray.wait(remaining, num_returns=len(remaining), timeout=0)[0]
         return done

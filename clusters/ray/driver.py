@@ -12,7 +12,7 @@ from paddle_reshard.clusters.ray.calls import Answered, Calls, cause_of
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer, Table, Waiting, next_batch_groups
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
-from paddle_reshard.clusters.ray.join import lost_node
+from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
 from paddle_reshard.clusters.ray.state import Running
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -29,6 +29,7 @@ class Driver:
 
     def __init__(self, backlog: Backlog, crew: Crew, calls: Calls, dealer: Dealer) -> None:
         self.backlog, self.crew, self.calls, self.dealer = backlog, crew, calls, dealer
+        self.head = head_of_cluster()
         self.running: set[Running] = set()
         self.patient = True
         """Whether to wait for workers that are still starting if they could share a group."""
@@ -40,30 +41,33 @@ class Driver:
                 self._hand_out()
                 if not self.backlog and not self.running:
                     return
-                done = self.calls.wait()
-                if not done:
-                    self._check_silence()
+                done = self.calls.wait(hurried=not self.head.answers)
                 for answered in self.calls.answers(done):
                     yield from self._settle(answered)
+                self._check_cluster(idle=not done)
         finally:
             self.calls.pending.clear()
 
-    def _check_silence(self) -> None:
-        """Nobody has answered for long: find out whether it is worth waiting, and say so.
+    def _check_cluster(self, idle: bool) -> None:
+        """Find out whether it is worth waiting for an answer; ``idle`` if there was none for long.
 
         Raises
         ------
         ClusterError
             If this process has lost its cluster. Finished groups are kept, as after a kill.
         """
-        self.patient = False
-        if lost := lost_node():
+        lost = self.head.lost(at_once=idle)
+        if idle and self.head.answers:
+            lost = lost_node()
+        if lost:
             raise ClusterError(
                 f"Ray was lost while groups were being moved ({lost}); finished work is kept: run the same command "
                 "with --resume"
             )
-        if not self.running:
-            log.warning("still waiting for workers; each needs %s", self.crew.actors.demand)
+        if idle:
+            self.patient = False
+            if not self.running and self.head.answers:
+                log.warning("still waiting for workers; each needs %s", self.crew.actors.demand)
 
     # --------------------------------------------------------------------------------------- handing out
 

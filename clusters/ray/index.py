@@ -22,7 +22,7 @@ from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import worker_variables
-from paddle_reshard.clusters.ray.join import joined_ray, lost_node
+from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_node
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
 from paddle_reshard.pipeline.layouts.reading import Readable
@@ -92,13 +92,14 @@ class RayIndexing:
         ]
         at_a_time = TASKS_AT_A_TIME * (self.engine.workers or len(waiting))
         running: list[Any] = []
+        head = head_of_cluster()
         try:
             while waiting or running:
                 while waiting and len(running) < at_a_time:
                     running.append(task.remote(index, shared, waiting.pop(0), environment))
                 done, running = ray.wait(running, timeout=PATIENCE_SECONDS)
                 if not done:
-                    if lost := lost_node():
+                    if lost := head.lost(at_once=True) or (lost_node() if head.answers else None):
                         raise ClusterError(
                             f"Ray was lost while files were being indexed ({lost}); run the command again"
                         )

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -25,10 +24,10 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
+from paddle_reshard.clusters.ray.head import Head, check_answers, patience_seconds
 from paddle_reshard.pipeline.core.errors import ClusterError, UsageError
 from paddle_reshard.pipeline.core.shown import one_line
 
-CONNECT_SECONDS = 10.0
 _AT_HOME = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 """Ray's variable that makes a node use the address 127.0.0.1, as it does by default where firewalls would ask. All
 processes of such a node listen only there. ``ray.init`` offers no other way."""
@@ -73,7 +72,7 @@ def job_config() -> JobConfig:
 @contextlib.contextmanager
 def _existing_ray(address: str) -> Iterator[None]:
     try:
-        _check_answers(address)
+        check_answers(address)
         _TOKEN_LOG.addFilter(_is_news)
         with _sigterm_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, job_config=job_config())
@@ -170,17 +169,13 @@ def _gcs_address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def lost_node() -> str | None:
-    """The part of Ray that is permanently lost; ``None`` if there is none.
+def head_of_cluster() -> Head:
+    """The head of the cluster that this process has joined. That of a private Ray never comes back."""
+    return Head(_gcs_address(), 0.0 if _is_private() else patience_seconds())
 
-    That is this process's own node if it is dead, or the head of a private Ray. The head of an existing cluster may
-    come back, and Ray waits for it.
-    """
-    if _is_private():
-        try:
-            _check_answers(_gcs_address())
-        except OSError as error:
-            return f"its head at {_gcs_address()}: {one_line(error)}"
+
+def lost_node() -> str | None:
+    """Why this process's own node is lost; ``None`` if it is alive."""
     here = ray.get_runtime_context().get_node_id()
     every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     for node in every:
@@ -198,10 +193,3 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _token_hint() -> str:
     """A hint at a missing token, which Ray does not report."""
     return "" if "RAY_AUTH_MODE" in os.environ else "; if it requires a token, set RAY_AUTH_MODE=token"
-
-
-def _check_answers(address: str) -> None:
-    """Check that a process listens at ``host:port``, for which Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

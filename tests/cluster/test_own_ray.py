@@ -23,8 +23,9 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import gcs_service_pb2 as gcs
 from ray.core.generated import gcs_service_pb2_grpc as gcs_grpc
 
-from tests.cluster.conftest import CASE
+from tests.cluster.conftest import CASE, GROUP_BYTES, contents
 from tests.conftest import REPO, case_directory
+from tests.sized import in_groups
 
 SOURCE = case_directory(CASE) / "checkpoint-3"
 T = TypeVar("T")
@@ -42,6 +43,7 @@ from paddle_reshard.pipeline.convert import run as workflow
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Watched
+from tests.sized import in_groups
 
 def end(number, frame):
     print("the program's own end", file=sys.stderr, flush=True)
@@ -50,7 +52,7 @@ def end(number, frame):
 signal.signal(signal.SIGTERM, end)
 source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
 calls.PATIENCE_SECONDS = 1.0
-plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
+plan = in_groups(int(sys.argv[5])).plan(source, target, to="tp=2,sharding=3")
 engine = RayEngine(workers=1, memory_bytes=256 << 20)
 watched = lambda works, source, writer: engine(works, Watched(source, notes, seconds), writer)
 try:
@@ -61,13 +63,25 @@ except paddle_reshard.ReshardError as error:
 
 
 @contextmanager
-def slow_conversion(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A conversion whose worker on a Ray of its own has begun to read, and reads for longer than any test."""
+def slow_conversion(
+    folder: Path, seconds: float = 100, group_bytes: int = 64 << 20
+) -> Iterator[subprocess.Popen[str]]:
+    """A conversion whose worker on a Ray of its own has begun to read, and takes ``seconds`` for each read."""
     notes = folder / "notes"
     script = folder / "slow.py"
     script.write_text(SLOW)
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", script, SOURCE, folder / "made", notes, "100"],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            script,
+            SOURCE,
+            folder / "made",
+            notes,
+            str(seconds),
+            str(group_bytes),
+        ],
         stderr=subprocess.PIPE,
         text=True,
         env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -192,6 +206,30 @@ def test_one_that_is_lost_ends_the_conversion_with_a_sentence(part: str, said: s
     (last,) = (line for line in errors.splitlines() if line.startswith("ClusterError: "))
     assert last.startswith(f"ClusterError: Ray was lost while groups were being moved ({said}")
     assert last.endswith("; finished work is kept: run the same command with --resume")
+
+
+@pytest.mark.cluster
+def test_a_lost_head_ends_it_while_workers_go_on_and_another_cluster_resumes_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    small, ledger = in_groups(GROUP_BYTES), tmp_path / ".made.reshard" / "ledger"
+    with slow_conversion(tmp_path, seconds=0.3, group_bytes=GROUP_BYTES) as process:
+        (head,) = (pid for pid in descendants(process.pid) if "/gcs_server" in command_line(pid))
+        await_true(lambda: ledger.exists() and len(ledger.read_bytes().splitlines()) > 1)
+        os.kill(head, signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+    lines = errors.splitlines()
+    assert [
+        line for line in lines if line.startswith("ClusterError: Ray was lost while groups were being moved")
+    ]
+    assert not (tmp_path / "made").exists()
+    done = len(ledger.read_bytes().splitlines())
+    options = {"to": "tp=2,sharding=3", "cluster": f"ray:{cluster.address}", "workers": 2}
+    moved = small.convert(SOURCE, tmp_path / "made", resume=True, **options).moved
+    assert moved.resumed_groups >= done - 1  # a line may be that of a carried file
+    assert moved.groups > 0
+    small.convert(SOURCE, tmp_path / "whole", to="tp=2,sharding=3")
+    assert contents(tmp_path / "made") == contents(tmp_path / "whole")
 
 
 HOSTILE = (
