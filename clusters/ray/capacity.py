@@ -40,9 +40,9 @@ class Demand:
         return f"{memory}, 1 GPU" if self.gpu else memory
 
 
-def smallest_store_bytes(nodes: Iterable[Resources]) -> int:
-    """Size of the smallest object store of any node."""
-    return min((int(node.get("object_store_memory", 0)) for node in nodes), default=0)
+def most_object_bytes(nodes: Iterable[Resources]) -> int:
+    """Limit for bytes in the object store, so that no node spills even if it holds them all."""
+    return min((int(node.get("object_store_memory", 0)) for node in nodes), default=0) // 2
 
 
 def worker_count(requested: int | None, demand: Demand, room: int) -> int:

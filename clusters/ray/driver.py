@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ray.exceptions import RayError
 
+from paddle_reshard.clusters.ray.actors import live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
 from paddle_reshard.clusters.ray.calls import Answered, Calls, cause_of
+from paddle_reshard.clusters.ray.capacity import most_object_bytes
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer, Table, Waiting, next_batch_groups
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
 from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
-from paddle_reshard.clusters.ray.state import Running
+from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.tasks.answers import Answer
@@ -138,7 +142,7 @@ class Driver:
         if isinstance(answer, ReshardError) and not isinstance(answer, RayError):
             raise answer
         if running is None:
-            self.crew.settle_ping(worker, answer)
+            self._settle_ping(worker, answer)
             return
         running.shares -= 1
         if isinstance(answer, RayError):
@@ -151,6 +155,13 @@ class Driver:
             yield from self._finish_batch(running, answer)
         elif running.shares == 0:
             yield from self._finish_shares(running)
+
+    def _settle_ping(self, worker: Worker, answer: Any) -> None:
+        """A worker answered a ping, or failed to. A new one may be on a node with a smaller object store."""
+        was_ready = worker.ready
+        self.crew.settle_ping(worker, answer)
+        if worker.ready and not was_ready and self.dealer.exchange != "never":
+            self.dealer = replace(self.dealer, most_object_bytes=most_object_bytes(live_nodes()))
 
     def _finish_batch(self, running: Running, answer: Answer) -> Reports:
         """Process the answer to a batch, of which some groups may not be done."""

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from paddle_reshard.clusters.ray.actors import Actors, live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
 from paddle_reshard.clusters.ray.calls import Calls
-from paddle_reshard.clusters.ray.capacity import Demand, smallest_store_bytes, worker_count
+from paddle_reshard.clusters.ray.capacity import Demand, most_object_bytes, worker_count
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer
 from paddle_reshard.clusters.ray.driver import Driver
@@ -94,8 +94,7 @@ class RayEngine:
             backlog.check_memory(self.memory_bytes)
             count = self._most_busy(works, worker_count(self.workers, self.demand, self.demand.room(nodes)))
             calls = Calls(side_by_side=not self.demand.gpu)
-            most_object_bytes = smallest_store_bytes(nodes) // 2
-            dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes)
+            dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes(nodes))
             with Actors(source, target, self.demand, self.paddle_device, count) as actors:
                 yield from Driver(backlog, Crew(actors, calls, count), calls, dealer).reports()
 

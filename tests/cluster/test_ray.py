@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.cluster_utils import Cluster
 
 from paddle_reshard.clusters.choose import Engine
@@ -108,6 +109,15 @@ def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, ex
     assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)
     if exchange == "never":
         assert sum(worker.groups for worker in report.workers) == report.groups
+    assert_nothing_was_spilled()
+
+
+def assert_nothing_was_spilled() -> None:
+    """By the figures of all nodes, those that ``ray memory --stats-only`` prints."""
+    address = ray.get_runtime_context().gcs_address
+    stats = get_memory_info_reply(get_state_from_address(address)).store_stats
+    assert stats.object_store_bytes_avail > 0
+    assert (stats.spilled_bytes_total, stats.object_store_bytes_fallback) == (0, 0)
 
 
 def test_workers_quantise_and_dequantise(tmp_path: Path) -> None:
@@ -191,11 +201,18 @@ def test_fewer_groups_than_workers_are_shared(
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("late", [False, True])
 def test_bands_beyond_the_object_store_are_not_exchanged(
-    conversion: Conversion, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
+    late: bool, conversion: Conversion, exchanged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {"CPU": 8.0, "memory": 1e12, "object_store_memory": 100.0}
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": few}])
+    """Nor if the node with the smallest store joins when the conversion has begun."""
+
+    def nodes(store_bytes: float) -> list[object]:
+        resources = {"CPU": 8.0, "memory": 1e12, "object_store_memory": store_bytes}
+        return [{"Alive": True, "Resources": resources}]
+
+    answers = iter([nodes(1e9)] if late else [])
+    monkeypatch.setattr(ray, "nodes", lambda: next(answers, nodes(100.0)))
     conversion.run(engine(exchange="always"))
     assert exchanged == []
 
