@@ -95,11 +95,11 @@ def test_a_group_whose_node_is_preempted_waits_for_the_next_one(
         nonlocal lost
         is_running = any(running for _, running in self.pending.values())
         if is_running and lost < min(len(nodes), ATTEMPTS - 1):
-            await_true(lambda: notes.exists() and len(list(notes.iterdir())) == len(nodes))
+            await_true(lambda: notes.exists() and len(list(notes.iterdir())) > lost)
             lost += 1
             preempt(cluster, nodes[-1])
-        elif "still waiting for workers" in caplog.text:
             caplog.clear()
+        elif lost == len(nodes) and "still waiting for workers" in caplog.text:
             nodes.append(spot_node(cluster))
         return wait(self, hurried)
 
