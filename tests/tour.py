@@ -290,7 +290,7 @@ def make_blocks(folder: Path) -> dict[str, str]:
     return {block.__name__: "\n".join(line.rstrip() for line in block(made)) for block in BLOCKS}
 
 
-MARKED = re.compile(r"<!-- tour: (\w+) -->\n```\n(.*?)\n```", re.DOTALL)
+MARKED = re.compile(r"<!-- tour: (\w+) -->\n```text\n(.*?)\n```", re.DOTALL)
 
 
 def main() -> None:
@@ -299,7 +299,7 @@ def main() -> None:
         made = make_blocks(Path(folder) / "one-card")
     if "--write" in sys.argv:
         text = DOCUMENT.read_text("utf-8")
-        text = MARKED.sub(lambda found: f"<!-- tour: {found[1]} -->\n```\n{made[found[1]]}\n```", text)
+        text = MARKED.sub(lambda found: f"<!-- tour: {found[1]} -->\n```text\n{made[found[1]]}\n```", text)
         DOCUMENT.write_text(text, "utf-8")
         return
     for name, block in made.items():

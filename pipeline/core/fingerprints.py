@@ -3,7 +3,7 @@
 The fingerprint of a tensor is the CRC-64/NVME of its values: all of them, row-major, little-endian, bfloat16 as its two
 bytes. Its *line* is compact ASCII JSON: key, state, dtype, global shape, and the checksum in 16 hexadecimal digits::
 
-    ["model.norm.weight","param","bfloat16",[64],"c4c2cc4edb0f1f2c"]
+    ["model.norm.weight","param","bfloat16",[64],"cf11e4a0c42f8b0c"]
 
 The *root* is the SHA-256 Merkle tree hash of RFC 9162, section 2.1.1, over the lines of all tensors, sorted by key and
 then by state, both by code point.

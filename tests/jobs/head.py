@@ -27,11 +27,13 @@ class Head:
     """What a client needs: the token."""
     folder: Path
     """Where it keeps its logs and what jobs brought."""
+    cluster: str
+    """Host and port at which drivers join."""
 
 
 @contextmanager
-def running_head() -> Iterator[Head]:
-    """A head whose ``python`` has Ray and everything else that is installed here, but not this package."""
+def running_head(with_package: bool = False) -> Iterator[Head]:
+    """A head whose ``python`` has Ray and everything else that is installed here, but this package only if asked."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="head", dir="/tmp")))
         dashboard, *others = _free_ports(7)
@@ -55,7 +57,8 @@ def running_head() -> Iterator[Head]:
             f"--temp-dir={folder / 'ray'}",
             "--disable-usage-stats",
         ]
-        path = f"{_bare_python(folder)}:{BIN}:{os.environ['PATH']}"
+        bare = "" if with_package else f"{_bare_python(folder)}:"
+        path = f"{bare}{BIN}:{os.environ['PATH']}"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTHONPATH"))}
         log = stack.enter_context((folder / "head.log").open("wb"))
         head = subprocess.Popen(
@@ -67,7 +70,8 @@ def running_head() -> Iterator[Head]:
         )
         try:
             _wait_for(dashboard, head, folder / "head.log")
-            yield Head(f"http://127.0.0.1:{dashboard}", {**env, "PATH": os.environ["PATH"]}, folder)
+            address, cluster = f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{others[0]}"
+            yield Head(address, {**env, "PATH": os.environ["PATH"]}, folder, cluster)
         finally:
             _stop(head)
 

@@ -1,4 +1,4 @@
-"""The manifests, examples and lines of the documentation hold what the tools they are for accept."""
+"""The manifests and examples hold what the tools they are for accept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.conftest import REPO
 SCHEMAS = Path(__file__).parent / "schemas"
 KUBERNETES = "1.37"
 COMMANDS = cli.cli.commands
-PAGE = (REPO / "docs" / "operations.md").read_text("utf-8")
 
 
 def fits(kind: str, data: dict[str, Any]) -> bool:
@@ -108,13 +107,6 @@ def test_manifests_hold_no_secret() -> None:
         text = (REPO / "deploy" / name).read_text("utf-8")
         assert "secretRef" in text
         assert not re.search(r"^\s*(-\s*)?(value|stringData|data):", text, re.MULTILINE)
-
-
-def test_the_page_shows_lines_that_work() -> None:
-    lines = re.findall(r"paddle[-_]reshard ((?:submit|watch|convert) [^\n`'\"]*)", PAGE.replace("\\\n", " "))
-    assert len(lines) > 5
-    for line in lines:
-        check(shlex.split(line.split(" 2>>")[0], comments=True))
 
 
 def test_examples_compile(tmp_path: Path) -> None:

@@ -1,26 +1,20 @@
-"""Commands, links and Python names in the documents exist."""
+"""What documents name within their sentences exists: links, commands, options. Blocks are in ``tests/documents``."""
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
-import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from tests.conftest import REPO
+from tests.documents.blocks import documents, own_arguments, spans
+from tests.documents.session import parse_own
 
-DOCUMENTS = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "tests/**/README.md", "pipeline/**/README.md")
-    for path in REPO.glob(pattern)
-)
+DOCUMENTS = documents()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
@@ -41,62 +35,55 @@ def anchors(text: str) -> set[str]:
     return spelled | set(re.findall(r'id="([^"]+)"', text))
 
 
-def test_command_lines_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPO)
-    lines = [line for document in DOCUMENTS for line in command_lines(document.read_text("utf-8"))]
-    assert len(lines) > 30
-    context = click.Context(cli)
-    for line in lines:
-        name, *arguments = shlex.split(line, comments=True)
-        command = cli.get_command(context, name)
-        assert command is not None, line
-        try:
-            parsed = command.make_context(name, arguments, parent=context)
-            if rest := parsed.params.get("arguments"):
-                convert = cli.get_command(context, "convert")
-                assert convert is not None
-                convert.make_context("convert", list(rest), parent=context)
-        except click.ClickException as error:
-            raise AssertionError(f"{line}: {error.format_message()}") from error
-
-
-def command_lines(text: str) -> Iterator[str]:
-    """Arguments of the lines in code blocks that call the command, with values for what they leave open."""
-    for block in code_blocks(text, ""):
-        for line in re.findall(r"paddle[-_]reshard (.+)", block.replace("\\\n", " ")):
-            line = re.split(r" {3,}(?=[a-z])| 2>>", line)[0]
-            for shown, value in (
-                ("[DST]", "DST"),
-                ("SRC…", "SRC"),
-                ("…", "tp=1"),
-                ("TOPOLOGY", "tp=1"),
-                ("FILE", "README.md"),
-                ("simulate plan.reshard", "simulate README.md"),
-            ):
-                line = line.replace(shown, value)
-            yield line
-
-
-def code_blocks(text: str, language: str) -> list[str]:
-    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    return [block for of, block in blocks if of == language]
-
-
-def test_python_blocks_parse_and_import_what_exists() -> None:
-    names = set()
+def test_commands_within_sentences_parse() -> None:
+    """Those that are spelled out; ``…`` stands for what the sentence is not about."""
+    found = 0
     for document in DOCUMENTS:
-        for block in code_blocks(document.read_text("utf-8"), "python"):
-            for node in ast.walk(ast.parse(textwrap.dedent(block))):
-                names.update(names_of_the_package(node))
-    assert {"convert", "load_into", "rank_pieces", "CheckpointConverter"} <= names
-    for name in names:
-        assert hasattr(paddle_reshard, name), name
+        for span in spans(document.read_text("utf-8")):
+            arguments = (
+                own_arguments(shlex.split(span)) if span.startswith(("paddle-reshard ", "python")) else None
+            )
+            if not arguments or "…" in span or span in NEVER_WRITTEN:
+                continue
+            try:
+                parse_own([FILES.get(word, word) for word in arguments])
+            except click.exceptions.Exit:
+                assert arguments[-1] == "--help", span
+            except click.MissingParameter:
+                pass  # a sentence names the command and what it is about
+            except click.ClickException as error:
+                raise AssertionError(f"{document.name}: {span}: {error.format_message()}") from error
+            found += 1
+    assert found > 10
 
 
-def names_of_the_package(node: ast.AST) -> list[str]:
-    match node:
-        case ast.ImportFrom(module="paddle_reshard"):
-            return [alias.name for alias in node.names]
-        case ast.Attribute(value=ast.Name(id="paddle_reshard")):
-            return [node.attr]
-    return []
+NEVER_WRITTEN = {"paddle-reshard upload", "paddle-reshard inspect | plan | convert | verify"}
+"""A command that a decision decided against; several in one."""
+OPTIONS_OF_OTHERS = {"--build-arg", "--json-model-override-args"}
+"""Of Docker and SGLang."""
+OF_OTHER_PROGRAMS = {"CHANGELOG", "parity", "performance", "s3"}
+"""Pages on benchmarks and on the trainers, whose options are not ours."""
+FILES = {"FILE": str(REPO / "README.md")}
+
+
+def test_options_within_sentences_exist() -> None:
+    ours = {name for command in cli.commands.values() for option in command.params for name in option.opts}
+    ours |= {
+        name
+        for command in cli.commands.values()
+        for option in command.params
+        for name in option.secondary_opts
+    }
+    ours |= {"--help", "--version"}
+    unknown = {
+        (str(document.relative_to(REPO)), option)
+        for document in DOCUMENTS
+        if document.relative_to(REPO).parts[0] != "tests" and document.stem not in OF_OTHER_PROGRAMS
+        for span in spans(document.read_text("utf-8"))
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*(?!\w)", span)
+        if span.startswith(
+            ("--", "paddle-reshard", "convert", "verify", "watch", "plan", "inspect", "ls ", "submit")
+        )
+        and option not in ours
+    }
+    assert {option for _, option in unknown} == OPTIONS_OF_OTHERS, unknown

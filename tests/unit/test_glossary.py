@@ -1,8 +1,7 @@
-"""The examples of the glossary are true, and its list of words is complete."""
+"""The glossary's list of words is complete, and its numbers are those of the tour."""
 
 from __future__ import annotations
 
-import doctest
 import re
 
 import pytest
@@ -10,12 +9,6 @@ import pytest
 from tests.conftest import REPO
 
 GLOSSARY = REPO / "docs" / "glossary.md"
-
-
-def test_examples() -> None:
-    result = doctest.testfile(str(GLOSSARY), module_relative=False, encoding="utf-8")
-    assert result.attempted > 10
-    assert not result.failed
 
 
 def test_every_word_is_in_the_list_at_its_top() -> None:
@@ -34,7 +27,7 @@ def test_words_are_drawn(word: str) -> None:
         rf"^### [^\n]*\b{word}\b[^\n]*\n(.*?)(?=^##)", GLOSSARY.read_text("utf-8"), re.DOTALL | re.MULTILINE
     )
     assert entry is not None
-    assert "\n```\n" in entry[1]
+    assert "\n```text\n" in entry[1]
 
 
 def test_byte_offsets_are_those_of_the_tour() -> None:

@@ -15,7 +15,7 @@ def test_the_demo_ends_as_the_readme_describes() -> None:
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     readme = (REPO / "README.md").read_text("utf-8")
-    promised = re.search(r"reports\s`([^`]+)`[^`]*:\n\n```\n(.+)\n```\n", readme)
+    promised = re.search(r"reports\s`([^`]+)`[^`]*:\n\n```text\n(.+)\n```\n", readme)
     assert promised is not None
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert promised[1] in lines

@@ -1,0 +1,1 @@
+"""What the documents show: their commands and snippets are run, and what they print is compared."""

@@ -1,0 +1,134 @@
+"""The messages that the page on troubleshooting shows appear where it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.conftest import REPO, case_directory
+from tests.documents.blocks import blocks_of
+from tests.documents.names import begin
+from tests.jobs.command import copy_checkpoint, run_here
+
+PAGE = REPO / "docs/guides/troubleshooting.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a checkpoint."""
+    copy_checkpoint(tmp_path / "checkpoint-1000")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def corrupted(folder: Path) -> None:
+    path = folder / "one/optimizer.pdopt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def converted(folder: Path) -> None:
+    assert run_here("convert", "checkpoint-1000", "one", "--to", "tp=1").returncode == 0
+
+
+def converted_and_corrupted(folder: Path) -> None:
+    converted(folder)
+    corrupted(folder)
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for name in names:
+            (folder / "checkpoint-1000" / name).unlink()
+
+    return remove
+
+
+def shortened(folder: Path) -> None:
+    path = folder / "checkpoint-1000/optimizer.tp00_pp00_shard00.pdopt"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def of_an_unknown_family(folder: Path) -> None:
+    path = folder / "checkpoint-1000/config.json"
+    path.write_text(re.sub(r'("model_type": )"\w+"', r'\1"mymodel"', path.read_text("utf-8")))
+
+
+def of_two_runs(folder: Path) -> None:
+    other = case_directory("dense/single") / "checkpoint-3/scheduler.pdparams"
+    changed = other.read_bytes().replace(b"last_epoch", b"last_epocj")
+    (folder / "checkpoint-1000/scheduler.pdparams").write_bytes(changed)
+
+
+def unfinished(folder: Path) -> None:
+    begin(folder / "checkpoint-1000", folder / "one", "tp=1")
+
+
+def taken(folder: Path) -> None:
+    """Begun by a process of another machine, which may still run."""
+    unfinished(folder)
+    session = folder / ".one.reshard/session.json"
+    record = json.loads(session.read_bytes())
+    record["lock"]["holder"] |= {"host": "gpu-7", "machine": "other", "pid": 4711}
+    record["lock"] |= {"held": True, "renewed_at": time.time()}
+    session.write_text(json.dumps(record))
+
+
+def without_credentials(folder: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(folder)}
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+MISSING = "optimizer.tp00_pp01_shard01.pdopt"
+SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "1 of 8 optimizer files": (without(MISSING), "inspect checkpoint-1000"),
+    "7 saved_signal_* files": (without("saved_signal_3"), "inspect checkpoint-1000"),
+    "config.json is missing": (without("config.json"), "plan checkpoint-1000 --to tp=1"),
+    "at byte 213745: truncated": (shortened, "inspect checkpoint-1000"),
+    "model type 'mymodel'": (of_an_unknown_family, "plan checkpoint-1000 --to tp=1"),
+    "tp=4 does not divide": (nothing, "plan checkpoint-1000 --to tp=4"),
+    "pp=9 exceeds": (nothing, "plan checkpoint-1000 --to pp=9"),
+    "the format unified cannot hold": (nothing, "plan checkpoint-1000 --format unified"),
+    "--memory 1MiB is below": (nothing, "plan checkpoint-1000 --to tp=1 --memory 1MiB"),
+    "different steps or runs": (of_two_runs, "inspect checkpoint-1000"),
+    "another conversion is writing": (taken, "convert checkpoint-1000 one --resume"),
+    "was started with --to tp=1": (unfinished, "convert checkpoint-1000 one --to tp=2 --resume"),
+    "no credentials were found": (without_credentials, "inspect s3://training/run-7/checkpoint-1000"),
+    "is not empty; choose another": (converted, "convert checkpoint-1000 one --to tp=1"),
+    "crc64nvme is": (converted_and_corrupted, "verify one"),
+    "different:": (converted_and_corrupted, "verify checkpoint-1000 one"),
+}
+
+
+def shown() -> list[str]:
+    blocks = blocks_of(PAGE.read_text("utf-8"))
+    return [line for block in blocks if block.language == "text" for line in block.text.splitlines()]
+
+
+@pytest.mark.parametrize("message", SITUATIONS)
+def test_messages_appear(message: str, folder: Path) -> None:
+    (line,) = (line for line in shown() if message in line)
+    make, command = SITUATIONS[message]
+    with mock.patch.dict(os.environ):
+        make(folder)
+        done = run_here(*shlex.split(command))
+    assert done.returncode in (1, 2)
+    assert line in done.stderr + done.stdout
+
+
+def test_every_message_of_the_page_is_made_to_appear() -> None:
+    assert all(any(message in line for message in SITUATIONS) for line in shown())
