@@ -107,7 +107,10 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "different steps or runs": (of_two_runs, "inspect checkpoint-1000"),
     "another conversion is writing": (taken, "convert checkpoint-1000 one --resume"),
     "was started with --to tp=1": (unfinished, "convert checkpoint-1000 one --to tp=2 --resume"),
-    "no credentials were found": (without_credentials, "inspect s3://training/run-7/checkpoint-1000"),
+    "no credentials were found": (
+        without_credentials,
+        """inspect s3://training/checkpoint-1000 --storage-options '{"endpoint_url": "http://127.0.0.1:9"}'""",
+    ),
     "is not empty; choose another": (converted, "convert checkpoint-1000 one --to tp=1"),
     "crc64nvme is": (converted_and_corrupted, "verify one"),
     "different:": (converted_and_corrupted, "verify checkpoint-1000 one"),
