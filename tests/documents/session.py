@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from tests.conftest import case_directory
 from tests.documents.blocks import Block, command_lines, own_arguments, words_of
 from tests.documents.elsewhere import CHECKS, parse_python
@@ -58,7 +60,9 @@ class Session:
             self._python(block)
         elif block.language == "pycon":
             self._examples(block)
-        elif block.language in ("text", "json"):
+        elif block.language == "json":
+            self._written(block)
+        elif block.language == "text":
             self._compare(block)
         else:
             raise AssertionError(
@@ -133,13 +137,14 @@ class Session:
         failed = doctest.DocTestRunner(verbose=False).run(examples, clear_globs=False).failed
         assert not failed, f"line {block.line}: {failed} examples print something else"
 
+    def _written(self, block: Block) -> None:
+        files = [*Path().glob("*.json"), *Path().glob(f"*/{MANIFEST}")]
+        wanted = json.loads(block.text)
+        written = [file for file in files if holds(json.loads(file.read_bytes()), wanted)]
+        assert written, f"line {block.line}: in none of {list(map(str, files))}"
+
     def _compare(self, block: Block) -> None:
-        written = Path().glob("*.json") if block.language == "json" else ()
-        lines = [
-            *self.printed,
-            *(line.rstrip(",") for file in written for line in file.read_text("utf-8").splitlines()),
-        ]
-        found = {spaced(line) for line in lines}
+        found = {spaced(line) for line in self.printed}
         for line in block.text.splitlines():
             if line.strip() and spaced(line) not in found:
                 start = line.split()[0]
@@ -147,6 +152,16 @@ class Session:
                     self.printed
                 )
                 raise AssertionError(f"line {block.line}: nothing printed\n{line}\nbut\n{near}")
+
+
+def holds(document: Any, wanted: Any) -> bool:
+    """Whether a JSON document has a value somewhere."""
+    if document == wanted:
+        return True
+    inner = (
+        document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    )
+    return any(holds(value, wanted) for value in inner)
 
 
 def spaced(line: str) -> str:
