@@ -129,8 +129,8 @@ def plan(
         reporting(report_path, "plan", observe) as report,
     ):
         planned = paddle_reshard.plan(source, destination, observe=report.observe, **options)
-        report.planned(planned)
         coverage = paddle_reshard.prove(planned) if prove else None
+        report.planned(planned, coverage)
     if save is not None:
         from paddle_reshard.pipeline.convert.asked import statement_of
         from paddle_reshard.pipeline.convert.plan_file import save_plan

@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.cli.options import execution_option
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.convert.coverage import Coverage
     from paddle_reshard.pipeline.convert.diff import DiffReport
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
@@ -43,6 +44,7 @@ class Reporting:
         self.observe = observe
         self.conversion: ConversionPlan | None = None
         self.picture: Picture | None = None
+        self.proof: Coverage | None = None
         if path is not None:
             from paddle_reshard.pipeline.report.run_record import RunRecord
             from paddle_reshard.pipeline.report.writing import check_writable, resident_bytes
@@ -52,18 +54,20 @@ class Reporting:
             self.observe = self.record
 
     def _on_plan(self, conversion: object) -> None:
+        from paddle_reshard.pipeline.convert.coverage import prove
         from paddle_reshard.pipeline.convert.plan import ConversionPlan
         from paddle_reshard.pipeline.report.describe import picture_of
 
         if isinstance(conversion, ConversionPlan):
             self.conversion, self.picture = conversion, picture_of(conversion)
+            self.proof = prove(conversion)
 
-    def planned(self, conversion: ConversionPlan) -> None:
-        """Write what a plan says."""
+    def planned(self, conversion: ConversionPlan, proof: Coverage | None) -> None:
+        """Write what a plan says, and its proof if there is one."""
         if self.path is not None:
             from paddle_reshard.pipeline.report.describe import describe_plan, picture_of
 
-            self._save(describe_plan(conversion, picture_of(conversion), self.command))
+            self._save(describe_plan(conversion, picture_of(conversion), self.command, proof))
 
     def converted(self, report: ConversionReport) -> None:
         """Write what a conversion did. It is done, so that a file that cannot be written is only reported."""
@@ -72,7 +76,9 @@ class Reporting:
         from paddle_reshard.pipeline.core.errors import UsageError
         from paddle_reshard.pipeline.report.describe import describe_conversion
 
-        said = describe_conversion(report, self.picture, self.record.data(finished=True), self.command)
+        said = describe_conversion(
+            report, self.picture, self.record.data(finished=True), self.command, self.proof
+        )
         try:
             self._save(said)
         except UsageError as unwritten:
@@ -107,7 +113,9 @@ class Reporting:
         if self.path is None or self.conversion is None:
             return
         try:
-            said = describe_failure(self.command, error, self.conversion, self.picture, self.record.data())
+            said = describe_failure(
+                self.command, error, self.conversion, self.picture, self.record.data(), self.proof
+            )
             save_report(said, self.path)
         except UsageError as unwritten:  # the conversion's own error counts
             log.warning("paddle-reshard: %s", unwritten)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,9 @@ from math import isfinite
 
 import numpy as np
 
+from paddle_reshard.pipeline.convert.asked import shown_location
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
+from paddle_reshard.pipeline.convert.coverage import Coverage
 from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
@@ -30,7 +31,7 @@ from paddle_reshard.pipeline.report.data import BAD, GOOD, PLAIN, Bar, Chart, Le
 from paddle_reshard.pipeline.report.picture import Picture, locate, make_picture
 from paddle_reshard.pipeline.report.places import Described, arrange
 from paddle_reshard.pipeline.report.run_record import RunData
-from paddle_reshard.storage.locate import absolute, is_local
+from paddle_reshard.storage.locate import absolute
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.remote.folder import without_secrets
 
@@ -39,12 +40,6 @@ MOST_ROWS = 3000
 MOST_NAMES = 100
 _MOUNTED = re.compile(r"[A-Z]+\d*/")
 _OF_TARGET = re.compile(r"\d+/")
-
-
-def shown_location(location: PathLike) -> str:
-    """A location as reports and manifests show it: absolute, or a URL without credentials."""
-    text = os.fspath(location)
-    return absolute(text) if is_local(text) else without_secrets(text)
 
 
 # -------------------------------------------------------------------------------------------------- pictures
@@ -118,8 +113,13 @@ def _topology(data: Mapping[str, object]) -> Topology | None:
 # -------------------------------------------------------------------------------------------------- results
 
 
-def describe_plan(conversion: ConversionPlan, picture: Picture | None, command: str = "plan") -> ReportData:
-    """What a plan says."""
+def describe_plan(
+    conversion: ConversionPlan,
+    picture: Picture | None,
+    command: str = "plan",
+    proof: Coverage | None = None,
+) -> ReportData:
+    """What a plan says, and whether it is complete."""
     plan = conversion.plan
     targets = tuple(conversion.target_locations) or tuple(one.spec.in_words() for one in conversion.targets)
     share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
@@ -129,8 +129,8 @@ def describe_plan(conversion: ConversionPlan, picture: Picture | None, command: 
     return ReportData(
         command=command,
         version=version.__version__,
-        status="planned",
-        tone=PLAIN,
+        status="planned" if proof is None or proof else "not complete",
+        tone=PLAIN if proof is None or proof else BAD,
         sources=(absolute(conversion.store.location),),
         targets=tuple(map(absolute, targets)) if conversion.target_locations else targets,
         tiles=(
@@ -139,13 +139,16 @@ def describe_plan(conversion: ConversionPlan, picture: Picture | None, command: 
             Tile("Reads", readable_bytes(plan.read_bytes), read),
             Tile("Memory", readable_bytes(plan.peak_bytes), budget, min(1.0, share)),
         ),
-        facts=tuple(fact for fact in conversion.facts() if not fact[0].startswith(_SHOWN_ELSEWHERE)),
+        facts=(
+            *(fact for fact in conversion.facts() if not fact[0].startswith(_SHOWN_ELSEWHERE)),
+            *(() if proof is None else proof.facts()[:1]),
+        ),
         remarks=tuple(dict.fromkeys(remark for one in conversion.targets for remark in one.remarks)),
         left=tuple(_left(conversion, targets)),
         picture=picture,
         budget_bytes=plan.budget_bytes,
         footprint_bytes=FOOTPRINT_BYTES,
-        tables=(_files(conversion),),
+        tables=(*_proof(proof), _files(conversion)),
     )
 
 
@@ -153,11 +156,15 @@ _SHOWN_ELSEWHERE = ("remark", "omitted", "not carried", "dropped")
 
 
 def describe_conversion(
-    report: ConversionReport, picture: Picture | None, run: RunData | None, command: str = "convert"
+    report: ConversionReport,
+    picture: Picture | None,
+    run: RunData | None,
+    command: str = "convert",
+    proof: Coverage | None = None,
 ) -> ReportData:
-    """What a finished conversion says."""
+    """What a finished conversion says; ``proof`` was made before it moved anything."""
     moved = report.moved
-    planned = describe_plan(report.plan, picture, command)
+    planned = describe_plan(report.plan, picture, command, proof)
     rate = f"{readable_bytes(int(moved.written_bytes / report.seconds))}/s written" if report.seconds else ""
     first = Tile("Time", readable_seconds(report.seconds), rate)
     known = {name for name, _ in planned.facts}
@@ -182,9 +189,10 @@ def describe_failure(
     conversion: ConversionPlan,
     picture: Picture | None,
     run: RunData | None,
+    proof: Coverage | None = None,
 ) -> ReportData:
     """What a conversion says that ended after it was planned."""
-    planned = describe_plan(conversion, picture, command)
+    planned = describe_plan(conversion, picture, command, proof)
     message = str(error) or type(error).__name__
     return replace(planned, status="not converted", tone=BAD, error=message, run=run)
 
@@ -357,6 +365,13 @@ def _files(conversion: ConversionPlan) -> Table:
         (file.target_path, file.size_bytes, f"taken over from {file.source_path}") for file in plan.carried
     ]
     return _table("Files of the target" + "s" * (len(conversion.targets) > 1), ("file", "bytes", "how"), rows)
+
+
+def _proof(proof: Coverage | None) -> list[Table]:
+    """What every byte of the targets is, and what becomes of every element of the source."""
+    if proof is None:
+        return []
+    return [_table("Proof that the plan is complete", ("what", "how much"), proof.facts())]
 
 
 def _workers(report: ConversionReport) -> list[Table]:

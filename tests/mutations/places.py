@@ -220,7 +220,7 @@ def _whole_elements(found: list[Place]) -> dict[str, int]:
 def _without_padding(folder: Path, found: list[Place]) -> list[Place]:
     """The arrays with the number of bytes that are values, which the last slices of a flat buffer do not fill.
 
-    The slices of a local tensor lie in the files of its sharding ranks, in order; in unified files they are joined.
+    The slices of a local tensor lie in the files of its sharding ranks, in order; unified files may share a tensor.
     """
     of_unified = _whole_elements(found)
     local, has_meta = _local_elements(folder), bool(_cells(folder))
@@ -232,13 +232,14 @@ def _without_padding(folder: Path, found: list[Place]) -> list[Place]:
         key = place.label.rpartition(" ")[0]
         values = place.nbytes
         whole = local.get((*rank, key), 0) * place.itemsize
-        is_sliced = place.file.endswith(".pdopt") and "pow_acc" not in place.label
-        if is_sliced and (has_meta or place.nbytes != whole):  # stage 3 leaves short tensors whole
+        # Stage 3 leaves short tensors whole.
+        is_sliced = place.file.endswith(".pdopt") and (has_meta or place.nbytes != whole)
+        if place.file.startswith(("master_weights-", "optimizer-")):
+            whole, is_sliced = of_unified.get(key, 0) * place.itemsize, True
+        if is_sliced and "pow_acc" not in place.label:
             rest = whole - taken[(*rank, place.label)]
             values = min(place.nbytes, max(0, rest))
             taken[(*rank, place.label)] += place.nbytes
-        elif place.file.startswith(("master_weights-", "optimizer-")) and "pow_acc" not in place.label:
-            values = of_unified[key] * place.itemsize
         if values < place.nbytes:
             padding = (folder / place.file).read_bytes()[place.start + values : place.stop]
             assert not any(padding), place

@@ -515,5 +515,5 @@ if __name__ == "__main__":
         lines += [f"   {command} | {change.kind} | {change.where}" for command, change in result.missed]
         sys.stdout.write("\n".join(lines) + "\n")
         total[name] = result.counts
-        COUNTS.write_text(json.dumps(total, indent=1) + "\n")
+        COUNTS.write_text(json.dumps(total, indent=1, sort_keys=True) + "\n")
     DOCUMENT.write_text(with_current_table()[1], "utf-8")

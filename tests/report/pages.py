@@ -93,6 +93,11 @@ class Page(HTMLParser):
         pairs = zip(accumulate(moves["source"]), moves["target"], strict=True)
         return dict(zip(pairs, zip(moves["memory"], moves["copied"], strict=True), strict=True))
 
+    def table(self, title: str) -> list[list[Any]]:
+        """The rows of a table."""
+        (found,) = [table["rows"] for table in self.data["tables"] if table["title"] == title]
+        return list(found)
+
     def rank(self, side: str, path: str) -> int:
         """The place of a file, counted from the coordinates in its name."""
         (block,) = self.data["picture"][side]["blocks"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import deserialize
 
@@ -41,6 +42,7 @@ from tests.spoiled import of_another_step
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><img src=x onerror=alert(1)>&\u2028'\""
 SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
+PROOF = "Proof that the plan is complete"
 SUFFIXES = {"w_0": "master_weight", "ema_w_0": "ema_master_weight"}
 
 
@@ -82,6 +84,11 @@ def test_the_target_of_a_conversion_holds_what_its_files_hold(tmp_path: Path) ->
     manifest = json.loads((target / "paddle_reshard.json").read_text())
     assert manifest["fingerprints"]["root"] in page.text
     assert done["moved"]["fingerprint_roots"] == {str(target): manifest["fingerprints"]["root"]}
+    proof = {name: value for name, value in page.table(PROOF)}
+    files = [path for path in target.iterdir() if path.name != "paddle_reshard.json"]
+    total = sum(path.stat().st_size for path in files)
+    assert proof["proof"] == f"each of {total:,} bytes in {len(files)} files is written once"
+    assert proof["values"] == f"{values:,} bytes"
     run = page.data["run"]
     assert [step[0] for step in run["steps"]] == ["plan", "move", "verify", "publish"]
     assert sum(stretch[3] for stretch in run["stretches"]) == done["plan"]["groups"]
@@ -166,8 +173,12 @@ def test_thousands_of_ranks_fit_a_page_that_opens_at_once(tmp_path: Path) -> Non
 def test_every_target_of_several_is_apart(tmp_path: Path) -> None:
     targets = [f"{tmp_path}/a:hybrid:tp=2", f"{tmp_path}/b:huggingface", f"{tmp_path}/c:flex:files=2"]
     options = [word for target in targets for word in ("--target", target)]
-    planned = command("plan", SOURCE, *options, "--report", tmp_path / "report.html")
+    planned = command("plan", SOURCE, *options, "--prove", "--report", tmp_path / "report.html")
     page = Page(tmp_path / "report.html")
+    shares = {left["reason"]: f"{left['elements']:,} elements" for left in planned["coverage"]["left_out"]}
+    proof = [value for name, value in page.table(PROOF) if name == "left out"]
+    assert len(proof) == len(planned["coverage"]["left_out"])
+    assert all(any(share in value and reason in value for value in proof) for reason, share in shares.items())
     picture = page.data["picture"]
     blocks = picture["target"]["blocks"]
     assert [block["title"] for block in blocks] == [one["format"] for one in planned["targets"]]
@@ -180,6 +191,19 @@ def test_every_target_of_several_is_apart(tmp_path: Path) -> None:
     truth = load_truth(SOURCE.parent / "truth.safetensors")
     assert parameters == {key: nbytes for key, nbytes in truth.items() if key in parameters}
     assert parameters.keys() == {key for key in truth if key.endswith(".weight")}
+
+
+def test_a_plan_that_is_not_complete_says_so(tmp_path: Path) -> None:
+    planned = paddle_reshard.plan(SOURCE, to="tp=1")
+    kept = np.arange(len(planned.plan.ops)) > 0
+    lacking = replace(planned.plan, ops=planned.plan.ops[kept], op_groups=planned.plan.op_groups[kept])
+    proof = paddle_reshard.prove(replace(planned, plan=lacking))
+    save_report(describe_plan(planned, None, proof=proof), tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    assert "not complete" in page.text
+    rows = page.table(PROOF)
+    assert rows[0] == ["proof", f"NOT COMPLETE: {proof.problem_count} problems"]
+    assert ["problem", proof.problems[0]] in rows
 
 
 # ------------------------------------------------------------------------------------------------ hostile names
@@ -271,6 +295,7 @@ def test_every_command_that_finds_something_out_writes_a_page(tmp_path: Path) ->
     assert [bar[0] for bar in by_layer] == [one["name"] for one in found["by_layer"]]
     found, made = page("ema", SOURCE, SOURCE, two, "--uniform", "--to", "tp=1")
     assert [block["title"] for block in made.data["picture"]["source"]["blocks"]] == ["hybrid", "SRC0"]
+    assert made.table(PROOF)[0][1].startswith("each of ")
     saved = tmp_path / "plan"
     command("plan", SOURCE, "--to", "tp=1", "--save", saved)
     found, made = page("simulate", saved, "--workers", "1,8")
@@ -289,6 +314,7 @@ def test_a_conversion_that_is_refused_half_way_says_where_and_why(tmp_path: Path
     page = Page(report)
     assert found["error"] in page.text
     assert "not converted" in page.text
+    assert page.table(PROOF)[0][1].startswith("each of ")
     assert page.data["run"]["steps"][-1][::2] == ["move", None]
     assert not (tmp_path / "target").exists()
 
