@@ -123,10 +123,11 @@ class Literals(Sequence[Literal]):
 
     def extend_template(self, template: LiteralTemplate, offset: int, content: bytes) -> None:
         """Add a literal to a template."""
-        template.offsets.append(offset)
-        template.starts.append(len(self._content))
+        start = len(self._content)
         self._content.add(content)
-        template.stops.append(len(self._content))
+        template.offsets.append(offset)
+        template.starts.append(start)
+        template.stops.append(start + len(content))
 
     def add_file(self, template: LiteralTemplate, file: int) -> None:
         """Add a file with the literals of a template, which must not be extended afterwards."""

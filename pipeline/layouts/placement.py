@@ -187,9 +187,12 @@ class Placements:
 
     def fragments(self) -> Fragments:
         """The boxes of all arrays, in the order in which they were added."""
-        boxes = np.array([box for of_kind in self._boxes for box, _ in of_kind], dtype=FRAGMENT)
+        boxes = Fragments.of_rows(
+            np.array([box for of_kind in self._boxes for box, _ in of_kind], dtype=FRAGMENT)
+        )
         steps = np.array([step for of_kind in self._boxes for _, step in of_kind], dtype=np.int64)
         steps = steps.reshape(-1, MAX_DIMS)
+        stepped = np.flatnonzero(steps.any(axis=0)).tolist()
         counts = self._counts()
         before = np.cumsum(counts) - counts
         found = [Fragments.empty()]
@@ -199,11 +202,12 @@ class Placements:
             within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
             box = before[kind][number] + within
             rows = boxes[box]
-            rows["tensor"], rows["file"] = tensor[number], file[number]
-            rows["dtype"], rows["replica"] = dtype[number], replica[number]
-            rows["byte_base"] += byte_offset[number]
-            rows["offset"] += steps[box] * rank[number][:, None]
-            found.append(Fragments.of_rows(rows))
+            for name, values in (("tensor", tensor), ("file", file), ("dtype", dtype), ("replica", replica)):
+                rows[name] = values[number]
+            rows["byte_base"] = rows["byte_base"] + byte_offset[number]
+            for dim in stepped:
+                rows.set_along("offset", dim, rows.along("offset", dim) + steps[box, dim] * rank[number])
+            found.append(rows)
         return Fragments.joined(found)
 
 

@@ -141,7 +141,10 @@ class _Encoder:
             self.emit(b"(")
             for key, item in batch:
                 self._open += plain_opcodes(_checked_key(key))
-                self.value(item, depth + 1)
+                if type(item) is ArraySlot:  # as nearly all are
+                    self._array(item)
+                else:
+                    self.value(item, depth + 1)
             self.emit(b"u")
 
     def _items(self, empty: bytes, add: bytes, items: Iterator[tuple[object, ...]], depth: int) -> None:
@@ -372,6 +375,8 @@ def _stack_global_of(module: str, name: str) -> bytes:
 
 def plain_opcodes(value: object) -> bytes:
     """Opcodes of one plain value: None, a bool, int, float, text or bytes."""
+    if type(value) is str:
+        return _sized(value.encode("utf-8"), b"\x8c", b"X")
     if value is None:
         return b"N"
     if isinstance(value, bool):
@@ -380,8 +385,6 @@ def plain_opcodes(value: object) -> bytes:
         return _int_opcodes(value)
     if type(value) is float:
         return b"G" + struct.pack(">d", value)
-    if type(value) is str:
-        return _sized(value.encode("utf-8"), b"\x8c", b"X")
     if type(value) is bytes:
         return _sized(value, b"C", b"B")
     raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
@@ -401,9 +404,9 @@ def _int_opcodes(value: int) -> bytes:
 
 
 def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
-    if len(_of_length(data)) < 256:
+    if len(data) < 256:
         return short + bytes((len(data),)) + data
-    return long + len(data).to_bytes(4, "little") + data
+    return long + len(_of_length(data)).to_bytes(4, "little") + data
 
 
 _STATE: Final = b"K\x00\x85C\x01b\x87R(K\x01"

@@ -121,7 +121,14 @@ class CellPlanner:
 
     def meta(self, described: Sequence[Cell]) -> bytes:
         """Contents of ``model_meta.json``."""
-        metas = {self.name(cell): self._cell_meta(cell) for cell in described}
+        metas: dict[str, CellMeta] = {}
+        before: tuple[Cell, CellMeta] | None = None
+        for cell in described:
+            if before is not None and replace(cell, tp=before[0].tp) == before[0]:
+                meta = before[1]  # tp ranks whose cells differ only in this coordinate
+            else:
+                meta = self._cell_meta(cell)
+            metas[self.name(cell)], before = meta, (cell, meta)
         return format_model_meta(self.model.table.convention, self.topology, metas).encode()
 
     def _stages(self) -> list[list[ModelTensor]]:

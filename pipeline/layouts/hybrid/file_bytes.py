@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import FlatSlice
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, Entries, write_pickle
+
+_UNCUT = TensorCut(1, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,25 @@ class RankFile:
     """A row for each array: kind, tensor, byte offset, index of the dtype."""
 
 
+class _Alike(NamedTuple):
+    """What arrays have in common."""
+
+    kind: int
+    shape: Shape
+    """As stored."""
+    padding: tuple[int, int] | None
+    """Bytes of the values, and of the zeros that follow them."""
+
+
 class FileArrays:
     """The arrays of a file that is being laid out, as columns because there may be very many."""
 
-    __slots__ = ("cell", "padding", "rows")
+    __slots__ = ("alike", "cell", "padding", "rows")
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
+        self.alike: dict[tuple[str, Shape, tuple[int, int] | None, int], _Alike] = {}
+        """What the arrays of a tensor's states have in common that have the same slice and bytes for an element."""
         self.rows = numbers_of("q")
         """Flat rows of (kind of array, tensor, index of the dtype)."""
         self.padding: dict[int, tuple[int, int]] = {}
@@ -55,7 +70,7 @@ class FileBytes:
 
     def __init__(self, checkpoint: Checkpoint, pickle_protocol: int) -> None:
         self.pickle_protocol = pickle_protocol
-        self.tensor_index = checkpoint.catalog.index()
+        self.tensors = checkpoint.catalog.tensors
         self.dtypes = checkpoint.catalog.tensors.dtypes.tolist()
         """Index of the dtype of each tensor."""
         self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
@@ -66,7 +81,7 @@ class FileBytes:
 
     def has(self, tensor: ModelTensor, state: str) -> bool:
         """Whether the source has a state of a tensor."""
-        return (self.identity[tensor.key], state) in self.tensor_index
+        return self.tensors.find(self.identity[tensor.key], state) is not None
 
     def array(
         self,
@@ -78,22 +93,31 @@ class FileBytes:
         name: str | None,
     ) -> ArraySlot:
         """Add an array to a file: all of ``shape``, or a slice of its flattening."""
-        number = self.tensor_index.get((self.identity[tensor.key], state))
+        number = self.tensors.find(self.identity[tensor.key], state)
         if number is None:
             raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
         dtype = DTYPES[self.dtypes[number]]
-        slot = len(arrays.rows) // 3
-        cut = TensorCut(1, None) if is_per_parameter(state) else arrays.cell.cuts[tensor.key]
+        cut = _UNCUT if is_per_parameter(state) else arrays.cell.cuts[tensor.key]
         flat_range = None if flat is None else (flat.start, flat.stop)
-        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat_range))
-        arrays.rows.extend((kind, number, self.dtypes[number]))
-        if flat is None:
-            return ArraySlot(slot, dtype.code, shape, name)
-        elements = max(0, min(flat.stop, prod(shape)) - flat.start)
-        if elements < flat.elements:
-            lacking = flat.elements - elements
-            arrays.padding[slot] = (elements * dtype.itemsize, lacking * dtype.itemsize)
-        return ArraySlot(slot, dtype.code, (flat.elements,), name)
+        known = ("" if cut is _UNCUT else tensor.key, shape, flat_range, dtype.itemsize)
+        alike = arrays.alike.get(known)
+        if alike is None:
+            alike = arrays.alike[known] = self._alike(ArrayKind(shape, cut, dtype.itemsize, flat_range))
+        slot = len(arrays.rows) // 3
+        arrays.rows.extend((alike.kind, number, self.dtypes[number]))
+        if alike.padding is not None:
+            arrays.padding[slot] = alike.padding
+        return ArraySlot(slot, dtype.code, alike.shape, name)
+
+    def _alike(self, array: ArrayKind) -> _Alike:
+        kind = self.placements.kind(array)
+        if array.flat is None:
+            return _Alike(kind, array.local_shape, None)
+        start, stop = array.flat
+        elements = max(0, min(stop, prod(array.local_shape)) - start)
+        lacking = stop - start - elements
+        padding = (elements * array.itemsize, lacking * array.itemsize) if lacking > 0 else None
+        return _Alike(kind, (stop - start,), padding)
 
     def add_literal(self, path: str, content: bytes) -> None:
         """Add a file that contains no tensor values."""

@@ -114,7 +114,8 @@ class HybridWriter:
         return self.bytes.lay_out(kind, shard, entries(), arrays)
 
     def _optimizer(self, cell: Cell, shard: int) -> RankFile:
-        accumulators = [a for a in ACCUMULATORS if any(a in t.accumulators for t in cell.parameters)]
+        held_by_any = {a for accumulators in {t.accumulators for t in cell.parameters} for a in accumulators}
+        accumulators = [a for a in ACCUMULATORS if a in held_by_any]
         held = cell.of_shard(shard)
         with_master = any(t.master for t in held)
         arrays = FileArrays(cell)
