@@ -61,6 +61,11 @@ def tightest_limit(groups: str | None, read: ReadText) -> MemoryLimit | None:
     return min(filter(None, limits), key=lambda limit: limit.left_bytes, default=None)
 
 
+def memory_limit() -> MemoryLimit | None:
+    """The limit of this process that leaves the least memory; ``None`` if it has none."""
+    return tightest_limit(_text(PROCESS), _text)
+
+
 def _folders(groups: str) -> Iterator[tuple[str, _Version]]:
     """Every folder that may hold a limit.
 
@@ -112,7 +117,7 @@ def check_memory_limit(more_bytes: int, room_bytes: int, budget_bytes: int) -> N
     ------
     UsageError
     """
-    limit = tightest_limit(_text(PROCESS), _text)
+    limit = memory_limit()
     if limit is None or more_bytes <= limit.left_bytes:
         return
     enough_bytes = budget_bytes - room_bytes + limit.left_bytes

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from paddle_reshard.clusters.ray.capacity import Demand, Resources
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 from paddle_reshard.storage.store import ReadRange, WritePart
 
@@ -75,7 +76,13 @@ class Actors:
             scheduling_strategy=strategy,
         )
         actor = options.remote(
-            self.source, self.target, self.device, number, self.demand.memory_bytes, worker_variables()
+            self.source,
+            self.target,
+            self.device,
+            number,
+            self.demand.memory_bytes,
+            worker_variables(),
+            __version__,
         )
         self.living[number] = actor
         return actor

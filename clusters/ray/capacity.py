@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
@@ -45,8 +45,10 @@ def most_object_bytes(nodes: Iterable[Resources]) -> int:
     return min((int(node.get("object_store_memory", 0)) for node in nodes), default=0) // 2
 
 
-def worker_count(requested: int | None, demand: Demand, room: int) -> int:
+def worker_count(requested: int | None, demand: Demand, nodes: Sequence[Resources], grows: bool) -> int:
     """How many workers to start; ``requested`` is ``None`` for as many as there is room for.
+
+    ``grows``: whether nodes may still join the cluster.
 
     Raises
     ------
@@ -55,17 +57,20 @@ def worker_count(requested: int | None, demand: Demand, room: int) -> int:
     UnsupportedError
         If there are not enough GPUs.
     """
+    room = demand.room(nodes)
     if demand.gpu and room < (requested or 1):
         raise UnsupportedError(
             f"device gpu: the Ray cluster has room for {room} workers with {demand} each, but "
             f"{requested or 1} are requested"
         )
-    if requested is None and not room:
+    if not room and (requested is None or not grows):
+        most_bytes = max((int(node.get("memory", 0)) for node in nodes), default=0)
+        wait = ", or give the number of --workers that the cluster will scale up to" if grows else ""
         raise UsageError(
-            f"no node of the Ray cluster has {demand} for a worker; use less --memory, or "
-            "give the number of --workers that the cluster will scale up to"
+            f"no node of the Ray cluster has {demand} for a worker, at most {most_bytes >> 20}MiB of memory; use "
+            f"less --memory{wait}"
         )
     count = requested or room
     if count > room:
         log.warning("%d workers requested, the Ray cluster has room for %d now", count, room)
-    return count
+    return count if grows else min(count, room)

@@ -89,10 +89,10 @@ class RayEngine:
         """
         if not len(works):
             return
-        with joined_ray(self.joins, self.workers):
+        with joined_ray(self.joins, self.workers) as grows:
             backlog, nodes = Backlog(works), live_nodes()
             backlog.check_memory(self.memory_bytes)
-            count = self._most_busy(works, worker_count(self.workers, self.demand, self.demand.room(nodes)))
+            count = self._most_busy(works, worker_count(self.workers, self.demand, nodes, grows))
             calls = Calls(side_by_side=not self.demand.gpu)
             dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes(nodes))
             with Actors(source, target, self.demand, self.paddle_device, count) as actors:

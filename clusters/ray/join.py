@@ -20,10 +20,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._common.utils import get_system_memory
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
+from paddle_reshard.clusters.container import memory_limit
 from paddle_reshard.clusters.ray.head import Head, check_answers, patience_seconds
 from paddle_reshard.pipeline.core.errors import ClusterError, UsageError
 from paddle_reshard.pipeline.core.shown import one_line
@@ -35,8 +37,8 @@ _TOKEN_LOG = logging.getLogger("ray._private.authentication.authentication_token
 
 
 @contextlib.contextmanager
-def joined_ray(address: str | None, cpus: int | None = None) -> Iterator[None]:
-    """Be part of a Ray cluster during the block.
+def joined_ray(address: str | None, cpus: int | None = None) -> Iterator[bool]:
+    """Be part of a Ray cluster during the block. Yields whether nodes may join it: none joins a private Ray.
 
     Parameters
     ----------
@@ -52,13 +54,13 @@ def joined_ray(address: str | None, cpus: int | None = None) -> Iterator[None]:
         If there is no such cluster, or it rejects this process.
     """
     if ray.is_initialized():
-        yield
+        yield True
     elif address is None:
         with _private_ray(cpus):
-            yield
+            yield False
     else:
         with _existing_ray(address):
-            yield
+            yield True
 
 
 def job_config() -> JobConfig:
@@ -99,6 +101,7 @@ def _private_ray(cpus: int | None) -> Iterator[None]:
                     log_to_driver=False,
                     logging_level=logging.WARNING,
                     job_config=job_config(),
+                    **memory_settings(get_system_memory()),
                 )
         except (OSError, ValueError, RuntimeError) as error:
             raise ClusterError(f"cannot start Ray on this machine: {one_line(error)}") from error
@@ -107,6 +110,20 @@ def _private_ray(cpus: int | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def memory_settings(system_bytes: int) -> dict[str, Any]:
+    """Settings for memory that keep a Ray within a limit of this process that Ray itself does not see.
+
+    Ray reads only the limit of a container that is the root of its control groups, not those of groups below it, such
+    as a slice of systemd, and takes ``system_bytes`` for all there is. Objects get 30 % of what is left, as usual, and
+    workers the rest.
+    """
+    limit = memory_limit()
+    if limit is None or limit.limit_bytes >= system_bytes:
+        return {}
+    objects = max(ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES, limit.left_bytes * 3 // 10)
+    return {"object_store_memory": objects, "_memory": max(1, limit.left_bytes - objects)}
 
 
 @contextlib.contextmanager

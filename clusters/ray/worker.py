@@ -17,8 +17,9 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.clusters.container import check_memory_limit
-from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.core.shown import one_line
+from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.os_errors import may_succeed_elsewhere
@@ -52,17 +53,18 @@ class ReshardWorker:
         number: int,
         memory_bytes: int,
         environment: Mapping[str, str],
+        version: str = __version__,
     ) -> None:
         """Without a ``target``, groups are only compared.
 
         ``device`` is Paddle's name for the device that moves values; ``None`` for NumPy. ``memory_bytes`` is the budget
         of the worker, including its footprint. ``environment`` holds variables with which the drivers of stores find
-        credentials.
+        credentials. ``version`` is that of the package that planned the groups.
         """
         os.environ.update(environment)
         self.source, self.target, self.device = source, target, device
         self.mover: Mover = HOST
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self.version = memory_bytes, version
         self.pool = WorkspacePool(memory_bytes - FOOTPRINT_BYTES)
         self.prepared = False
         self.figures = _Figures(number)
@@ -73,6 +75,12 @@ class ReshardWorker:
 
     def _prepare(self) -> str:
         if not self.prepared:
+            if self.version != __version__:
+                raise UsageError(
+                    f"the worker on {socket.gethostname()} has version {__version__} of paddle-reshard installed, the "
+                    f"conversion was planned by version {self.version}; install the same version on all nodes, or use "
+                    "paddle-reshard submit, which uploads it"
+                )
             room_bytes = self.memory_bytes - FOOTPRINT_BYTES
             check_memory_limit(room_bytes, room_bytes, self.memory_bytes)
             if self.device is not None:

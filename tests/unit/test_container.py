@@ -10,6 +10,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.clusters import container
 from paddle_reshard.clusters.container import MemoryLimit, tightest_limit
+from paddle_reshard.clusters.ray import join
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
@@ -166,3 +167,14 @@ def test_a_worker_that_could_not_use_its_memory_says_so(limited: Path) -> None:
     assert isinstance(refused, UsageError)
     assert f"use --memory {left + FOOTPRINT_BYTES // MIB}MiB, or raise" in str(refused)
     assert isinstance(ReshardWorker(None, None, None, 0, left * MIB + FOOTPRINT_BYTES, {}).prepare(), str)
+
+
+def test_a_private_ray_stays_within_a_limit_that_ray_does_not_see(limited: Path) -> None:
+    """Ray reads only the limit at the root of the control groups; this one is of a group below it."""
+    left = (2048 - 76) * MIB
+    (limited / "memory.max").write_text(f"{2048 * MIB}\n")
+    settings = join.memory_settings(system_bytes=8192 * MIB)
+    assert settings == {"object_store_memory": left * 3 // 10, "_memory": left - left * 3 // 10}
+    assert join.memory_settings(system_bytes=2048 * MIB) == {}, "Ray sees it, and reckons with it"
+    (limited / "memory.max").write_text("max\n")
+    assert join.memory_settings(system_bytes=8192 * MIB) == {}
