@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
@@ -36,6 +37,15 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     if device != "cpu" or exchange != "auto":
         raise UsageError(f"device {device!r} and exchange {exchange!r} require --cluster ray")
     return InlineEngine(memory_bytes, workers)
+
+
+def observed(engine: Engine, observe: Observer) -> Engine:
+    """The same engine; ``observe`` is called with what each of its workers runs."""
+    if isinstance(engine, InlineEngine):
+        return replace(engine, observe=observe)
+    from paddle_reshard.clusters.ray.engine import RayEngine
+
+    return replace(engine, observe=observe) if isinstance(engine, RayEngine) else engine
 
 
 def choose_indexing(engine: Engine, observe: Observer) -> IndexFiles:

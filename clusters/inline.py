@@ -9,15 +9,15 @@ and written from front to back.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.clusters.container import check_memory_limit
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import THREAD, Observer, WorkerAssigned, ignore_events
 from paddle_reshard.pipeline.planning.metadata import check_metadata, held_bytes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork, Works
@@ -42,6 +42,8 @@ class InlineEngine:
     workers: int | None = None
     """Number of groups at a time, as far as memory allows. Default: two per processor, because a group waits for
     storage half of the time."""
+    observe: Observer = field(default=ignore_events, compare=False, repr=False)
+    """Called with what each worker runs, in the thread that takes the reports."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -91,40 +93,47 @@ class InlineEngine:
         spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
         more_bytes = workspace_bytes(works.largest_peaks(count), spaces.budget_bytes)
         check_memory_limit(more_bytes, spaces.budget_bytes, works.plan.budget_bytes)
-        running: dict[Future[GroupReport], Workspace] = {}
-        with ThreadPoolExecutor(count, thread_name_prefix="thread") as pool:
+        idle = [f"{THREAD}{number}" for number in reversed(range(count))]
+        running: dict[Future[GroupReport], tuple[str, Workspace]] = {}
+
+        def finished() -> Reports:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                worker, space = running.pop(future)
+                spaces.give_back(space)
+                idle.append(worker)
+                self.observe(WorkerAssigned(worker, ()))
+                yield future.result()  # its error is raised here
+
+        with ThreadPoolExecutor(count) as pool:
             try:
                 for work in works:
-                    while (
-                        len(running) == count or (space := spaces.take(work.peak_bytes, work.label)) is None
-                    ):
-                        yield from _finished(running, spaces)
-                    running[pool.submit(_timed, do, work, space)] = space
+                    while not idle or (space := spaces.take(work.peak_bytes, work.label)) is None:
+                        yield from finished()
+                    worker = idle.pop()
+                    running[pool.submit(_timed, do, work, space, worker)] = worker, space
+                    self.observe(
+                        WorkerAssigned(worker, (range(work.group, work.group + 1),), work.peak_bytes)
+                    )
                 while running:
-                    yield from _finished(running, spaces)
+                    yield from finished()
             finally:
-                for future, space in running.items():
+                for future, (_, space) in running.items():
                     space.stop()
                     future.cancel()
 
 
-def _timed(do: Callable[[GroupWork, Mover], GroupReport], work: GroupWork, space: Workspace) -> GroupReport:
+def _timed(
+    do: Callable[[GroupWork, Mover], GroupReport], work: GroupWork, space: Workspace, worker: str
+) -> GroupReport:
     started = time.monotonic()
     report = do(work, space)
-    return replace(report, worker=threading.current_thread().name, seconds=time.monotonic() - started)
+    return replace(report, worker=worker, seconds=time.monotonic() - started)
 
 
 def _one_by_one(reports: Reports) -> Batches:
     with closing(reports):
         for report in reports:
             yield [report]
-
-
-def _finished(running: dict[Future[GroupReport], Workspace], spaces: Workspaces) -> Reports:
-    """Wait until a group is done, and report it. Its error is raised here."""
-    for future in wait(running, return_when=FIRST_COMPLETED).done:
-        spaces.give_back(running.pop(future))
-        yield future.result()
 
 
 run_inline = InlineEngine()

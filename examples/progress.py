@@ -33,7 +33,7 @@ class Lines:
                     print(f"  {tenths * 10} %")
             case pr.FilesRead(done, of):
                 print(f"  {done} of {of} files")
-            case pr.Planned() | pr.GroupEnded():
+            case pr.Planned() | pr.WorkerAssigned() | pr.GroupEnded():
                 pass
             case pr.Waiting(what):
                 print(f"  waiting for {what}")

@@ -50,7 +50,7 @@ class Answer:
         receipts = self._receipts()
         figures: tuple[WorkerFigures, ...] = (self.figures,)
         reports = []
-        worker = f"worker {self.figures.number} on {self.figures.host}"
+        worker = self.figures.name
         rows = zip(self.groups, self.totals, self.group_seconds, strict=True)
         for group, (read, written, copied, compared, count), seconds in rows:
             reports.append(

@@ -23,6 +23,11 @@ class WorkerFigures:
     retries: Mapping[str, int] = field(default_factory=dict)
     """Failure of a store → how often a request was repeated because of it."""
 
+    @property
+    def name(self) -> str:
+        """What the worker is called in events and reports."""
+        return f"worker {self.number} on {self.host}"
+
     def in_words(self) -> str:
         """One line for people."""
         return (

@@ -87,7 +87,8 @@ class Crew:
             self._replace(worker, answer)
             return
         if not worker.ready:
-            log.info("worker %d: %s", worker.number, answer)
+            worker.name = answer.worker
+            log.info("%s: %s", worker.name, answer.process)
         worker.ready, worker.starts, worker.pinged = True, 1, False
         self.note_free(worker)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
 from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
 from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
+from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.tasks.answers import Answer
 from paddle_reshard.tasks.group import GroupReport
@@ -31,8 +32,10 @@ Reports = Iterator[Sequence[GroupReport]]
 class Driver:
     """One run of all groups. Everything happens on one thread, between two waits."""
 
-    def __init__(self, backlog: Backlog, crew: Crew, calls: Calls, dealer: Dealer) -> None:
+    def __init__(self, backlog: Backlog, crew: Crew, calls: Calls, dealer: Dealer, observe: Observer) -> None:
+        """``observe`` is called with what each worker runs."""
         self.backlog, self.crew, self.calls, self.dealer = backlog, crew, calls, dealer
+        self.observe = observe
         self.head = head_of_cluster()
         self.running: set[Running] = set()
         self.patient = True
@@ -93,6 +96,7 @@ class Driver:
             return False
         most = min(worker.batch_groups, max(1, self.backlog.left // self.crew.slots))
         self.running.add(self.calls.run(worker, *self.backlog.take_batch(most)))
+        self._tell([worker])
         self.crew.note_free(worker)
         return True
 
@@ -112,7 +116,13 @@ class Driver:
         else:
             running = self.calls.share(chosen, attempt, work)
         self.running.add(running)
+        self._tell(chosen)
         return True
+
+    def _tell(self, workers: Iterable[Worker]) -> None:
+        for worker in workers:
+            if worker.name:
+                self.observe(worker.assigned)
 
     def _table(self, work: GroupWork) -> Table:
         """The state in which ``work``, the first single group, is dealt."""
@@ -143,6 +153,7 @@ class Driver:
             raise answer
         if running is None:
             self._settle_ping(worker, answer)
+            self._tell([worker])
             return
         running.shares -= 1
         if isinstance(answer, RayError):
@@ -150,6 +161,7 @@ class Driver:
         elif isinstance(answer, GroupReport):
             running.reports.append(answer)
         self.crew.settle(worker, running, lost=isinstance(answer, RayError))
+        self._tell([worker])
         if isinstance(answer, Answer):
             worker.batch_groups = next_batch_groups(len(answer.groups), answer.seconds, self.crew.slots)
             yield from self._finish_batch(running, answer)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.clusters.ray.actors import Actors, live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
@@ -43,6 +43,7 @@ from paddle_reshard.clusters.ray.driver import Driver
 from paddle_reshard.clusters.ray.join import joined_ray
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.group import GroupReport
@@ -65,6 +66,8 @@ class RayEngine:
     """``cpu``: NumPy moves the values. ``gpu``: each worker has its own GPU, and Paddle moves them."""
     paddle_device: str = "gpu"
     """Paddle's name for the device of a worker with a GPU. Its CPU device, ``cpu``, computes the same bits."""
+    observe: Observer = field(default=ignore_events, compare=False, repr=False)
+    """Called with what each worker runs, in the thread that takes the reports."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -96,7 +99,8 @@ class RayEngine:
             calls = Calls(side_by_side=not self.demand.gpu)
             dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes(nodes))
             with Actors(source, target, self.demand, self.paddle_device, count) as actors:
-                yield from Driver(backlog, Crew(actors, calls, count), calls, dealer).reports()
+                crew = Crew(actors, calls, count)
+                yield from Driver(backlog, crew, calls, dealer, self.observe).reports()
 
     def compare(self, works: Works, source: ReadRange) -> Generator[Sequence[GroupReport], None, None]:
         """Run only the comparisons of every group."""

@@ -9,6 +9,7 @@ from ray.exceptions import RayError
 
 from paddle_reshard.clusters.ray.backlog import Attempt
 from paddle_reshard.clusters.ray.dealing import Member
+from paddle_reshard.pipeline.core.events import WorkerAssigned
 from paddle_reshard.tasks.group import GroupReport
 
 
@@ -37,6 +38,8 @@ class Worker:
 
     number: int
     actor: Any
+    name: str = ""
+    """What it is called in events and reports; empty until it is ready for the first time."""
     starts: int = 1
     """Actors started since the last one that was ready."""
     ready: bool = False
@@ -60,6 +63,14 @@ class Worker:
     def alone(self) -> bool:
         """Whether it may not run anything else at the same time."""
         return any(running.alone for running in self.running)
+
+    @property
+    def assigned(self) -> WorkerAssigned:
+        """What it runs."""
+        if not self.ready:
+            return WorkerAssigned(self.name, None)
+        groups = tuple(running.attempt.groups for running in self.running)
+        return WorkerAssigned(self.name, groups, self.held_bytes)
 
     @property
     def member(self) -> Member:

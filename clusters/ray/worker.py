@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.clusters.container import check_memory_limit
@@ -35,6 +35,15 @@ from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A worker that is ready."""
+
+    worker: str
+    """Its name in events and reports."""
+    process: str
 
 
 class ReshardWorker:
@@ -69,11 +78,11 @@ class ReshardWorker:
         self.prepared = False
         self.figures = _Figures(number)
 
-    def prepare(self) -> str | ReshardError:
+    def prepare(self) -> Prepared | ReshardError:
         """Get ready, and describe this worker. Also serves as a ping."""
         return _errors_returned(self._prepare)
 
-    def _prepare(self) -> str:
+    def _prepare(self) -> Prepared:
         if not self.prepared:
             if self.version != __version__:
                 raise UsageError(
@@ -89,7 +98,7 @@ class ReshardWorker:
         device = (
             "cpu" if self.device is None else f"{self.device} of {os.environ.get('CUDA_VISIBLE_DEVICES')}"
         )
-        return f"process {os.getpid()} on {socket.gethostname()}, device {device}"
+        return Prepared(self.figures.zero.name, f"process {os.getpid()}, device {device}")
 
     def run(self, batch: WorkBatch) -> Answer:
         """Run whole groups, one after the other, until one fails."""

@@ -77,8 +77,8 @@ class _Figures:
         for name, what, value in (
             ("step_done_bytes", "bytes of the current step that are done", self.state.done_bytes),
             ("step_bytes", "bytes of the current step", self.state.total_bytes),
-            ("plan_done_groups", "groups of the current conversion that are done", self.state.done_groups),
-            ("plan_groups", "groups of the current conversion", self.state.total_groups),
+            ("plan_done_groups", "groups of the current plan that are done", self.state.done_groups),
+            ("plan_groups", "groups of the current plan", self.state.total_groups),
             ("budget_bytes", "memory budget of each worker", self.state.budget_bytes),
         ):
             if value is not None:

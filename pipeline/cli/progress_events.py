@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from paddle_reshard.pipeline.cli.ticking import every_second
-from paddle_reshard.pipeline.core.events import Event, FilesRead, GroupEnded, Progress, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.events import (
+    Event,
+    FilesRead,
+    GroupEnded,
+    Progress,
+    StepEnded,
+    StepStarted,
+    WorkerAssigned,
+)
 from paddle_reshard.pipeline.core.run_state import RunState
 
 if TYPE_CHECKING:
@@ -96,8 +104,8 @@ class ProgressEvents:
             elif isinstance(event, StepEnded):
                 self.running = False
                 self._write("step_ended")
-            elif isinstance(event, GroupEnded):
-                pass  # the progress that it made follows
+            elif isinstance(event, (GroupEnded, WorkerAssigned)):
+                pass  # the progress that is made follows
             elif isinstance(event, (FilesRead, Progress)):
                 self.unreported = True
                 if self.state.clock() >= self.due:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, Waiting
@@ -76,14 +77,17 @@ def run_comparisons(
             log = stack.enter_context(resume.open("ab", buffering=0))
         if not isinstance(engine, InlineEngine):
             observe(Waiting("Ray and its workers"))
-        observe(StepStarted("comparing", plan.read_bytes))
-        observe(Progress(sum(group.read_bytes for group in done.values()), before=True))
+        observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
+        read_bytes = sum(group.read_bytes for group in done.values())
+        observe(Progress(read_bytes, before=True, groups=len(done)))
         batches = stack.enter_context(closing(_compare(engine, plan_work(plan, done), source)))
         for reports in batches:
             found = [compared(report) for report in reports]
             done |= {group.group: group for group in found}
             if log is not None:
                 log.write(_line([[g.group, g.elements, g.read_bytes, g.differences] for g in found]))
+            for ended in groups_ended(plan, reports):
+                observe(ended)
             observe(Progress(sum(group.read_bytes for group in found)))
     if resume is not None:
         resume.unlink()

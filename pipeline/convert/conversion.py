@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paddle_reshard.clusters.choose import choose_engine, choose_indexing
+from paddle_reshard.clusters.choose import choose_engine, choose_indexing, observed
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.aoa.conventions import to_convention
 from paddle_reshard.pipeline.aoa.rewrite import rewrite
@@ -230,6 +230,7 @@ def plan_and_run(
         settings.exchange,
         settings.device,
     )
+    engine = observed(engine, observe)
     started = time.monotonic()
     counted, index_files = count_retries(), choose_indexing(engine, observe)
     observe(StepStarted("plan"))

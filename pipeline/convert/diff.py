@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.options import check_names, takes
 from paddle_reshard.pipeline.convert.read_options import DiffOptions
@@ -221,15 +222,17 @@ def diff(
     del one, two
     trim_heap()
     plan = comparison.plan
-    engine = InlineEngine(plan.budget_bytes)
+    engine = InlineEngine(plan.budget_bytes, observe=observe)
     engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare)
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
-    observe(StepStarted("comparing", plan.read_bytes))
+    observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
     parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
     with closing(engine.measure(plan_work(plan), pair, Tolerance(atol, rtol))) as reports:
         for report in reports:
             for number, found in report.statistics:
                 parts[number].append((report.group, found))
+            for ended in groups_ended(plan, [report]):
+                observe(ended)
             observe(Progress(report.read_bytes))
     for store in stores:
         store.check_unchanged()

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
+from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing, observed
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.options import check_names, takes
@@ -109,7 +110,7 @@ def fingerprint_with(
     """:func:`fingerprint`, with its options as a value."""
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     cluster, workers = options.get("cluster", "inline"), options.get("workers")
-    engine = choose_engine(cluster, workers, budget_bytes, "auto", "cpu")
+    engine = observed(choose_engine(cluster, workers, budget_bytes, "auto", "cpu"), observe)
     store = open_checkpoint(source, source_access(options))
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     tables, config = given_inputs(options.get("rules"), options.get("config"))
@@ -145,10 +146,12 @@ def run_reads(
         engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     else:
         observe(Waiting("Ray and its workers"))
-    observe(StepStarted("reading", plan.read_bytes))
+    observe(StepStarted("reading", plan.read_bytes, plan.groups, plan.budget_bytes))
     with closing(engine(plan_work(plan), source, NoTarget())) as batches:
         for reports in batches:
             yield from reports
+            for ended in groups_ended(plan, reports):
+                observe(ended)
             observe(Progress(sum(report.read_bytes for report in reports)))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from paddle_reshard.clusters.choose import Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.asked import session_record
+from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
 from paddle_reshard.pipeline.convert.plan import (
@@ -28,7 +29,6 @@ from paddle_reshard.pipeline.core.errors import (
     TargetError,
 )
 from paddle_reshard.pipeline.core.events import (
-    GroupEnded,
     Observer,
     Progress,
     StepEnded,
@@ -199,7 +199,7 @@ def _run(
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups, resumed_bytes=plan.written_bytes)
         check_targets(conversion, outputs, settings.no_space_check)
     with outputs:
-        observe(StepStarted("move", plan.written_bytes))
+        observe(StepStarted("move", plan.written_bytes, plan.groups, plan.budget_bytes))
         report, receipts, sums = _move(conversion, outputs, engine, observe)
         reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, from an earlier run"
         resumed = f"; {reused}" if report.resumed_bytes else ""
@@ -305,7 +305,7 @@ def _move(
                 drift += _drift(report)
                 sums += report.sums
             groups += len(reports)
-            for ended in _ended(plan, reports):
+            for ended in groups_ended(plan, reports):
                 observe(ended)
             observe(Progress(sum(report.written_bytes for report in reports)))
     for unit, carried in enumerate(plan.carried, plan.groups):
@@ -340,22 +340,6 @@ def _move(
         copied_bytes=copied,
     )
     return moved, receipts, added(sums)
-
-
-def _ended(plan: Plan, reports: Sequence[GroupReport]) -> list[GroupEnded]:
-    """What ``reports`` say, in order. Groups that are reported together ran one after the other."""
-    events: list[GroupEnded] = []
-    later_seconds = 0.0
-    for report in reversed(reports):
-        figures = report.read_bytes, report.written_bytes, report.copied_bytes
-        peak_bytes = int(plan.group_peaks[report.group])
-        retries = add_retries(worker.retries for worker in report.figures)
-        event = GroupEnded(
-            report.group, report.worker, report.seconds, later_seconds, peak_bytes, *figures, retries
-        )
-        events.append(event)
-        later_seconds += report.seconds
-    return events[::-1]
 
 
 def _record(report: GroupReport) -> Record:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing
+from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing, observed
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.comparing import compared, differences_of, run_comparisons
 from paddle_reshard.pipeline.convert.fingerprint import (
@@ -268,6 +268,7 @@ def read_verify_request(
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
     """Run a request made by :func:`read_verify_request`."""
+    request = replace(request, engine=observed(request.engine, observe))
     return replace(_run(request, observe), signed_by=request.signed_by)
 
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+THREAD = "thread_"
+"""How the names of workers in this process begin; they share its memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepStarted:
-    """A step of the workflow begins. ``total_bytes`` is what it will write or read, where that is known."""
+    """A step of the workflow begins."""
 
     step: str
     total_bytes: int | None = None
+    """What it will write or read, where that is known."""
+    total_groups: int | None = None
+    """Groups that it will run, including those of an earlier run; ``None`` if it runs none."""
+    budget_bytes: int | None = None
+    """Memory budget of each worker that runs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +42,19 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerAssigned:
+    """What a worker runs from this moment on."""
+
+    worker: str
+    groups: tuple[range, ...] | None
+    """Empty while it waits for groups; ``None`` if it was lost."""
+    peak_bytes: int = 0
+    """Memory that they are given together."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """A worker has written the parts of a group."""
+    """A worker has run a group: it has written its parts, or has compared or added up its tensors."""
 
     group: int
     worker: str
@@ -78,7 +97,7 @@ class StepEnded:
     summary: str
 
 
-Event = StepStarted | Planned | GroupEnded | Progress | FilesRead | Waiting | StepEnded
+Event = StepStarted | Planned | WorkerAssigned | GroupEnded | Progress | FilesRead | Waiting | StepEnded
 Observer = Callable[[Event], None]
 
 

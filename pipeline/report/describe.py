@@ -228,6 +228,8 @@ def describe_verification(
         ),
         facts=(("result", report.verdict),),
         run=run,
+        budget_bytes=None if run is None else run.budget_bytes,
+        footprint_bytes=FOOTPRINT_BYTES,
         tables=(_table("Differences", ("tensor", "difference"), rows),) if rows else (),
     )
 
@@ -297,6 +299,8 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
         ),
         facts=(("result", report.verdict),),
         run=run,
+        budget_bytes=None if run is None else run.budget_bytes,
+        footprint_bytes=FOOTPRINT_BYTES,
         charts=tuple(_chart(name, found) for name, found in summaries if found),
         tables=tuple(tables),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from paddle_reshard.pipeline.core.events import (
+    THREAD,
     Event,
     GroupEnded,
     Observer,
@@ -24,8 +25,6 @@ MOST_SAMPLES = 1024
 MOST_STEPS = 256
 BINS = 160
 """Points of a curve over time."""
-THREADS = "thread_"
-"""How the workers of a run in this process begin; they share its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,8 @@ class RunData:
     resident: tuple[tuple[float, int], ...]
     """Seconds, and the memory that this process had then."""
     waited_for: tuple[str, ...] = ()
+    budget_bytes: int | None = None
+    """Memory budget of each worker, if groups were run."""
 
 
 class RunRecord:
@@ -120,12 +121,14 @@ class RunRecord:
         self._stride_seconds = 0.0
         self._done_bytes = 0
         self._waited_for: dict[str, None] = {}
+        self._budget_bytes: int | None = None
 
     def __call__(self, event: Event) -> None:
         """Keep an event, and pass it on."""
         now = self._clock() - self._started
         if isinstance(event, StepStarted):
             self._end_step(now, "")
+            self._budget_bytes = event.budget_bytes or self._budget_bytes
             self._steps = [*self._steps[-MOST_STEPS:], Step(event.step, now, None)]
         elif isinstance(event, StepEnded):
             self._end_step(now, event.summary)
@@ -148,7 +151,13 @@ class RunRecord:
         stretches = tuple(sorted(self._stretches, key=lambda one: (one.worker, one.start)))
         curves = _curves(stretches, seconds) if stretches else _curve_of_progress(self._progress, seconds)
         return RunData(
-            seconds, tuple(self._steps), stretches, curves, tuple(self._resident), tuple(self._waited_for)
+            seconds,
+            tuple(self._steps),
+            stretches,
+            curves,
+            tuple(self._resident),
+            tuple(self._waited_for),
+            self._budget_bytes,
         )
 
     def _end_step(self, now: float, summary: str) -> None:
@@ -244,7 +253,7 @@ def _memory(stretches: Sequence[Stretch], first: float, width: float) -> list[in
 
 
 def _process(stretch: Stretch) -> str:
-    return "" if stretch.worker.startswith(THREADS) else stretch.worker
+    return "" if stretch.worker.startswith(THREAD) else stretch.worker
 
 
 def _curve_of_progress(samples: Sequence[tuple[float, int]], seconds: float) -> Curves:

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         StepEnded,
         StepStarted,
         Waiting,
+        WorkerAssigned,
     )
     from paddle_reshard.pipeline.core.fingerprints import Fingerprints
     from paddle_reshard.pipeline.core.stored import StoredTensor
@@ -200,6 +201,7 @@ __all__ = [
     "VerifyReport",
     "Waiting",
     "Weights",
+    "WorkerAssigned",
     "WorkerFigures",
     "__version__",
     "apply_delta",
@@ -282,6 +284,7 @@ _HOMES = {
         "StepEnded",
         "StepStarted",
         "Waiting",
+        "WorkerAssigned",
     ),
     # Into a running job
     "pipeline.live.load": ("LoadReport", "load_into"),

@@ -30,8 +30,9 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.core.events import ignore_events
+from paddle_reshard.pipeline.core.events import WorkerAssigned, ignore_events
 from paddle_reshard.pipeline.planning.ops import COMPARE
+from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork, Works, plan_work
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
@@ -96,7 +97,8 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
 
 @pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
 def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
-    report = conversion.run(engine(exchange=exchange))
+    seen: list[WorkerAssigned] = []
+    report = conversion.run(engine(exchange=exchange, observe=seen.append))
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
     assert several > 20
     assert exchanged == ([2] * several if exchange == "always" else [])
@@ -109,6 +111,12 @@ def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, ex
     assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)
     if exchange == "never":
         assert sum(worker.groups for worker in report.workers) == report.groups
+    ran = {group for event in seen for groups in event.groups or () for group in groups}
+    assert ran == set(range(report.groups))
+    at_last = {event.worker: event for event in seen}
+    assert at_last.keys() >= {worker.name for worker in report.workers}
+    assert {(event.groups, event.peak_bytes) for event in at_last.values()} == {((), 0)}
+    assert 0 < max(event.peak_bytes for event in seen) <= BUDGET_BYTES - FOOTPRINT_BYTES
     assert_nothing_was_spilled()
 
 

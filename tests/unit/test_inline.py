@@ -17,6 +17,7 @@ import paddle_reshard
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, UsageError
+from paddle_reshard.pipeline.core.events import WorkerAssigned
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.store import Read, ReadRange
@@ -104,6 +105,24 @@ def test_any_number_of_workers_makes_the_same(
     assert sorted(found, key=lambda report: report.group) == expected
     assert several.parts == one.parts
     assert not our_threads()
+
+
+def test_an_observer_learns_what_each_worker_runs(conversion: ConversionPlan) -> None:
+    events: list[WorkerAssigned] = []
+    memory_bytes = FOOTPRINT_BYTES + 2 * GROUP_BYTES
+    engine = InlineEngine(memory_bytes, 3, observe=events.append)
+    works = plan_work(conversion.plan)
+    reports = list(chain.from_iterable(engine(works, conversion.store, Written())))
+    ran = {group: event.worker for event in events for groups in event.groups or () for group in groups}
+    assert ran == {report.group: report.worker for report in reports}
+    assert sorted(ran) == [work.group for work in works]
+    held: dict[str, int] = {}
+    for event in events:
+        assert not (held.get(event.worker) and event.groups)  # one group at a time
+        held[event.worker] = event.peak_bytes
+        assert sum(held.values()) <= 2 * GROUP_BYTES
+    assert len(held) <= 3
+    assert not any(held.values())
 
 
 def test_groups_overlap(conversion: ConversionPlan) -> None:

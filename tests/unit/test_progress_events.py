@@ -81,6 +81,11 @@ def test_other_commands_report_too_whatever_else_they_print(
     read = [event for event in events[:-1] if event["done_bytes"]]
     assert all(event["done_bytes"] <= event["total_bytes"] for event in read)
     assert bool(read) == (command != "plan")
+    if command in ("verify", "diff", "fingerprint"):
+        assert read[-1]["done_groups"] == read[-1]["total_groups"] > 0
+        assert read[-1]["done_bytes"] == read[-1]["total_bytes"]
+        assert read[-1]["bytes_per_second"] > 0
+        assert read[-1]["seconds_left"] == 0
 
 
 @pytest.mark.parametrize(
