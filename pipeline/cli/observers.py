@@ -1,4 +1,4 @@
-"""The progress of a command: a bar on a terminal, lines elsewhere, or events."""
+"""The progress of a command: a live view on a terminal, lines elsewhere, or events."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paddle_reshard.pipeline.cli.terminal import console, log_to_terminal, say
+from paddle_reshard.pipeline.cli.terminal import console, log_to_terminal, printable, say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.console import Console, OverflowMethod
 
     from paddle_reshard.pipeline.core.events import Event
     from paddle_reshard.pipeline.core.run_state import RunState
+
+DRAWN_PER_SECOND = 2
+"""Often enough to see that something moves; to draw takes a few milliseconds."""
 
 
 @contextmanager
 def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
     """An observer for the current command: what its options ask for, together.
 
-    It draws a progress bar on a terminal and prints lines otherwise, unless it is to be ``silent``; with
-    ``--progress json`` it prints events. ``--log-file`` adds lines to a file, and ``--metrics-port`` serves figures.
+    It draws on a terminal and prints lines elsewhere, unless it is to be ``silent``. With ``--progress lines`` it
+    prints lines in any case, and with ``--progress json`` events. ``--log-file`` adds lines to a file, and
+    ``--metrics-port`` serves figures.
     """
     from paddle_reshard.pipeline.cli.log_file import log_line
     from paddle_reshard.pipeline.cli.progress import ProgressLines
@@ -38,6 +42,8 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
         observers.append(stack.enter_context(measuring()))
         if options.get("progress") == "json":
             observers.append(stack.enter_context(_events()))
+        elif options.get("progress") == "lines":
+            observers.append(stack.enter_context(_lines()))
         elif not silent:
             observers.append(stack.enter_context(_shown()))
 
@@ -50,33 +56,49 @@ def observing(silent: bool) -> Iterator[Callable[[Event], None]]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[Event], None]]:
-    """A bar on a terminal, lines elsewhere."""
+    """A live view on a terminal, lines elsewhere."""
+    if sys.stderr and sys.stderr.isatty():
+        screen = console(err=True)
+        if screen.is_interactive:
+            with _live(screen) as view:
+                yield view
+            return
+    with _lines() as lines:
+        yield lines
+
+
+@contextmanager
+def _lines() -> Iterator[Callable[[Event], None]]:
     from paddle_reshard.pipeline.cli.progress import ProgressLines
 
-    if not sys.stderr or not sys.stderr.isatty():
-        lines = ProgressLines(lambda line: say(line, err=True))
-        with lines.ticking():
-            yield lines
-        return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    lines = ProgressLines(lambda line: say(line, err=True))
+    with lines.ticking():
+        yield lines
 
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console(err=True),
-        transient=True,
-    ) as bar:
-        yield _Bar(bar)
+
+@contextmanager
+def _live(screen: Console) -> Iterator[Callable[[Event], None]]:
+    """A view that is drawn again and again, below what else is printed, and is gone at the end."""
+    from rich.live import Live
+    from rich.text import Text
+
+    from paddle_reshard.pipeline.cli.live_view import ASCII, UNICODE, LiveView
+    from paddle_reshard.pipeline.core.heap import private_bytes
+
+    view = LiveView(_state(), private_bytes, ASCII if screen.options.ascii_only else UNICODE)
+    overflow: OverflowMethod = "crop" if screen.options.ascii_only else "ellipsis"
+
+    def draw() -> Text:
+        lines = (
+            Text.assemble(*((printable(text), style) for text, style in line))
+            for line in view.lines(*screen.size)
+        )
+        drawn = Text("\n").join(lines)
+        drawn.no_wrap, drawn.overflow = True, overflow
+        return drawn
+
+    with Live(get_renderable=draw, console=screen, refresh_per_second=DRAWN_PER_SECOND, transient=True):
+        yield view
 
 
 @contextmanager
@@ -126,32 +148,3 @@ def waiting(step: str, silent: bool) -> Iterator[Callable[[Event], None]]:
     with observing(silent) as observe:
         observe(StepStarted(step))
         yield observe
-
-
-class _Bar:
-    """An observer that draws a progress bar."""
-
-    def __init__(self, bar: Progress) -> None:
-        self.bar = bar
-        self.step = ""
-        self.task: TaskID | None = None
-
-    def __call__(self, event: Event) -> None:
-        from paddle_reshard.pipeline.core.events import FilesRead, StepStarted, Waiting
-        from paddle_reshard.pipeline.core.events import Progress as Moved
-
-        if isinstance(event, StepStarted):
-            if self.task is not None:
-                self.bar.remove_task(self.task)
-            self.step = event.step
-            self.task = self.bar.add_task(event.step, total=event.total_bytes)
-        elif isinstance(event, Moved) and self.task is not None:
-            self.bar.update(self.task, description=self.step, advance=event.done_bytes)
-        elif isinstance(event, FilesRead):
-            self._describe(f"{event.done} of {event.of} files read")
-        elif isinstance(event, Waiting):
-            self._describe(f"waiting for {event.what}")
-
-    def _describe(self, detail: str) -> None:
-        if self.task is not None:
-            self.bar.update(self.task, description=f"{self.step}: {detail}")

@@ -156,11 +156,11 @@ progress_option = all_of(
     log_file_option,
     execution_option(
         "--progress",
-        type=click.Choice(("auto", "json")),
+        type=click.Choice(("auto", "lines", "json")),
         default="auto",
         show_default=True,
-        help="auto: a bar on a terminal, lines elsewhere, nothing with --quiet or --json. json: events on "
-        "stderr, one JSON object a line, whatever else is printed.",
+        help="auto: a live view on a terminal, lines elsewhere, nothing with --quiet or --json. lines: lines on "
+        "stderr, also on a terminal. json: events on stderr, one JSON object a line. Both, whatever else is printed.",
     ),
 )
 metrics_option = execution_option(

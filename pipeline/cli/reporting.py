@@ -46,11 +46,12 @@ class Reporting:
         self.picture: Picture | None = None
         self.proof: Coverage | None = None
         if path is not None:
+            from paddle_reshard.pipeline.core.heap import private_bytes
             from paddle_reshard.pipeline.report.run_record import RunRecord
-            from paddle_reshard.pipeline.report.writing import check_writable, resident_bytes
+            from paddle_reshard.pipeline.report.writing import check_writable
 
             check_writable(path)
-            self.record = RunRecord(observe, self._on_plan, resident_bytes)
+            self.record = RunRecord(observe, self._on_plan, private_bytes)
             self.observe = self.record
 
     def _on_plan(self, conversion: object) -> None:

@@ -94,7 +94,7 @@ class RunRecord:
         Called with every event afterwards.
     on_plan
         Called with the :class:`ConversionPlan` before its groups are run.
-    resident_bytes
+    private_bytes
         Returns the memory of this process; ``None`` to leave it out.
     clock
         Seconds, from any start.
@@ -104,13 +104,13 @@ class RunRecord:
         self,
         observe: Observer = ignore_events,
         on_plan: Callable[[object], None] | None = None,
-        resident_bytes: Callable[[], int] | None = None,
+        private_bytes: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._observe, self._on_plan, self._resident_bytes, self._clock = (
+        self._observe, self._on_plan, self._private_bytes, self._clock = (
             observe,
             on_plan,
-            resident_bytes,
+            private_bytes,
             clock,
         )
         self._started = clock()
@@ -175,8 +175,8 @@ class RunRecord:
         if self._progress and now < self._progress[-1][0] + self._stride_seconds:
             return
         self._progress.append((now, self._done_bytes))
-        if self._resident_bytes is not None:
-            self._resident.append((now, self._resident_bytes()))
+        if self._private_bytes is not None:
+            self._resident.append((now, self._private_bytes()))
         if len(self._progress) > MOST_SAMPLES:
             self._progress, self._resident = self._progress[::2], self._resident[::2]
             self._stride_seconds = 2 * now / MOST_SAMPLES

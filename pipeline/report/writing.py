@@ -38,12 +38,3 @@ def save_report(report: ReportData, path: Path) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise UsageError(f"{path}: the report cannot be written: {error}") from error
-
-
-def resident_bytes() -> int:
-    """The memory of this process; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -334,7 +334,7 @@ def test_a_page_that_cannot_be_written_is_an_error_before_anything_is_done(
 
 def test_the_record_of_a_long_run_stays_small_and_loses_no_byte(tmp_path: Path) -> None:
     now = 0.0
-    record = RunRecord(resident_bytes=lambda: 1 << 30, clock=lambda: now)
+    record = RunRecord(private_bytes=lambda: 1 << 30, clock=lambda: now)
     record(StepStarted("move", 10))
     groups = 20_000
     for number in range(groups):
