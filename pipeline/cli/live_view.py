@@ -165,12 +165,11 @@ class LiveView:
         words = readable_bytes(used)
         if budget:
             words += f" of {readable_bytes(budget)}"
-        if not here:
-            words += ", for the groups of the fullest worker"
-        line: list[Span] = [("  memory  ", WEAK), (words, "")]
+        label = "  memory  " if here else "  fullest worker  "
+        line: list[Span] = [(label, WEAK), (words, "")]
         if budget:
             line.append(("  ", ""))
-            line += self._bar(min(1.0, used / budget), columns - len(words) - 12)
+            line += self._bar(min(1.0, used / budget), columns - len(label) - len(words) - 2)
         return line
 
     # -------------------------------------------------------------------------------------------- workers
@@ -183,7 +182,7 @@ class LiveView:
         shown = sorted(workers.items(), key=lambda entry: _natural(entry[0]))
         if len(shown) > rows - 1:
             busy = [entry for entry in shown if entry[1].running]
-            shown = sorted(busy, key=lambda entry: entry[1].since)[: max(0, rows - 2)]
+            shown = sorted(busy, key=lambda entry: entry[1].since)[: max(1, rows - 2)]
         table = [(_summary(workers.values()), *HEADINGS), *(self._row(name, one) for name, one in shown)]
         lines: list[Line] = [
             [("  " + line, WEAK if number == 0 else "")]
