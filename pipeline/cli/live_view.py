@@ -126,8 +126,8 @@ class LiveView:
             figures.append((state.detail, STRONG))
         if state.total_bytes:
             figures.append((f"{readable_bytes(state.done_bytes)} of {readable_bytes(state.total_bytes)}", ""))
-        if copied := sum(worker.copied_bytes for worker in state.workers.values()):
-            figures.append((f"{readable_bytes(copied)} copied by the store", ""))
+            if copied := sum(worker.copied_bytes for worker in state.workers.values()):
+                figures.append((f"{readable_bytes(copied)} copied by the store", ""))
         rate, left = state.bytes_per_second(), state.seconds_left()
         if rate is not None:
             figures.append((f"{readable_bytes(int(rate))}/s", ""))
@@ -136,7 +136,7 @@ class LiveView:
                 figures.append((f"lately {readable_bytes(int(recent))}/s", ALARM))
         if left is not None:
             figures.append((f"{readable_seconds(left)} left", ""))
-        if state.total_groups:
+        if state.total_groups and state.total_bytes:
             figures.append((f"{state.done_groups:,} of {state.total_groups:,} groups", ""))
         figures += (
             (f"{times} {self.signs.times} {failure} retried", ALARM)
