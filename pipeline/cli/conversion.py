@@ -126,7 +126,7 @@ def plan(
     destination = _destination(target, targets, options) if target or targets else None
     with (
         waiting("reading headers and planning", quiet or as_json) as observe,
-        reporting(report_path, "plan", observe) as report,
+        reporting(report_path, observe) as report,
     ):
         planned = paddle_reshard.plan(source, destination, observe=report.observe, **options)
         coverage = paddle_reshard.prove(planned) if prove else None
@@ -168,7 +168,7 @@ def convert(
         _finished(as_json, quiet),
         notifying([source], *locations) as notifier,
         observing(quiet or as_json) as observe,
-        reporting(report_path, "convert", observe) as page,
+        reporting(report_path, observe) as page,
     ):
         report = paddle_reshard.convert(source, destination, observe=page.observe, **options)
         page.converted(report)

@@ -81,7 +81,7 @@ def diff(
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with (
         waiting("reading headers", quiet or as_json) as observe,
-        reporting(report_path, "diff", observe) as page,
+        reporting(report_path, observe) as page,
     ):
         report = paddle_reshard.diff(
             a, b, states=chosen, atol=atol, rtol=rtol, observe=page.observe, **given(context)

@@ -51,7 +51,7 @@ def ema(
     with (
         notifying(paths[:-1], paths[-1]) as notifier,
         observing(quiet or as_json) as observe,
-        reporting(report_path, "ema", observe) as page,
+        reporting(report_path, observe) as page,
     ):
         report = paddle_reshard.average(
             paths[:-1],

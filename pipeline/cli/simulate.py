@@ -76,7 +76,7 @@ def simulate(
         copy_bytes_per_second=_rate(rates["copy_rate"]),
         request_seconds=latency,
     )
-    with reporting(report_path, "simulate", ignore_events) as page:
+    with reporting(report_path, ignore_events) as page:
         loaded = load_plan(plan)
         results = estimate(loaded, _counts(workers), chosen)
         page.simulated(plan.name, loaded, results)

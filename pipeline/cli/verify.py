@@ -144,7 +144,7 @@ def verify(
         _refuse_options_for_two(context)
         with (
             waiting("comparing with the manifest", quiet or as_json) as observe,
-            reporting(report_path, "verify", observe) as page,
+            reporting(report_path, observe) as page,
         ):
             found = paddle_reshard.check(
                 a,
@@ -166,7 +166,7 @@ def verify(
     chosen = None if states is None else [state.strip() for state in states.split(",")]
     with (
         waiting("reading headers", quiet or as_json) as observe,
-        reporting(report_path, "verify", observe) as page,
+        reporting(report_path, observe) as page,
     ):
         report = paddle_reshard.verify(
             a,

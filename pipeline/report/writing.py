@@ -18,9 +18,11 @@ def check_writable(path: Path) -> None:
     UsageError
     """
     if path.is_dir():
-        raise UsageError(f"--report {path}: is a folder; give the name of a file")
+        raise UsageError(f"{path}: the report cannot be written: it is a folder; give the name of a file")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"--report {path}: the folder {path.absolute().parent} does not exist")
+        raise UsageError(
+            f"{path}: the report cannot be written: the folder {path.absolute().parent} does not exist"
+        )
 
 
 def save_report(report: ReportData, path: Path) -> None:

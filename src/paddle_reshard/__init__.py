@@ -108,6 +108,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
     from paddle_reshard.storage.locate import StorageOptions
     from paddle_reshard.tasks.figures import WorkerFigures
+    from paddle_reshard.pipeline.report.html_report import HtmlReport
     from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, checkpoints
 
 __all__ = [
@@ -150,6 +151,7 @@ __all__ = [
     "FormatError",
     "GroupEnded",
     "GroupFailedError",
+    "HtmlReport",
     "InspectOptions",
     "Inspection",
     "IntegrityReport",
@@ -274,6 +276,7 @@ _HOMES = {
     "pipeline.delta.options": ("DeltaOptions",),
     "pipeline.delta.reports": ("ApplyReport", "DeltaReport"),
     # How far it is: what an observer is called with
+    "pipeline.report.html_report": ("HtmlReport",),
     "pipeline.core.events": (
         "Event",
         "FilesRead",

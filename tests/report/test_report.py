@@ -305,6 +305,40 @@ def test_every_command_that_finds_something_out_writes_a_page(tmp_path: Path) ->
     )
 
 
+def test_python_writes_the_pages_that_commands_write(tmp_path: Path) -> None:
+    target, events = tmp_path / "one-card", []
+    with paddle_reshard.HtmlReport(tmp_path / "python.html", events.append) as page:
+        report = paddle_reshard.convert(SOURCE, target, to="tp=1", observe=page)
+        page.show(report)
+    command("convert", SOURCE, target, "--to", "tp=1", "--overwrite", "--report", tmp_path / "cli.html")
+    python, cli = (Page(tmp_path / f"{name}.html") for name in ("python", "cli"))
+    python.check_closed()
+    assert python.data["picture"] == cli.data["picture"]
+    assert [step[0] for step in python.data["run"]["steps"]] == ["plan", "move", "verify", "publish"]
+    assert any(isinstance(event, GroupEnded) for event in events)
+    with paddle_reshard.HtmlReport(str(tmp_path / "compared.html")) as page:
+        compared = paddle_reshard.verify(SOURCE, target, observe=page)
+        page.show(compared, SOURCE, target)
+    found = Page(tmp_path / "compared.html")
+    assert str(SOURCE) in found.text
+    assert str(target) in found.text
+    assert found.data["budget_bytes"] == 1 << 30
+    assert sum(stretch[5] for stretch in found.data["run"]["stretches"]) == compared.read_bytes
+    planned = paddle_reshard.plan(SOURCE, to="tp=1")
+    with paddle_reshard.HtmlReport(tmp_path / "plan.html") as page:
+        page.show(planned, proof=paddle_reshard.prove(planned))
+    assert Page(tmp_path / "plan.html").data["picture"] == cli.data["picture"]
+    with pytest.raises(paddle_reshard.UsageError, match="does not exist"):
+        paddle_reshard.HtmlReport(tmp_path / "nowhere" / "page.html")
+    broken = of_another_step(tmp_path)
+    with (
+        pytest.raises(paddle_reshard.ReshardError) as refused,
+        paddle_reshard.HtmlReport(tmp_path / "failed.html") as page,
+    ):
+        page.show(paddle_reshard.convert(broken, tmp_path / "no", to="tp=1", observe=page))
+    assert str(refused.value) in Page(tmp_path / "failed.html").text
+
+
 def test_a_conversion_that_is_refused_half_way_says_where_and_why(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     found = command(

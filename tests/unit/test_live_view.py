@@ -52,7 +52,7 @@ read_many = LocalSource.read_many
 
 def read_when_let_in(self, reads):
     if threading.current_thread() is not threading.main_thread() and os.read(gate, 1) == b"w":
-        logging.getLogger("paddle_reshard.store").warning("slow: %s", "\\x1b[2J\\nname")
+        logging.getLogger("paddle_reshard.storage").warning("slow: %s", "\\x1b[2J\\nname")
     read_many(self, reads)
 
 LocalSource.read_many = read_when_let_in

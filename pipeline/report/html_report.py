@@ -1,0 +1,127 @@
+"""A page about a plan, a conversion or a comparison: what happened while it ran, and then its result."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+
+from paddle_reshard.pipeline.convert.conversion import ConversionReport
+from paddle_reshard.pipeline.convert.coverage import Coverage, prove
+from paddle_reshard.pipeline.convert.diff import DiffReport
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.verify import VerifyReport
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Event, Observer, ignore_events
+from paddle_reshard.pipeline.core.heap import private_bytes
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.report.describe import (
+    describe_comparison,
+    describe_conversion,
+    describe_failure,
+    describe_plan,
+    picture_of,
+)
+from paddle_reshard.pipeline.report.picture import Picture
+from paddle_reshard.pipeline.report.run_record import RunRecord
+from paddle_reshard.pipeline.report.writing import check_writable, save_report
+
+log = logging.getLogger(__name__)
+
+
+class HtmlReport:
+    """The page that ``--report`` writes, for one call of a function that takes ``observe``.
+
+    It is that observer, and records what happens; :meth:`show` writes the page with the result. As a context, it also
+    writes a page if a conversion fails after it was planned, which says how far it came, and why it ended.
+
+    ::
+
+        with HtmlReport("conversion.html") as page:
+            page.show(convert("checkpoint-1000", "one-card", to="tp=1", observe=page))
+
+    Parameters
+    ----------
+    path
+        A local file, which is replaced. Its folder must exist.
+    observe
+        Called with every event afterwards.
+
+    Raises
+    ------
+    UsageError
+        If ``path`` is a folder, or its folder does not exist.
+    """
+
+    def __init__(self, path: PathLike, observe: Observer = ignore_events) -> None:
+        self.path = Path(os.fspath(path))
+        check_writable(self.path)
+        self._record = RunRecord(observe, self._keep_plan, private_bytes)
+        self._conversion: ConversionPlan | None = None
+        self._picture: Picture | None = None
+        self._proof: Coverage | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Record an event."""
+        self._record(event)
+
+    def show(
+        self,
+        result: ConversionPlan | ConversionReport | VerifyReport | IntegrityReport | DiffReport,
+        *compared: PathLike,
+        proof: Coverage | None = None,
+    ) -> None:
+        """Write the page.
+
+        Parameters
+        ----------
+        result
+            What the function has returned.
+        compared
+            Of a comparison: the locations that were compared. URLs are shown without credentials.
+        proof
+            Of a plan: what :func:`~paddle_reshard.prove` found, to be shown too.
+
+        Raises
+        ------
+        UsageError
+            If the file cannot be written.
+        """
+        if isinstance(result, ConversionPlan):
+            found = describe_plan(result, picture_of(result), proof=proof)
+        elif isinstance(result, ConversionReport):
+            run = self._record.data(finished=True)
+            command = _command(result.plan)
+            found = describe_conversion(result, self._picture, run, command, self._proof)
+        else:
+            found = describe_comparison(result, compared, self._record.data(finished=True))
+        save_report(found, self.path)
+
+    def __enter__(self) -> HtmlReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._conversion is not None and isinstance(error, (Exception, KeyboardInterrupt)):
+            command = _command(self._conversion)
+            said = describe_failure(
+                command, error, self._conversion, self._picture, self._record.data(), self._proof
+            )
+            try:
+                save_report(said, self.path)
+            except UsageError as unwritten:  # the conversion's own error counts
+                log.warning("paddle-reshard: %s", unwritten)
+
+    def _keep_plan(self, conversion: object) -> None:
+        """Draw and prove a plan while it still has its ops."""
+        if isinstance(conversion, ConversionPlan):
+            self._conversion, self._picture = conversion, picture_of(conversion)
+            self._proof = prove(conversion)
+
+
+def _command(conversion: ConversionPlan) -> str:
+    """The command that runs such a conversion."""
+    return "ema" if conversion.plan.mixtures else "convert"
