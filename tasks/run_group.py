@@ -17,7 +17,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import CastError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
@@ -36,7 +36,7 @@ from paddle_reshard.tasks.group import (
     with_ranges,
 )
 from paddle_reshard.tasks.quantise import NotFiniteError
-from paddle_reshard.tasks.sums import Sums, added, is_summed_in_place
+from paddle_reshard.tasks.sums import Piece, Sums, Whole, added, better
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -171,6 +171,7 @@ def _run_pass(
             raise difference
     of_bands = Sums()
     _add_boxes(work, step, bands, of_bands)
+    moved = _Moved(work)
     moves = _by_step(work, step.ops[step.ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
     for op, band, part in with_ranges(moves, (step.bands, "source"), (work.parts, "target")):
@@ -183,11 +184,13 @@ def _run_pass(
             else:
                 _mix(source, target, mixed.get(int(part)), mixture, int(op["source_tensor"]), mover)
             if work.summed is not None and not op["again"]:
-                stored = None if mixture is not None else replace(source, buffer=bands[band])
-                if mixture is None or int(op["source_tensor"]) == mixture.terms[-1].tensor:
-                    _add_moved(work, op, target if mover.on_host else None, stored, sums, of_bands)
+                if mixture is None:
+                    moved.add(op, source, bands[band], target if mover.on_host else None)
+                elif int(op["source_tensor"]) == mixture.terms[-1].tensor:
+                    moved.add(op, None, None, target)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
+    moved.add_up(sums, of_bands)
     return replace(report, sums=of_bands.found())
 
 
@@ -201,34 +204,49 @@ def _add_boxes(work: GroupWork, step: Pass, bands: Sequence[Buffer], sums: Sums)
     for op, band in with_ranges(step.ops[chosen], (step.bands, "target")):
         tensor = work.tensors[int(op["tensor"])]
         box = box_of(bands[band], int(step.bands[band]["start"]), op, "target")
-        owner = int(op["tensor"]), DTYPES.index(tensor.dtype)
-        sums.add(owner, box, op["offset"].tolist(), tensor.global_shape, np.dtype(f"<{tensor.dtype.code}"))
+        number = DTYPES.index(tensor.dtype)
+        piece = Piece.of(box, box.buffer, op["offset"].tolist(), len(tensor.global_shape))
+        sums.add((int(op["tensor"]), number), _whole(tensor, number), [piece])
 
 
-def _add_moved(
-    work: GroupWork, op: np.void, target: Box | None, stored: Box | None, sums: Sums, of_bands: Sums
-) -> None:
-    """Add the values of a move, and those of the parameter that they imply.
+def _whole(tensor: Tensor, dtype: int) -> Whole:
+    """A tensor in a dtype, by number."""
+    return Whole.of(tensor.global_shape, np.dtype(f"<{DTYPES[dtype].code}"))
 
-    They are in the ``target``, unless that is on a device, and as ``stored`` in a band, unless they were mixed. Better
-    is the one that holds them in the order of the tensor.
-    """
-    number, offset = int(op["tensor"]), op["offset"].tolist()
-    shape = work.tensors[number].global_shape
-    owners = [(number, int(op["target_dtype"]))]
-    if work.summed is not None and number in work.summed:
-        owners.append(work.summed[number])
-    for owner in owners:
-        dtype = np.dtype(f"<{DTYPES[owner[1]].code}")
-        if target is None or (
-            stored is not None
-            and not is_summed_in_place(target, shape, dtype)
-            and is_summed_in_place(stored, shape, dtype)
-        ):
-            assert stored is not None  # noqa: S101 (devices do not mix)
-            of_bands.add(owner, stored, offset, shape, dtype)
-        else:
-            sums.add(owner, target, offset, shape, dtype)
+
+class _Moved:
+    """The values that a pass has moved, which are in two places, to be added up in that which takes less time."""
+
+    def __init__(self, work: GroupWork) -> None:
+        self.work = work
+        self.tensors: dict[int, Tensor] = {}
+        self.places: dict[tuple[int, int], tuple[list[Piece], list[Piece]]] = {}
+        """Number and dtype of a tensor → its boxes in bands, and in parts."""
+
+    def add(self, op: np.void, stored: Box | None, band: Buffer | None, target: Box | None) -> None:
+        """Add the values of a move: ``stored`` in a band, unless they were mixed; in the ``target``, unless that is on
+        a device."""
+        number = int(op["tensor"])
+        if number not in self.tensors:
+            self.tensors[number] = self.work.tensors[number]
+        dims, offset = len(self.tensors[number].global_shape), op["offset"].tolist()
+        in_bands, in_parts = self.places.setdefault((number, int(op["target_dtype"])), ([], []))
+        if stored is not None and band is not None:
+            in_bands.append(Piece.of(stored, band, offset, dims))
+        if target is not None:
+            in_parts.append(Piece.of(target, target.buffer, offset, dims))
+
+    def add_up(self, sums: Sums, of_bands: Sums) -> None:
+        """Add all values, and those of the parameters that they imply, to ``of_bands`` or, if in parts, to ``sums``."""
+        for (number, dtype), places in self.places.items():
+            owners = [(number, dtype)]
+            if self.work.summed is not None and number in self.work.summed:
+                owners.append(self.work.summed[number])
+            kept = [(pieces, into) for pieces, into in zip(places, (of_bands, sums), strict=True) if pieces]
+            for owner in owners:
+                whole = _whole(self.tensors[number], owner[1])
+                best, pieces = better(whole, [pieces for pieces, _ in kept])
+                kept[best][1].add(owner, whole, pieces)
 
 
 def _by_step(work: GroupWork, moves: Ops) -> Ops:

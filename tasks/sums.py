@@ -1,16 +1,18 @@
 """Add up the checksums of tensors from strided boxes of them, in whatever order and layout the boxes are in memory.
 
-A *run* is a stretch of a box that is contiguous in the tensor. Long runs are checksummed where they are. Boxes that are
-next to each other, such as the columns of several ranks, are copied together first, block by block, and so are boxes
-whose dims are in another order in memory. Between runs with small gaps, zeros are added, which contribute nothing. So
-one call covers many runs.
+A *run* is a stretch of a box that is contiguous in the tensor. Boxes that continue each other in memory are one box
+with longer runs. Long runs are checksummed where they are. Short ones are copied to scratch memory, as they lie in the
+tensor: boxes that are next to each other, such as the columns of several ranks, together, with zeros for what is
+missing between them, which contribute nothing. So one call covers many runs. Boxes that have another dtype in memory,
+or their dims in another order, are brought there in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from itertools import chain, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,10 +23,10 @@ from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.tasks.boxes import Array, blocks, cast_box, copy_box
 from paddle_reshard.tasks.device import Box, Buffer
 
-GAP_BYTES = 8192
-"""Largest gap that is filled with zeros: a call for each run would take longer."""
-SCRATCH_BYTES = 512 << 10
-"""Bytes that are copied at a time."""
+CALL_BYTES = 4096
+"""A call for a run takes as long as copying this many bytes, or as summing as many zeros."""
+SCRATCH_BYTES = 256 << 10
+"""Bytes that are copied at a time, which fit the processor's cache."""
 
 
 class Sum(NamedTuple):
@@ -38,146 +40,81 @@ class Sum(NamedTuple):
     """Elements that it covers."""
 
 
-class _Piece(NamedTuple):
-    """A box of a tensor in memory."""
-
-    box: Box
-    offset: tuple[int, ...]
-    extents: tuple[int, ...]
-    """Without the dims that the tensor lacks."""
-
-
-@dataclass(frozen=True)
-class _Whole:
+class Whole(NamedTuple):
     """A tensor as a fingerprint sees it."""
 
     shape: Shape
     dtype: np.dtype[Any]
+    strides: Shape
+    """In bytes, row-major."""
 
-    @property
-    def strides(self) -> Shape:
-        """Its byte strides."""
-        return row_major_strides(self.shape, self.dtype.itemsize)
+    @classmethod
+    def of(cls, shape: Shape, dtype: np.dtype[Any]) -> Whole:
+        """A tensor of this shape and dtype."""
+        return cls(shape, dtype, row_major_strides(shape, dtype.itemsize))
+
+
+class Piece(NamedTuple):
+    """A box of a tensor in host memory, without the dims that the tensor lacks."""
+
+    offset: tuple[int, ...]
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In bytes, in memory."""
+    byte_offset: int
+    dtype: np.dtype[Any]
+    buffer: Buffer
+
+    @classmethod
+    def of(cls, box: Box, buffer: Buffer, offset: Sequence[int], dims: int) -> Piece:
+        """A box at ``offset`` of a tensor with ``dims`` dims; ``buffer`` holds in host memory what its own holds."""
+        return cls(
+            tuple(offset[:dims]), box.extents[:dims], box.strides[:dims], box.byte_offset, box.dtype, buffer
+        )
 
 
 @dataclass
 class Sums:
     """Boxes of tensors, all in memory until they are added up. Not thread-safe."""
 
-    wholes: dict[tuple[int, int], _Whole] = field(default_factory=dict)
-    pieces: dict[tuple[int, int], list[_Piece]] = field(default_factory=dict)
+    wholes: dict[tuple[int, int], Whole] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
     """Tensor and dtype → its boxes."""
 
-    def add(
-        self, owner: tuple[int, int], box: Box, offset: Sequence[int], shape: Shape, dtype: np.dtype[Any]
-    ) -> None:
-        """Add a box at ``offset`` of a tensor of ``shape``, as ``dtype``; its buffer is in host memory."""
-        self.wholes[owner] = _Whole(shape, dtype)
-        piece = _Piece(box, tuple(offset[: len(shape)]), box.extents[: len(shape)])
-        self.pieces.setdefault(owner, []).append(piece)
+    def add(self, owner: tuple[int, int], whole: Whole, pieces: Iterable[Piece]) -> None:
+        """Add boxes of a tensor."""
+        self.wholes[owner] = whole
+        self.pieces.setdefault(owner, []).extend(pieces)
 
     def found(self) -> tuple[Sum, ...]:
         """The sums of all tensors."""
+        runs = _Runs()
         owners = sorted(self.pieces)
-        remainders: list[int] = []
-        distances: list[int] = []
-        ends = [0]
-        for owner in owners:
+        for number, owner in enumerate(owners):
             whole = self.wholes[owner]
-            itemsize, logical = whole.dtype.itemsize, whole.strides
             for row in _rows(whole, self.pieces[owner]):
-                for stored, first in _in_memory(whole, row):
-                    sides = zip(first, stored.extents, logical, strict=True)
-                    last = sum((start + extent - 1) * step for start, extent, step in sides)
-                    remainders.append(remainder_of_box(stored, logical, itemsize))
-                    distances.append(prod(whole.shape) * itemsize - last - itemsize)
-            ends.append(len(remainders))
-        found = shifted(np.array(remainders, dtype=np.uint64), np.array(distances, dtype=np.int64))
+                runs.add(number, whole, row)
+        found = runs.totals(len(owners))
         return tuple(
-            Sum(
-                *owner,
-                int(np.bitwise_xor.reduce(found[low:high])),
-                sum(prod(piece.extents) for piece in self.pieces[owner]),
-            )
-            for owner, (low, high) in zip(owners, pairwise(ends), strict=True)
+            Sum(*owner, remainder, sum(prod(piece.extents) for piece in self.pieces[owner]))
+            for owner, remainder in zip(owners, found, strict=True)
         )
 
 
-def is_summed_in_place(box: Box, shape: Shape, dtype: np.dtype[Any]) -> bool:
-    """Whether a box needs neither a cast nor another order of its dims."""
-    return box.dtype == dtype and _runs_are_whole(box, _Whole(shape, dtype))
+def better(whole: Whole, places: Sequence[Sequence[Piece]]) -> tuple[int, list[Piece]]:
+    """Which of several places that hold the same values takes least time to add up, and the pieces there.
 
-
-def _rows(whole: _Whole, pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces in groups: those next to each other, such as the columns of all ranks, are longer runs together."""
-    itemsize, logical = whole.dtype.itemsize, whole.strides
-    beside: dict[tuple[Any, ...], list[_Piece]] = {}
-    for piece in pieces:
-        _, outer = _run(piece.extents, logical, itemsize)
-        dim = outer[-1] + 1 if outer else 0
-        rest = [(*values[:dim], *values[dim + 1 :]) for values in (piece.offset, piece.extents)]
-        beside.setdefault((dim, *rest), []).append(piece)
-    rows = []
-    for (dim, *_), alike in beside.items():
-        if not whole.shape or dim == 0:
-            rows += [[piece] for piece in alike]
-            continue
-        alike.sort(key=lambda piece: piece.offset[dim])
-        rows.append(alike[:1])
-        for before, piece in pairwise(alike):
-            if before.offset[dim] + before.extents[dim] == piece.offset[dim]:
-                rows[-1].append(piece)
-            else:
-                rows.append([piece])
-    return rows
-
-
-def _in_memory(whole: _Whole, row: Sequence[_Piece]) -> Iterator[tuple[_Stored, Sequence[int]]]:
-    """A group of pieces with whole runs: where they are, or block by block in scratch memory; with its offset."""
-    first, dims = row[0], len(whole.shape)
-    if len(row) == 1 and is_summed_in_place(first.box, whole.shape, whole.dtype):
-        box = first.box
-        yield _Stored(box.buffer, box.byte_offset, first.extents, box.strides[:dims]), first.offset
-        return
-    arrays = [_array(piece, dims) for piece in row]
-    dim = next((d for d in range(dims) if first.offset[d] != row[-1].offset[d]), None)
-    extents = list(first.extents)
-    if dim is not None:
-        extents[dim] = row[-1].offset[dim] + row[-1].extents[dim] - first.offset[dim]
-    where = [_beside(piece, first, dim) for piece in row]
-    plain = all(is_summed_in_place(piece.box, whole.shape, whole.dtype) for piece in row)
-    for block in blocks(extents[:dim], max(1, SCRATCH_BYTES // whole.dtype.itemsize // _inner(extents, dim))):
-        shape = [part.stop - part.start for part in block] + extents[len(block) :]
-        scratch = np.empty(shape, whole.dtype)
-        for columns, array in zip(where, arrays, strict=True):
-            values, here = array[block], scratch[columns]
-            if plain:
-                here[...] = values
-            elif values.dtype == here.dtype:
-                copy_box(values, here)
-            else:
-                cast_box(values, here, in_range=False)
-        starts = [part.start for part in block] + [0] * (dims - len(block))
-        offset = [o + s for o, s in zip(first.offset, starts, strict=True)]
-        yield _Stored(scratch.reshape(-1).view(np.uint8), 0, shape, scratch.strides), offset
-
-
-def _beside(piece: _Piece, first: _Piece, dim: int | None) -> tuple[slice, ...]:
-    """Where a piece is in a group that begins with ``first`` and extends along ``dim``."""
-    if dim is None:
-        return ()
-    start = piece.offset[dim] - first.offset[dim]
-    return *[slice(None)] * dim, slice(start, start + piece.extents[dim])
-
-
-def _inner(extents: Sequence[int], dim: int | None) -> int:
-    """Elements of a block's rows."""
-    return 1 if dim is None else max(1, prod(extents[dim:]))
-
-
-def _array(piece: _Piece, dims: int) -> Array:
-    box = piece.box
-    return np.ndarray(piece.extents, box.dtype, box.buffer, box.byte_offset, box.strides[:dims])
+    The best has them in the order of the tensor, then in its dtype, then in the longest runs; the last one if several
+    are alike. Pieces that continue each other in memory are one.
+    """
+    rated = []
+    for number, pieces in enumerate(places):
+        merged = list(chain.from_iterable(_rows(whole, pieces)))
+        disordered = not all(_in_order(whole, piece) for piece in merged)
+        cast = any(piece.dtype != whole.dtype for piece in merged)
+        rated.append((disordered, cast, len(merged), -number, merged))
+    *_, number, merged = min(rated, key=lambda rating: rating[:-1])
+    return -number, merged
 
 
 def added(sums: Iterable[Sum]) -> tuple[Sum, ...]:
@@ -190,39 +127,9 @@ def added(sums: Iterable[Sum]) -> tuple[Sum, ...]:
     return tuple(total[owner] for owner in sorted(total))
 
 
-class _Stored(NamedTuple):
-    """Bytes in memory: a box of elements, with byte strides."""
-
-    buffer: Buffer
-    byte_offset: int
-    extents: Sequence[int]
-    strides: Sequence[int]
-
-
-def remainder_of_box(stored: _Stored, logical: Sequence[int], itemsize: int) -> int:
-    """What a box contributes to the remainder of a tensor that ends with its last element.
-
-    ``logical`` are the byte strides of its dims in the tensor. Its runs must be contiguous in memory too.
-    """
-    run_bytes, outer = _run(stored.extents, logical, itemsize)
-    if 0 in stored.extents:
-        return 0
-    steps = [logical[dim] for dim in outer]
-    extents = [stored.extents[dim] for dim in outer]
-    strides = [stored.strides[dim] for dim in outer]
-    if outer and steps[-1] - run_bytes <= GAP_BYTES:
-        found = _with_gaps(stored, extents, strides, run_bytes, steps[-1])
-        steps.pop()
-    else:
-        found = _each_run(stored, extents, strides, run_bytes)
-    for step in reversed(steps):
-        found = in_a_row(found, step)
-    return int(found)
-
-
-def _run(extents: Sequence[int], logical: Sequence[int], itemsize: int) -> tuple[int, list[int]]:
+def _run(whole: Whole, extents: Sequence[int]) -> tuple[int, list[int]]:
     """Bytes of the runs of a box, and the dims outside of them that have more than one element."""
-    nbytes = itemsize
+    nbytes, logical = whole.dtype.itemsize, whole.strides
     for dim in range(len(extents) - 1, -1, -1):
         if extents[dim] != 1:
             if logical[dim] != nbytes:
@@ -231,47 +138,219 @@ def _run(extents: Sequence[int], logical: Sequence[int], itemsize: int) -> tuple
     return nbytes, []
 
 
-def _runs_are_whole(box: Box, whole: _Whole) -> bool:
+def _in_order(whole: Whole, piece: Piece) -> bool:
     """Whether each run of a box is contiguous in memory."""
-    logical, dims = whole.strides, len(whole.shape)
-    _, outer = _run(box.extents[:dims], logical, whole.dtype.itemsize)
-    first = outer[-1] + 1 if outer else 0
-    return all(box.extents[dim] == 1 or box.strides[dim] == logical[dim] for dim in range(first, dims))
+    _, outer = _run(whole, piece.extents)
+    return all(
+        piece.extents[dim] == 1
+        or piece.strides[dim] * whole.dtype.itemsize == whole.strides[dim] * piece.dtype.itemsize
+        for dim in range(outer[-1] + 1 if outer else 0, len(piece.extents))
+    )
 
 
-def _each_run(stored: _Stored, extents: Sequence[int], strides: Sequence[int], run_bytes: int) -> Remainders:
-    """The remainder of every run, in the shape ``extents``."""
+def _rows(whole: Whole, pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Pieces in rows: those with short runs next to each other, such as the columns of ranks, are longer together."""
+    beside: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in pieces:
+        _, outer = _run(whole, piece.extents)
+        dim = outer[-1] + 1 if outer else 0
+        rest = [(*values[:dim], *values[dim + 1 :]) for values in (piece.offset, piece.extents)]
+        beside.setdefault((dim, *rest), []).append(piece)
+    rows = []
+    for (dim, _, extents), alike in beside.items():
+        if len(alike) == 1 or not whole.shape:
+            rows += [[piece] for piece in alike]
+            continue
+        step, contiguous = prod(extents[dim:]) * whole.dtype.itemsize, extents[dim:] == whole.shape[dim + 1 :]
+        row_bytes = stop = 0
+        for piece in _merged(alike, dim):
+            run_bytes = step * piece.extents[dim]
+            short = contiguous and dim > 0 and run_bytes < CALL_BYTES
+            if short and stop == piece.offset[dim] and 0 < row_bytes <= SCRATCH_BYTES - run_bytes:
+                rows[-1].append(piece)
+                row_bytes += run_bytes
+            else:
+                rows.append([piece])
+                row_bytes = run_bytes if short else 0
+            stop = piece.offset[dim] + piece.extents[dim]
+    return rows
+
+
+def _merged(pieces: list[Piece], dim: int) -> list[Piece]:
+    """Pieces that differ only along ``dim``, in order; those that continue each other in memory are one."""
+    first, *others = sorted(pieces, key=lambda piece: piece.offset[dim])
+    found = [first]
+    for piece in others:
+        last = found[-1]
+        extent = last.extents[dim]
+        if (
+            piece.buffer is last.buffer
+            and piece.dtype == last.dtype
+            and piece.strides == last.strides
+            and piece.offset[dim] == last.offset[dim] + extent
+            and piece.byte_offset == last.byte_offset + extent * last.strides[dim]
+        ):
+            extents = (*last.extents[:dim], extent + piece.extents[dim], *last.extents[dim + 1 :])
+            found[-1] = last._replace(extents=extents)
+        else:
+            found.append(piece)
+    return found
+
+
+class _Runs:
+    """Adds up rows of pieces. Remainders of runs are kept until there are those of all rows of the same form."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Shape, Shape], list[tuple[int, int, Remainders]]] = defaultdict(list)
+        """How many runs there are along each dim and the bytes from run to run → number of the tensor, bytes behind
+        the last run, remainders of the runs."""
+        self._scratch: Buffer = np.empty(0, np.uint8)
+        self._zeros: tuple[int, int] | None = None
+        """Bytes of runs and from run to run, if scratch memory is zero between them."""
+
+    def totals(self, count: int) -> list[int]:
+        """The sum of each of ``count`` tensors."""
+        totals = np.zeros(count, dtype=np.uint64)
+        for (_, steps), rows in self._rows.items():
+            numbers, distances, found = zip(*rows, strict=True)
+            remainders = np.stack(found)
+            for step in reversed(steps):
+                remainders = in_a_row(remainders, step)
+            np.bitwise_xor.at(totals, np.array(numbers), shifted(remainders, np.array(distances)))
+        return [int(total) for total in totals]
+
+    def add(self, number: int, whole: Whole, row: Sequence[Piece]) -> None:
+        """Add pieces next to each other, of the tensor with this number."""
+        first, last = row[0], row[-1]
+        dims = range(len(whole.shape))
+        along = next((dim for dim in dims if first.offset[dim] != last.offset[dim]), None)
+        extents = list(first.extents)
+        if along is not None:
+            extents[along] = last.offset[along] + last.extents[along] - first.offset[along]
+        if 0 in extents:
+            return
+        _, outer = _run(whole, first.extents)
+        run_bytes = prod(extents[outer[-1] + 1 if outer else 0 :]) * whole.dtype.itemsize
+        steps = [whole.strides[dim] for dim in outer]
+        counts = [extents[dim] for dim in outer]
+        in_place = along is None and first.dtype == whole.dtype and _in_order(whole, first)
+        if in_place and (not outer or steps[-1] > CALL_BYTES):
+            found = _each_run(first, [first.strides[dim] for dim in outer], counts, run_bytes)
+        elif outer and run_bytes <= SCRATCH_BYTES:
+            found = self._through_scratch(whole, row, along, extents, outer, run_bytes)
+        else:
+            found = self._long_runs(whole, first, outer)
+        steps, counts = steps[: found.ndim], counts[: found.ndim]
+        end = sum((first.offset[dim] + extents[dim] - 1) * whole.strides[dim] for dim in dims)
+        behind = (prod(whole.shape) - 1) * whole.dtype.itemsize - end
+        self._rows[tuple(counts), tuple(steps)].append((number, behind, found))
+
+    def _room(self, nbytes: int) -> Buffer:
+        if len(self._scratch) < nbytes:
+            self._scratch = np.empty(max(nbytes, SCRATCH_BYTES), np.uint8)
+            self._zeros = None
+        return self._scratch
+
+    def _through_scratch(
+        self,
+        whole: Whole,
+        row: Sequence[Piece],
+        along: int | None,
+        extents: Sequence[int],
+        outer: Sequence[int],
+        run_bytes: int,
+    ) -> Remainders:
+        """Copy runs to scratch memory, many at a time, with zeros between them if these are few."""
+        from awscrt.checksums import crc64nvme
+
+        *around, last = outer
+        count, step = extents[last], whole.strides[last]
+        filled = step - run_bytes <= CALL_BYTES and step <= SCRATCH_BYTES
+        pitch = step if filled else run_bytes
+        rows = min(count, max(1, SCRATCH_BYTES // pitch))
+        scratch = self._room(rows * pitch)
+        if pitch != run_bytes and self._zeros != (run_bytes, pitch):
+            scratch.fill(0)
+        self._zeros = (run_bytes, pitch) if pitch != run_bytes else None
+        strides = list(whole.strides)
+        strides[last] = pitch
+        shape = [1 if dim in around else extent for dim, extent in enumerate(extents)]
+        sources = [(_array(piece), _columns(piece, row[0], along)) for piece in row]
+        where = [slice(None)] * len(extents)
+        memory, found = scratch.data, []
+        for index in product(*(range(extents[dim]) for dim in around)):
+            for dim, at in zip(around, index, strict=True):
+                where[dim] = slice(at, at + 1)
+            checksum = ALL_BITS
+            for start in range(0, count, rows):
+                shape[last] = here = min(rows, count - start)
+                where[last] = slice(start, start + here)
+                view = np.ndarray(shape, whole.dtype, scratch, 0, strides)
+                for array, columns in sources:
+                    _copy(array[tuple(where)], view[columns])
+                if filled:
+                    nbytes = here * pitch if start + here < count else (here - 1) * pitch + run_bytes
+                    checksum = crc64nvme(memory[:nbytes], checksum)
+                else:
+                    found += [
+                        crc64nvme(memory[at : at + run_bytes], ALL_BITS)
+                        for at in range(0, here * pitch, pitch)
+                    ]
+            if filled:
+                found.append(checksum)
+        kept = around if filled else outer
+        return _remainders(found, [extents[dim] for dim in kept])
+
+    def _long_runs(self, whole: Whole, piece: Piece, outer: Sequence[int]) -> Remainders:
+        """Copy each run to scratch memory, block by block."""
+        from awscrt.checksums import crc64nvme
+
+        self._zeros = None
+        inner = outer[-1] + 1 if outer else 0
+        array, found = _array(piece), []
+        for index in product(*map(range, piece.extents[:inner])):
+            checksum, run = ALL_BITS, array[index] if index else array
+            for block in blocks(piece.extents[inner:], max(1, SCRATCH_BYTES // whole.dtype.itemsize)):
+                values = run[block]
+                view = np.ndarray(values.shape, whole.dtype, self._room(values.size * whole.dtype.itemsize))
+                _copy(values, view)
+                checksum = crc64nvme(view.reshape(-1).view(np.uint8).data, checksum)
+            found.append(checksum)
+        return _remainders(found, [piece.extents[dim] for dim in outer])
+
+
+def _each_run(piece: Piece, strides: Sequence[int], counts: Sequence[int], run_bytes: int) -> Remainders:
+    """The remainder of every run, where it is."""
     from awscrt.checksums import crc64nvme
 
-    starts = np.full((), stored.byte_offset, dtype=np.int64)
-    for extent, stride in zip(extents, strides, strict=True):
-        starts = np.add.outer(starts, np.arange(extent) * stride)
-    memory = stored.buffer.data
-    found = [crc64nvme(memory[start : start + run_bytes], ALL_BITS) for start in starts.ravel().tolist()]
-    return (np.array(found, dtype=np.uint64) ^ np.uint64(ALL_BITS)).reshape(starts.shape)
+    starts = [piece.byte_offset]
+    for count, stride in zip(counts, strides, strict=True):
+        starts = [start + number * stride for start in starts for number in range(count)]
+    memory = piece.buffer.data
+    return _remainders([crc64nvme(memory[at : at + run_bytes], ALL_BITS) for at in starts], counts)
 
 
-def _with_gaps(
-    stored: _Stored, extents: Sequence[int], strides: Sequence[int], run_bytes: int, step: int
-) -> Remainders:
-    """The remainders of sequences of runs that begin ``step`` bytes apart, in the shape ``extents[:-1]``."""
-    from awscrt.checksums import crc64nvme
+def _remainders(checksums: Sequence[int], shape: Sequence[int]) -> Remainders:
+    """Remainders of messages whose checksums began with all bits set."""
+    return (np.array(checksums, dtype=np.uint64) ^ np.uint64(ALL_BITS)).reshape(shape)
 
-    *around, count = extents
-    rows = max(1, min(count, SCRATCH_BYTES // step))
-    scratch = np.zeros((rows, step), dtype=np.uint8)
-    flat = scratch.reshape(-1).data
-    found = []
-    for index in product(*map(range, around)):
-        start = stored.byte_offset + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        checksum = ALL_BITS
-        for first in range(0, count, rows):
-            here = min(rows, count - first)
-            at = start + first * strides[-1]
-            scratch[:here, :run_bytes] = np.ndarray(
-                (here, run_bytes), np.uint8, stored.buffer, at, (strides[-1], 1)
-            )
-            nbytes = here * step if first + here < count else (here - 1) * step + run_bytes
-            checksum = crc64nvme(flat[:nbytes], checksum)
-        found.append(checksum)
-    return np.asarray((np.array(found, dtype=np.uint64) ^ np.uint64(ALL_BITS)).reshape(around))
+
+def _columns(piece: Piece, first: Piece, along: int | None) -> tuple[slice, ...]:
+    """Where a piece is in a row that begins with ``first``."""
+    if along is None:
+        return ()
+    start = piece.offset[along] - first.offset[along]
+    return *[slice(None)] * along, slice(start, start + piece.extents[along])
+
+
+def _array(piece: Piece) -> Array:
+    return np.ndarray(piece.extents, piece.dtype, piece.buffer, piece.byte_offset, piece.strides)
+
+
+def _copy(values: Array, target: Array) -> None:
+    """Copy a box to one of the same shape, and cast it if the dtypes differ."""
+    (copy_box if values.dtype == target.dtype else _cast)(values, target)
+
+
+def _cast(values: Array, target: Array) -> None:
+    cast_box(values, target, in_range=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from awscrt.checksums import crc64nvme
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from paddle_reshard.pipeline.core import crc
 from paddle_reshard.tasks import sums
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import Box
-from paddle_reshard.tasks.sums import Sums
+from paddle_reshard.tasks.sums import Piece, Sums, Whole, better
 
 DTYPES = (np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i8"), np.dtype("u1"))
 
@@ -66,28 +67,41 @@ def cut_tensors(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[list[int], list
     return np.frombuffer(tensor, dtype).reshape(shape), draw(st.permutations(boxes)), order
 
 
+def stored_in(order: list[int], values: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Values with their dims in another order, after three other bytes, and the strides of their dims."""
+    stored = np.array(values.transpose(order), order="C")
+    strides = [0] * len(order)
+    for dim, stride in zip(order, stored.strides, strict=True):
+        strides[dim] = stride
+    return np.frombuffer(b"xyz" + stored.tobytes(), np.uint8), tuple(strides)
+
+
 @settings(max_examples=150, deadline=None)
-@given(cut_tensors(), st.sampled_from([0, 3, 2048]), st.sampled_from([16, 1 << 20]))
+@given(cut_tensors(), st.sampled_from([0, 3, 2048]), st.sampled_from([16, 1 << 20]), st.booleans())
 def test_boxes_add_up_to_the_tensor(
-    case: tuple[np.ndarray, list[tuple[list[int], list[int]]], list[int]], gap: int, scratch: int
+    case: tuple[np.ndarray, list[tuple[list[int], list[int]]], list[int]],
+    call: int,
+    scratch: int,
+    in_one_buffer: bool,
 ) -> None:
     tensor, boxes, order = case
-    before = sums.GAP_BYTES, sums.SCRATCH_BYTES
-    sums.GAP_BYTES, sums.SCRATCH_BYTES = gap, scratch
+    before = sums.CALL_BYTES, sums.SCRATCH_BYTES
+    sums.CALL_BYTES, sums.SCRATCH_BYTES = call, scratch
     try:
-        added = Sums()
+        added, whole = Sums(), Whole.of(tensor.shape, tensor.dtype)
+        buffer, strides = stored_in(order, tensor)
         for offset, extents in boxes:
-            values = tensor[tuple(slice(o, o + e) for o, e in zip(offset, extents, strict=True))]
-            stored = np.array(values.transpose(order), order="C")
-            buffer = np.frombuffer(b"xyz" + stored.tobytes(), np.uint8)
-            strides = [0] * len(order)
-            for dim, stride in zip(order, stored.strides, strict=True):
-                strides[dim] = stride
-            box = Box(buffer, 3, tensor.dtype, tuple(extents), tuple(strides))
-            added.add((7, 1), box, offset, tensor.shape, tensor.dtype)
+            if in_one_buffer:
+                first_byte = 3 + sum(o * stride for o, stride in zip(offset, strides, strict=True))
+            else:
+                values = tensor[tuple(slice(o, o + e) for o, e in zip(offset, extents, strict=True))]
+                buffer, strides = stored_in(order, values)
+                first_byte = 3
+            box = Box(buffer, first_byte, tensor.dtype, tuple(extents), strides)
+            added.add((7, 1), whole, [Piece.of(box, buffer, offset, tensor.ndim)])
         (found,) = added.found()
     finally:
-        sums.GAP_BYTES, sums.SCRATCH_BYTES = before
+        sums.CALL_BYTES, sums.SCRATCH_BYTES = before
     assert (found.tensor, found.dtype, found.elements) == (7, 1, tensor.size)
     assert crc.checksum_of(found.remainder, tensor.nbytes) == bit_by_bit(tensor.tobytes())
 
@@ -98,7 +112,43 @@ def test_a_box_is_cast_before_it_is_added() -> None:
     for first in (0, 200):
         half = np.ascontiguousarray(master[first : first + 200 - first // 2])
         box = Box(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
-        added.add((0, 0), box, (first, 0), master.shape, np.dtype("<u2"))
+        added.add((0, 0), Whole.of(master.shape, np.dtype("<u2")), [Piece.of(box, box.buffer, (first, 0), 2)])
     (found,) = added.found()
     rounded = cast(master, np.dtype("<u2"))
     assert crc.checksum_of(found.remainder, rounded.nbytes) == crc64nvme(rounded.tobytes())
+
+
+@pytest.mark.parametrize("columns", [(0, 40), (0, 15, 40), (0, 15, 30)])
+@pytest.mark.parametrize("dtype", ["<f4", "<u2"])
+def test_long_and_short_runs(columns: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "CALL_BYTES", 64)
+    monkeypatch.setattr(sums, "SCRATCH_BYTES", 256)
+    master = np.random.default_rng(1).standard_normal((2, 5, 40, 3)).astype("<f4")
+    added = Sums()
+    for first, last in pairwise(columns):
+        half = np.ascontiguousarray(master[:, :, first:last])
+        box = Box(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
+        whole = Whole.of(master.shape, np.dtype(dtype))
+        added.add((0, 0), whole, [Piece.of(box, box.buffer, (0, 0, first, 0), 4)])
+    (found,) = added.found()
+    values = cast(master, np.dtype(dtype))
+    values[:, :, columns[-1] :] = 0  # what is missing adds nothing
+    assert crc.checksum_of(found.remainder, values.nbytes) == crc64nvme(values.tobytes())
+
+
+def test_values_are_added_up_where_their_runs_are_longer() -> None:
+    whole = Whole.of((4, 6), np.dtype("<u2"))
+    buffers = [np.zeros(48, np.uint8) for _ in range(3)]
+
+    def pieces(strides: tuple[int, int], starts: list[tuple[int, int]], dtype: str = "<u2") -> list[Piece]:
+        boxes = [Box(buffers[n], at, np.dtype(dtype), (4, 3), strides) for n, at in starts]
+        return [Piece.of(box, box.buffer, (0, 3 * n), 2) for n, box in enumerate(boxes)]
+
+    together, apart = pieces((12, 2), [(0, 0), (0, 6)]), pieces((6, 2), [(1, 0), (2, 0)])
+    transposed, wide = pieces((2, 8), [(0, 0), (0, 24)]), pieces((12, 4), [(1, 0), (2, 0)], "<f4")
+    assert better(whole, [apart, together])[0] == 1
+    assert better(whole, [together, apart]) == (0, [together[0]._replace(extents=(4, 6))])
+    assert better(whole, [apart, transposed])[0] == 0
+    assert better(whole, [wide, transposed])[0] == 0
+    assert better(whole, [wide, apart])[0] == 1
+    assert better(whole, [apart, list(apart)]) == (1, apart)
