@@ -214,39 +214,51 @@ def _whole(tensor: Tensor, dtype: int) -> Whole:
     return Whole.of(tensor.global_shape, np.dtype(f"<{DTYPES[dtype].code}"))
 
 
+class _Move(NamedTuple):
+    """Values that were moved."""
+
+    offset: list[int]
+    stored: Box | None
+    band: Buffer | None
+    """Host memory in which they are ``stored``; ``None`` if they were mixed."""
+    target: Box | None
+    """``None`` if it is on a device."""
+
+
+def _in_bands(moves: Sequence[_Move], dims: int) -> list[Piece]:
+    return [Piece.of(m.stored, m.band, m.offset, dims) for m in moves if m.stored and m.band is not None]
+
+
+def _in_parts(moves: Sequence[_Move], dims: int) -> list[Piece]:
+    return [Piece.of(m.target, m.target.buffer, m.offset, dims) for m in moves if m.target]
+
+
 class _Moved:
     """The values that a pass has moved, which are in two places, to be added up in that which takes less time."""
 
     def __init__(self, work: GroupWork) -> None:
         self.work = work
-        self.tensors: dict[int, Tensor] = {}
-        self.places: dict[tuple[int, int], tuple[list[Piece], list[Piece]]] = {}
-        """Number and dtype of a tensor → its boxes in bands, and in parts."""
+        self.moves: dict[tuple[int, int], list[_Move]] = {}
+        """By number and dtype of the tensor."""
 
     def add(self, op: np.void, stored: Box | None, band: Buffer | None, target: Box | None) -> None:
         """Add the values of a move: ``stored`` in a band, unless they were mixed; in the ``target``, unless that is on
         a device."""
-        number = int(op["tensor"])
-        if number not in self.tensors:
-            self.tensors[number] = self.work.tensors[number]
-        dims, offset = len(self.tensors[number].global_shape), op["offset"].tolist()
-        in_bands, in_parts = self.places.setdefault((number, int(op["target_dtype"])), ([], []))
-        if stored is not None and band is not None:
-            in_bands.append(Piece.of(stored, band, offset, dims))
-        if target is not None:
-            in_parts.append(Piece.of(target, target.buffer, offset, dims))
+        owner = int(op["tensor"]), int(op["target_dtype"])
+        self.moves.setdefault(owner, []).append(_Move(op["offset"].tolist(), stored, band, target))
 
     def add_up(self, sums: Sums, of_bands: Sums) -> None:
         """Add all values, and those of the parameters that they imply, to ``of_bands`` or, if in parts, to ``sums``."""
-        for (number, dtype), places in self.places.items():
+        for (number, dtype), moves in self.moves.items():
+            tensor = self.work.tensors[number]
             owners = [(number, dtype)]
             if self.work.summed is not None and number in self.work.summed:
                 owners.append(self.work.summed[number])
-            kept = [(pieces, into) for pieces, into in zip(places, (of_bands, sums), strict=True) if pieces]
+            places = [_in_parts] * (moves[0].target is not None) + [_in_bands] * (moves[0].band is not None)
             for owner in owners:
-                whole = _whole(self.tensors[number], owner[1])
-                best, pieces = better(whole, [pieces for pieces, _ in kept])
-                kept[best][1].add(owner, whole, pieces)
+                whole = _whole(tensor, owner[1])
+                best, pieces = better(whole, (place(moves, len(tensor.global_shape)) for place in places))
+                (sums if places[best] is _in_parts else of_bands).add(owner, whole, pieces)
 
 
 def _by_step(work: GroupWork, moves: Ops) -> Ops:

@@ -101,20 +101,26 @@ class Sums:
         )
 
 
-def better(whole: Whole, places: Sequence[Sequence[Piece]]) -> tuple[int, list[Piece]]:
+def better(whole: Whole, places: Iterable[Sequence[Piece]]) -> tuple[int, list[Piece]]:
     """Which of several places that hold the same values takes least time to add up, and the pieces there.
 
-    The best has them in the order of the tensor, then in its dtype, then in the longest runs; the last one if several
+    The best has them in the order of the tensor, then in its dtype, then in the longest runs; the first one if several
     are alike. Pieces that continue each other in memory are one.
     """
-    rated = []
+    best: tuple[bool, bool, int] | None = None
+    found: tuple[int, list[Piece]] = 0, []
     for number, pieces in enumerate(places):
-        merged = list(chain.from_iterable(_rows(whole, pieces)))
-        disordered = not all(_in_order(whole, piece) for piece in merged)
-        cast = any(piece.dtype != whole.dtype for piece in merged)
-        rated.append((disordered, cast, len(merged), -number, merged))
-    *_, number, merged = min(rated, key=lambda rating: rating[:-1])
-    return -number, merged
+        merged = pieces if len(pieces) == 1 else [*chain.from_iterable(_rows(whole, pieces))]
+        effort = (
+            not all(_in_order(whole, piece) for piece in merged),
+            any(piece.dtype != whole.dtype for piece in merged),
+            len(merged),
+        )
+        if best is None or effort < best:
+            best, found = effort, (number, list(merged))
+        if best == (False, False, 1):
+            break
+    return found
 
 
 def added(sums: Iterable[Sum]) -> tuple[Sum, ...]:

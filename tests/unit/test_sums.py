@@ -33,6 +33,7 @@ def test_the_check_value_of_the_catalogue() -> None:
     assert bit_by_bit(b"123456789") == 0xAE8B14860A799888
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_remainders_of_pieces_add_up(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
@@ -42,6 +43,7 @@ def test_remainders_of_pieces_add_up(pieces: list[bytes]) -> None:
     assert crc.checksum_of(int(np.bitwise_xor.reduce(found)), len(whole)) == bit_by_bit(whole)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=60), st.integers(1, 7))
 def test_remainders_in_a_row(message: bytes, count: int) -> None:
     each = np.full(count, crc.remainder_of(bit_by_bit(message), len(message)), dtype=np.uint64)
@@ -151,4 +153,4 @@ def test_values_are_added_up_where_their_runs_are_longer() -> None:
     assert better(whole, [apart, transposed])[0] == 0
     assert better(whole, [wide, transposed])[0] == 0
     assert better(whole, [wide, apart])[0] == 1
-    assert better(whole, [apart, list(apart)]) == (1, apart)
+    assert better(whole, [apart, list(apart)]) == (0, apart)
