@@ -277,7 +277,7 @@ class _Runs:
         scratch = self._room(rows * pitch)
         if pitch != run_bytes and self._zeros != (run_bytes, pitch):
             scratch.fill(0)
-        self._zeros = (run_bytes, pitch) if pitch != run_bytes else None
+        self._zeros = run_bytes, pitch
         strides = list(whole.strides)
         strides[last] = pitch
         shape = [1 if dim in around else extent for dim, extent in enumerate(extents)]

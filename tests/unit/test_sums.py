@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from awscrt.checksums import crc64nvme
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core import crc
@@ -78,13 +78,21 @@ def stored_in(order: list[int], values: np.ndarray) -> tuple[np.ndarray, tuple[i
     return np.frombuffer(b"xyz" + stored.tobytes(), np.uint8), tuple(strides)
 
 
-@settings(max_examples=150, deadline=None)
-@given(cut_tensors(), st.sampled_from([0, 3, 2048]), st.sampled_from([16, 1 << 20]), st.booleans())
+NARROW = [([0, i, j], [4, 1, 1]) for i in range(3) for j in range(2)]
+PLACES = "as a tensor", "apart", "one after the other"
+
+
+@settings(max_examples=200, deadline=None)
+@example((np.arange(24, dtype="<u2").reshape(4, 3, 2), NARROW, [0, 1, 2]), 3, 16, "apart")
+@example(
+    (np.arange(24, dtype="<u2").reshape(4, 3, 2), NARROW, [2, 1, 0]), 2048, 1 << 20, "one after the other"
+)
+@given(cut_tensors(), st.sampled_from([0, 3, 2048]), st.sampled_from([16, 1 << 20]), st.sampled_from(PLACES))
 def test_boxes_add_up_to_the_tensor(
     case: tuple[np.ndarray, list[tuple[list[int], list[int]]], list[int]],
     call: int,
     scratch: int,
-    in_one_buffer: bool,
+    stored: str,
 ) -> None:
     tensor, boxes, order = case
     before = sums.CALL_BYTES, sums.SCRATCH_BYTES
@@ -92,13 +100,18 @@ def test_boxes_add_up_to_the_tensor(
     try:
         added, whole = Sums(), Whole.of(tensor.shape, tensor.dtype)
         buffer, strides = stored_in(order, tensor)
+        of_boxes = np.zeros(tensor.nbytes + 4 * len(boxes), np.uint8)
+        end = 0
         for offset, extents in boxes:
-            if in_one_buffer:
+            if stored == "as a tensor":
                 first_byte = 3 + sum(o * stride for o, stride in zip(offset, strides, strict=True))
             else:
                 values = tensor[tuple(slice(o, o + e) for o, e in zip(offset, extents, strict=True))]
                 buffer, strides = stored_in(order, values)
                 first_byte = 3
+            if stored == "one after the other":
+                of_boxes[end : end + len(buffer)] = buffer
+                buffer, first_byte, end = of_boxes, end + 3, end + len(buffer)
             box = Box(buffer, first_byte, tensor.dtype, tuple(extents), strides)
             added.add((7, 1), whole, [Piece.of(box, buffer, offset, tensor.ndim)])
         (found,) = added.found()
@@ -121,21 +134,33 @@ def test_a_box_is_cast_before_it_is_added() -> None:
 
 
 @pytest.mark.parametrize("columns", [(0, 40), (0, 15, 40), (0, 15, 30)])
-@pytest.mark.parametrize("dtype", ["<f4", "<u2"])
-def test_long_and_short_runs(columns: tuple[int, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_and_short_runs(columns: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "CALL_BYTES", 64)
     monkeypatch.setattr(sums, "SCRATCH_BYTES", 256)
     master = np.random.default_rng(1).standard_normal((2, 5, 40, 3)).astype("<f4")
-    added = Sums()
+    added, dtypes = Sums(), [np.dtype(name) for name in ("<f4", "<u2")]
     for first, last in pairwise(columns):
-        half = np.ascontiguousarray(master[:, :, first:last])
-        box = Box(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
-        whole = Whole.of(master.shape, np.dtype(dtype))
-        added.add((0, 0), whole, [Piece.of(box, box.buffer, (0, 0, first, 0), 4)])
-    (found,) = added.found()
-    values = cast(master, np.dtype(dtype))
-    values[:, :, columns[-1] :] = 0  # what is missing adds nothing
-    assert crc.checksum_of(found.remainder, values.nbytes) == crc64nvme(values.tobytes())
+        part = np.ascontiguousarray(master[:, :, first:last])
+        box = Box(part.view(np.uint8).reshape(-1), 0, part.dtype, part.shape, part.strides)
+        for number, dtype in enumerate(dtypes):
+            piece = Piece.of(box, box.buffer, (0, 0, first, 0), 4)
+            added.add((0, number), Whole.of(master.shape, dtype), [piece])
+    for found, dtype in zip(added.found(), dtypes, strict=True):
+        values = cast(master, dtype).copy()
+        values[:, :, columns[-1] :] = 0  # what is missing adds nothing
+        assert crc.checksum_of(found.remainder, values.nbytes) == crc64nvme(values.tobytes())
+
+
+def test_zeros_are_those_of_the_runs_at_hand() -> None:
+    added, stored = Sums(), np.random.default_rng(1).integers(1, 256, 4000, np.uint8)
+    expected = []
+    for number, (first, last) in enumerate([(0, 30), (20, 24), (5, 35), (0, 7)]):
+        values = np.zeros((90, 40), np.uint8)
+        values[:, first:last] = stored[: 90 * (last - first)].reshape(90, -1)
+        box = Box(stored, 0, values.dtype, (90, last - first), (last - first, 1))
+        added.add((number, 0), Whole.of(values.shape, values.dtype), [Piece.of(box, stored, (0, first), 2)])
+        expected.append(crc64nvme(values.tobytes()))
+    assert [crc.checksum_of(one.remainder, 3600) for one in added.found()] == expected
 
 
 def test_values_are_added_up_where_their_runs_are_longer() -> None:
