@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TypeVar
 
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, ignore_events
@@ -33,7 +32,7 @@ def index_here(
     for path, one in _indexed(index, store, sizes):
         found[path] = one
         observe(FilesRead(len(found), len(sizes)))
-    return found
+    return {path: found[path] for path in sizes}
 
 
 def _indexed(
@@ -51,7 +50,6 @@ def _indexed(
         if waited > max(LATE_SECONDS, 2 * worked):
             break
     if rest := dict(pending):
-        from concurrent.futures import ThreadPoolExecutor
+        from paddle_reshard.tasks.foreseen import index_foreseen
 
-        with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
-            yield from zip(rest, pool.map(partial(index, store), rest, rest.values()), strict=True)
+        yield from index_foreseen(index, store, rest, FILES_IN_FLIGHT)

@@ -13,6 +13,8 @@ from paddle_reshard.storage.store import OWN_PREFIX, Openness, Read, ReadRange
 
 RANGE_BYTES = 8 << 20
 """A read is cut into requests of this size."""
+SMALL_BYTES = 64 << 10
+"""Reads up to this length are made together by one thread, where the store allows it."""
 
 
 class FsspecSource(ReadRange):
@@ -57,10 +59,27 @@ class FsspecSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers with concurrent requests of at most ``RANGE_BYTES``."""
         pieces = [piece for read in reads for piece in self._pieces(read)]
+        if min(len(pieces), self.reads_together) > 1 and all(len(p.buffer) <= SMALL_BYTES for p in pieces):
+            pieces = self._together(pieces)
         if len(pieces) == 1:
             self._request(pieces[0])
-        else:
+        elif pieces:
             self.folder.for_each(self._request, pieces, self.folder.ranges_in_flight)
+
+    @property
+    def reads_together(self) -> int:
+        """How many small reads :meth:`read_many` makes for little more than the waiting time of one."""
+        return self.folder.reads_together
+
+    def _together(self, pieces: list[Read]) -> list[Read]:
+        """Make small reads side by side; those that failed, to be made again with retries."""
+        failed: list[Read] = []
+        for start in range(0, len(pieces), self.reads_together):
+            some = pieces[start : start + self.reads_together]
+            wanted = [(p.path, self.stamps[p.path], p.byte_offset, p.buffer) for p in some]
+            filled = self.folder.read_ranges(wanted)
+            failed += [piece for piece, done in zip(some, filled, strict=True) if not done]
+        return failed
 
     def _pieces(self, read: Read) -> Iterator[Read]:
         """A read cut into requests; it must lie within the file as it was listed."""

@@ -19,7 +19,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -141,6 +141,29 @@ class _Route:
         ClientError
             If the store refuses it.
         """
+        head, expect = self._head(key, query, more, body, sha256)
+        answer = self.connections.exchange(head, body, into, expect)
+        if answer.status >= 300:
+            response = {"status_code": answer.status, "headers": answer.headers, "body": answer.body}
+            raise ClientError(create_parser("rest-xml").parse(response, None), self.operation)
+        return answer
+
+    def send_together(
+        self, requests: Sequence[tuple[str, Mapping[str, str]]], buffers: Sequence[memoryview]
+    ) -> list[Answer | None]:
+        """Make requests without bodies side by side: keys and headers. ``None``: there is no answer."""
+        heads = [self._head(key, "", more, None, None)[0] for key, more in requests]
+        return self.connections.exchange_together(heads, buffers)
+
+    def _head(
+        self,
+        key: str,
+        query: str,
+        more: Mapping[str, str] | None,
+        body: memoryview | None,
+        sha256: str | None,
+    ) -> tuple[bytes, bool]:
+        """A request's signed head, and whether it asks for permission to send the body."""
         headers = {**self.headers, **(more or {})}
         if body is not None:
             headers["content-length"] = str(len(body))
@@ -152,12 +175,7 @@ class _Route:
             headers = signature.signed(method, self.host, path, query, headers, digest)
         lines = [f"{method} {path}{'?' if query else ''}{query} HTTP/1.1", f"host: {self.host}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-        answer = self.connections.exchange(head, body, into, expect="expect" in headers)
-        if answer.status >= 300:
-            response = {"status_code": answer.status, "headers": answer.headers, "body": answer.body}
-            raise ClientError(create_parser("rest-xml").parse(response, None), self.operation)
-        return answer
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"), "expect" in headers
 
     def _digest(self, headers: Mapping[str, str], body: memoryview | None) -> str:
         """What the signature says about the body: over TLS, a checksum of it is enough."""
@@ -208,16 +226,40 @@ def read(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> st
     if route is None:
         version: str = sync(file_system.loop, _read_by_client, file_system, client, request, buffer)
         return version
-    more = {"range": request["Range"]}
-    if "IfMatch" in request:
-        more["if-match"] = request["IfMatch"]
-    answer = route.send(request["Key"], more=more, into=buffer)
+    answer = route.send(request["Key"], more=_conditions(request), into=buffer)
     found = answer.filled or len(answer.body)
     if found != len(buffer):
         raise DamagedBody(f"the response has {found} of the requested {len(buffer)} bytes")
     if answer.body:  # its length was not known in advance
         buffer[:] = answer.body
     return answer.headers.get("etag", "")
+
+
+def read_together(
+    file_system: Any, requests: Sequence[Mapping[str, str]], buffers: Sequence[memoryview]
+) -> list[str | None]:
+    """As :func:`read`, over several connections at a time; ``None`` for a buffer that could not be filled.
+
+    The requests are about one bucket.
+    """
+    _, route = _route(file_system, _GET, requests[0]["Bucket"])
+    if route is None:
+        return [None] * len(requests)
+    wanted = [(request["Key"], _conditions(request)) for request in requests]
+    return [
+        answer.headers.get("etag", "")
+        if answer is not None and answer.status < 300 and answer.filled == len(buffer)
+        else None
+        for answer, buffer in zip(route.send_together(wanted, buffers), buffers, strict=True)
+    ]
+
+
+def _conditions(request: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a ranged read."""
+    more = {"range": request["Range"]}
+    if "IfMatch" in request:
+        more["if-match"] = request["IfMatch"]
+    return more
 
 
 def upload_part(file_system: Any, request: Mapping[str, Any]) -> dict[str, Any]:

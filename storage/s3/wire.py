@@ -14,11 +14,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from botocore.exceptions import (
+    BotoCoreError,
     ConnectionClosedError,
     ConnectTimeoutError,
     EndpointConnectionError,
@@ -78,6 +79,10 @@ class _Refused(Exception):
 
 class Malformed(Exception):
     """An answer that is not HTTP as we read it."""
+
+
+_BROKEN = (OSError, BotoCoreError, Malformed, _Refused)
+"""What a connection fails with."""
 
 
 class _Connection:
@@ -301,6 +306,46 @@ class Connections:
                 if not refused.silent:
                     raise
             return self._exchange(_Connection(self.server), head, body, into, expect)
+
+    def exchange_together(self, heads: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Answer | None]:
+        """Send requests without bodies, each over a connection of its own, then read their answers.
+
+        The caller's thread waits for all of them at once, which takes less processor time than a thread for each.
+
+        Parameters
+        ----------
+        heads
+            As for :meth:`exchange`.
+        buffers
+            Where the bodies of successful answers go.
+
+        Returns
+        -------
+        list of Answer or None
+            ``None``: there is no connection, or it ended, stalled or sent no HTTP. Nothing is sent again.
+        """
+        taken: list[_Connection] = []
+        answers: list[Answer | None] = [None] * len(heads)
+        try:
+            with suppress(*_BROKEN):
+                for head in heads:
+                    taken.append(self._take())
+                    taken[-1].send(head, None, expect=False)
+            for number, buffer in enumerate(buffers[: len(taken)]):
+                lasting = False
+                try:
+                    answers[number], lasting = taken[number].answer(buffer)
+                except (TimeoutError, BlockingIOError):  # the others would take as long, one after the other
+                    break
+                except _BROKEN:
+                    continue
+                finally:
+                    self._give_back(taken[number], lasting)
+        finally:
+            for connection, answer in zip(taken, answers, strict=False):
+                if answer is None:
+                    connection.close()
+        return answers
 
     def _exchange(
         self,

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.remote.source import FsspecSource
+from paddle_reshard.storage.store import Read
 from tests.storage.servers import HOST, Proxy, Store, first
 
 NAMES = ("plain.bin", "two words", "x+y=1", "50%", "50%25", "größe", "a&b", "~tilde", "q?versionId=1", "a#b")
@@ -59,6 +61,41 @@ def test_a_folder_whose_name_means_something_in_a_url(store: Store, bucket: str)
     store.client.put_object(Bucket=bucket, Key="a b/100%/file", Body=b"0123456789")
     source = open_source(f"s3://{bucket}/a b/100%", store.options)
     assert [source.read("file", start, 3) for start in (0, 5)] == [b"012", b"567"]
+
+
+def test_small_ranges_are_read_side_by_side(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
+    source = open_source(f"s3://{bucket}/here", store.options)
+    source.read("plain.bin", 0, 5)
+    wanted = [(name, start, 1 + start % 700) for name in NAMES for start in range(0, 9_000, 2_200)]
+    reads = [Read(name, start, memoryview(bytearray(nbytes))) for name, start, nbytes in wanted]
+    started = threading.active_count()
+    with mock.patch.object(threading.Thread, "start", side_effect=AssertionError("a thread")):
+        source.read_many(reads)
+    assert threading.active_count() == started
+    for (name, start, nbytes), read in zip(wanted, reads, strict=True):
+        assert read.buffer == contents[name][start : start + nbytes]
+
+
+@pytest.mark.parametrize("kind", ["slow_down", "internal", "short", "cut", "reset"])
+def test_those_that_fail_are_read_again(
+    kind: str, store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
+) -> None:
+    source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
+    source.read("plain.bin", 0, 5)
+    proxy.fault = first(3, kind, lambda method, path: path.endswith("plain.bin"))
+    buffers = [memoryview(bytearray(100)) for _ in range(20)]
+    source.read_many([Read("plain.bin", 7 * i, buffer) for i, buffer in enumerate(buffers)])
+    assert buffers == [contents["plain.bin"][7 * i : 7 * i + 100] for i in range(20)]
+
+
+def test_a_file_that_changes_before_ranges_are_read_side_by_side(
+    store: Store, bucket: str, contents: dict[str, bytes]
+) -> None:
+    source = open_source(f"s3://{bucket}/here", store.options)
+    source.read("plain.bin", 0, 5)
+    store.client.put_object(Bucket=bucket, Key="here/plain.bin", Body=bytes(10_000))
+    with pytest.raises(CheckpointError, match=r"plain\.bin: changed while it was read"):
+        source.read_many([Read(name, 5, memoryview(bytearray(5))) for name in ("50%", "plain.bin", "50%")])
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -123,6 +123,31 @@ def test_a_connection_that_ends_before_its_answer_is_opened_anew_once() -> None:
         Connections(server).exchange(GET)
 
 
+def test_requests_side_by_side_fail_one_by_one() -> None:
+    missing = b"HTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno"
+    cut = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel"
+    answers = ([OK], [cut], [b""], [b"SSH-2.0\r\n\r\n"], [missing, OK])
+    with answering(*answers) as (server, received):
+        connections, buffers = Connections(server), [memoryview(bytearray(5)) for _ in range(5)]
+        first, *broken, last = connections.exchange_together([GET] * 5, buffers)
+        assert first is not None
+        assert (first.status, first.filled, bytes(buffers[0])) == (200, 5, b"hello")
+        assert broken == [None] * 3
+        assert last is not None
+        assert (last.status, last.body, bytes(buffers[4])) == (404, b"no", bytes(5))
+        assert connections.exchange(GET).body == b"hello"  # over the last connection
+    assert received == [GET] * 6
+
+
+def test_a_server_that_falls_silent_is_waited_for_once() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        connections = Connections(Server(HOST, listener.getsockname()[1], read_seconds=0.2))
+        with mock.patch.object(Connections, "_give_back", autospec=True) as given_back:
+            found = connections.exchange_together([GET] * 4, [memoryview(bytearray(5)) for _ in range(4)])
+        assert found == [None] * 4
+        assert given_back.call_count == 1
+
+
 def test_a_body_is_sent_when_it_is_wanted_and_kept_when_it_is_refused() -> None:
     head = b"PUT /a HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n"
     refusal = b"HTTP/1.1 403 No\r\nContent-Length: 0\r\n\r\n"
