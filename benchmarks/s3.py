@@ -570,6 +570,9 @@ def main() -> None:
     if scratch.exists():
         parser.error(f"{scratch} exists; remove it unless another run is in progress")
     scratch.mkdir(parents=True)
+    # As after an installation: without bytecode, a quarter of the time until the first request is spent on compiling.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str((scratch / "bytecode").resolve())
     end_cleanly()
     ceph = Ceph(arguments.scratch / "ceph")
     try:
