@@ -97,7 +97,13 @@ def _live(screen: Console) -> Iterator[Callable[[Event], None]]:
         drawn.no_wrap, drawn.overflow = True, overflow
         return drawn
 
-    with Live(get_renderable=draw, console=screen, refresh_per_second=DRAWN_PER_SECOND, transient=True):
+    with Live(
+        get_renderable=draw,
+        console=screen,
+        refresh_per_second=DRAWN_PER_SECOND,
+        transient=True,
+        redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # else it would end up on the terminal
+    ):
         yield view
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -16,11 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.cli.live_view import ASCII, MOST_WORKERS, LiveView
 from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.cli.observers import observing
 from paddle_reshard.pipeline.core.events import (
     Event,
     FilesRead,
@@ -296,3 +299,21 @@ def test_a_terminal_gets_lines_if_nothing_can_or_shall_be_drawn(
     assert ended.value.code == 0
     assert [line.split(":")[0] for line in shown.lines()] == ["plan", "move", "verify", "publish"]
     assert b"\x1b" not in shown.received
+
+
+def test_what_is_printed_while_it_draws_goes_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    piped = io.StringIO()
+    with terminal(80, 24) as shown, open(os.dup(shown.there), "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "stdout", piped)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        with click.Context(click.Command("move")), observing(silent=False) as observe:
+            observe(StepStarted("move", 100))
+            observe(Progress(40))
+            sys.stdout.write("an answer\n")
+            sys.stderr.write("a warning\n")
+        while shown.take(0.0):
+            pass
+    assert piped.getvalue() == "an answer\n"
+    assert shown.lines() == ["a warning"]
+    assert b"40%" in shown.received
