@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.sorting import order_by, order_of
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -128,7 +130,7 @@ def by_tensor(*sides: npt.NDArray[Any]) -> list[list[Ints]]:
     found = []
     for side, counts in zip(sides, each, strict=True):
         before = np.cumsum(counts) - counts
-        found.append([np.sort(rows) for rows in np.split(np.argsort(side, kind="stable"), before[opens])])
+        found.append([np.sort(rows) for rows in np.split(order_of(side), before[opens])])
     return found
 
 
@@ -147,20 +149,36 @@ def meeting_pairs(left: Boxes, right: Boxes) -> tuple[Ints, Ints]:
         pairs  (0, 0) (1, 0)
     """
     dims = [d for d in range(MAX_DIMS) if _tells_apart(left, d) or _tells_apart(right, d)] or [0]
+    sides = [Intervals(boxes.tensor, {d: _interval(boxes, d) for d in dims}) for boxes in (left, right)]
+    return meeting_intervals(*sides)
+
+
+class Intervals(NamedTuple):
+    """Columns of boxes as intervals along some dims, the same on both sides; along the others all boxes meet."""
+
+    tensor: npt.NDArray[Any]
+    along: dict[int, tuple[Ints, Ints]]
+    """Dim → start and stop of every box."""
+
+
+def meeting_intervals(left: Intervals, right: Intervals) -> tuple[Ints, Ints]:
+    """As :func:`meeting_pairs`, of boxes with at least one dim."""
     if not len(left.tensor) or not len(right.tensor):
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    sides = [{d: _interval(boxes, d) for d in dims} for boxes in (left, right)]
-    sweeps = [_sweep(left, right, d, sides) for d in dims]
-    count = 1 + int(max(left.tensor.max(), right.tensor.max()))
-    candidates = [np.bincount(right.tensor, weights=s.last - s.first, minlength=count) for s in sweeps]
-    best = np.argmin(candidates, axis=0)[right.tensor]
+    sweeps = [_sweep(left, right, dim) for dim in left.along]
+    best = np.zeros(len(right.tensor), dtype=np.int64)
+    if len(sweeps) > 1:
+        count = 1 + int(max(left.tensor.max(), right.tensor.max()))
+        candidates = [np.bincount(right.tensor, weights=s.last - s.first, minlength=count) for s in sweeps]
+        best = np.argmin(candidates, axis=0)[right.tensor]
     found = [
-        _kept(block, sides, dims)
+        _kept(block, left, right)
         for number, sweep in enumerate(sweeps)
         for block in _blocks(sweep, np.flatnonzero(best == number))
     ]
     i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
-    order = np.lexsort((j, i, left.tensor[i]))
+    sorted_by_tensor = (left.tensor[1:] >= left.tensor[:-1]).all()
+    order = order_by(i, j) if sorted_by_tensor else np.lexsort((j, i, left.tensor[i]))
     return i[order], j[order]
 
 
@@ -181,10 +199,10 @@ class _Sweep(NamedTuple):
     last: Ints
 
 
-def _sweep(left: Boxes, right: Boxes, dim: int, sides: list[dict[int, tuple[Ints, Ints]]]) -> _Sweep:
+def _sweep(left: Intervals, right: Intervals, dim: int) -> _Sweep:
     """Sort left boxes by their start along ``dim``; candidates begin with the first box that ends after the start of
     the right box, and stop before the first box that starts at or after its end."""
-    (start, stop), (from_, to) = (side[dim] for side in sides)
+    (start, stop), (from_, to) = left.along[dim], right.along[dim]
     tensors = 1 + int(max(left.tensor.max(), right.tensor.max()))
     span = 1 + int(max(stop.max(), to.max()))
     if (
@@ -195,10 +213,11 @@ def _sweep(left: Boxes, right: Boxes, dim: int, sides: list[dict[int, tuple[Ints
         start, stop, from_, to = (part.astype(np.int64) for part in np.split(ranks.ravel(), cuts))
         span = len(coordinates) + 1
     base, other = left.tensor.astype(np.int64) * span, right.tensor.astype(np.int64) * span
-    order = np.argsort(base + start, kind="stable")
+    begin = base + start
+    order = order_of(begin)
     reach = np.maximum.accumulate((base + stop)[order])
     first = np.searchsorted(reach, other + from_, side="right")
-    last = np.searchsorted((base + start)[order], other + to, side="left")
+    last = np.searchsorted(begin[order], other + to, side="left")
     return _Sweep(order, first, np.maximum(first, last))
 
 
@@ -217,14 +236,11 @@ def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
         start = stop
 
 
-def _kept(
-    pairs: tuple[Ints, Ints], sides: list[dict[int, tuple[Ints, Ints]]], dims: list[int]
-) -> tuple[Ints, Ints]:
+def _kept(pairs: tuple[Ints, Ints], left: Intervals, right: Intervals) -> tuple[Ints, Ints]:
     """The candidates that share an element."""
     i, j = pairs
-    left, right = sides
-    for dim in dims:
-        low = np.maximum(left[dim][0][i], right[dim][0][j])
-        meets = low < np.minimum(left[dim][1][i], right[dim][1][j])
-        i, j = i[meets], j[meets]
+    for (start, stop), (from_, to) in zip(left.along.values(), right.along.values(), strict=True):
+        meets = np.maximum(start[i], from_[j]) < np.minimum(stop[i], to[j])
+        if not meets.all():
+            i, j = i[meets], j[meets]
     return i, j

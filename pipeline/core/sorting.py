@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.geometry import Ints
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from paddle_reshard.pipeline.core.geometry import Ints
 
 _FEW = 1 << 12
 """So few numbers are sorted by NumPy alone."""

@@ -239,10 +239,12 @@ def _cut_large(
     while len(ops):
         atoms, count = found.number, len(used)
         size = np.where(found.made > 0, found.made, found.read)
-        goal = np.clip(
-            2 * _smallest_together(ops, atoms, files, count), memory.group_bytes // 2, max(most, 1)
-        )
-        kind = _cut_dims(ops, atoms, count)
+        least = memory.group_bytes // 2
+        together_bytes = np.zeros(count, dtype=np.int64)
+        if 2 * int(files.smallest_part.sum()) > least:
+            together_bytes = _smallest_together(ops, atoms, files, count)
+        goal = np.clip(2 * together_bytes, least, max(most, 1))
+        kind = _cut_dims(ops, atoms, size > goal)
         # A second dim, or one that makes bytes be read again, is a last resort.
         again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
         chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
@@ -283,7 +285,18 @@ class _CutDims(NamedTuple):
     """Whether the pieces would interleave in a source file, so that bytes are read several times."""
 
 
-def _cut_dims(ops: Ops, atoms: Ints, count: int) -> _CutDims:
+def _cut_dims(ops: Ops, atoms: Ints, large: Flags) -> _CutDims:
+    """How each atom that is ``large`` can be cut; the others are not looked at."""
+    dim, rereads = np.full(len(large), MAX_DIMS), np.zeros(len(large), dtype=bool)
+    rows = np.flatnonzero(large[atoms])
+    if len(rows):
+        number = np.cumsum(large) - 1
+        found = _cut_dims_of_all(ops[rows], number[atoms[rows]], int(number[-1]) + 1)
+        dim[large], rereads[large] = found
+    return _CutDims(dim, rereads)
+
+
+def _cut_dims_of_all(ops: Ops, atoms: Ints, count: int) -> _CutDims:
     possible = _extends(ops, atoms, count) & ~torn(ops, atoms, count, target=True)
     harmless = possible & ~torn(ops, atoms, count, target=False)
     first = np.where(possible.any(axis=1), possible.argmax(axis=1), MAX_DIMS)
@@ -318,11 +331,14 @@ def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
 
 def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints | int = 1) -> Pieces:
     """Cut the ops of every owner along its ``dim`` into about ``count`` stretches, each a ``multiple`` long."""
-    low, high = reach(ops, owners, len(dim))
-    at = np.arange(len(dim)), dim
-    step = np.maximum(1, -(-(high[at] - low[at]) // np.maximum(count, 1)))
+    along = dim[owners]
+    start = ops.along_each("offset", along)
+    low, high = np.full(len(dim), np.iinfo(np.int64).max), np.zeros(len(dim), dtype=np.int64)
+    np.minimum.at(low, owners, start)
+    np.maximum.at(high, owners, start + ops.along_each("extents", along))
+    step = np.maximum(1, -(-np.maximum(high - low, 1) // np.maximum(count, 1)))
     step = -(-step // multiple) * multiple
-    return cut(ops, dim[owners], low[at][owners], step[owners])
+    return cut(ops, along, low[owners], step[owners])
 
 
 def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> Ints:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, by_tensor, meeting_pairs
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, Ints, by_tensor, meeting_intervals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
@@ -57,14 +57,37 @@ def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -
     source_tensor = source_tensors(target["tensor"], implied)
     found = []
     for source_rows, target_rows in zip(*by_tensor(source["tensor"], source_tensor), strict=True):
-        a, b = source[source_rows], target[target_rows]
-        i, j = meeting_pairs(
-            Boxes(a["tensor"], a["offset"], a["extents"]),
-            Boxes(source_tensor[target_rows], b["offset"], b["extents"]),
+        a, b = _chosen(source, source_rows), _chosen(target, target_rows)
+        dims = _telling_dims(a, b)
+        i, j = meeting_intervals(
+            Intervals(a["tensor"], {dim: _interval(a, dim) for dim in dims}),
+            Intervals(source_tensor[target_rows], {dim: _interval(b, dim) for dim in dims}),
         )
         found.append((source_rows[i], target_rows[j]))
     i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
     return _Pairs(source, target, i, j, source_tensor[j])
+
+
+def _chosen(fragments: Fragments, rows: Ints) -> Fragments:
+    """The fragments of some rows, ascending; without a copy if these follow each other."""
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return fragments[rows[0] : rows[-1] + 1]
+    return fragments[rows]
+
+
+def _telling_dims(*boxes: Fragments) -> list[int]:
+    """The dims along which two of these boxes may be apart, at least one."""
+    dims = wide_dims(*boxes)
+    return [
+        dim
+        for dim in range(MAX_DIMS)
+        if dim in dims or any(rows.single("offset", dim) != 0 for rows in boxes)
+    ] or [0]
+
+
+def _interval(boxes: Fragments, dim: int) -> tuple[Ints, Ints]:
+    start = boxes.along("offset", dim)
+    return start, start + boxes.along("extents", dim)
 
 
 def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind: int = MOVE) -> Ops:
@@ -220,12 +243,15 @@ def _difference(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> list[int]
 
 def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
     """Elements of each target box that lie within the source's tensor; the rest is zeros, by request."""
-    shapes = tensors.shapes
-    found = np.empty(len(target), dtype=np.int64)
+    columns = [np.ascontiguousarray(extents) for extents in tensors.shapes.T]
+    found = np.ones(len(target), dtype=np.int64)
     done = 0
     for boxes in target.blocks():
-        reach = np.clip(shapes[boxes["tensor"]] - boxes["offset"], 0, boxes["extents"])
-        found[done : done + len(boxes)] = reach.prod(axis=1)
+        inside = found[done : done + len(boxes)]
+        for dim, extents in enumerate(columns):
+            if (boxes.single("offset", dim), boxes.single("extents", dim)) != (0, 1) or not extents.all():
+                reach = extents[boxes["tensor"]] - boxes.along("offset", dim)
+                inside *= np.clip(reach, 0, boxes.along("extents", dim))
         done += len(boxes)
     return found
 
