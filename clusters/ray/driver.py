@@ -38,6 +38,8 @@ class Driver:
         self.observe = observe
         self.head = head_of_cluster()
         self.running: set[Running] = set()
+        self.stores_known = True
+        """Whether the dealer knows the object stores of all nodes with workers."""
         self.patient = True
         """Whether to wait for workers that are still starting if they could share a group."""
 
@@ -103,6 +105,9 @@ class Driver:
     def _deal(self) -> bool:
         """Hand a single group to one or several workers, if there are any for it."""
         backlog, workers = self.backlog, self.crew.workers
+        if not self.stores_known and self.dealer.exchange != "never":
+            self.dealer = replace(self.dealer, most_object_bytes=most_object_bytes(live_nodes()))
+            self.stores_known = True
         if not self.many:
             backlog.look_ahead(1 + (self.crew.idle or len(workers)))
         attempt = backlog.singles[0]
@@ -172,8 +177,7 @@ class Driver:
         """A worker answered a ping, or failed to. A new one may be on a node with a smaller object store."""
         was_ready = worker.ready
         self.crew.settle_ping(worker, answer)
-        if worker.ready and not was_ready and self.dealer.exchange != "never":
-            self.dealer = replace(self.dealer, most_object_bytes=most_object_bytes(live_nodes()))
+        self.stores_known = self.stores_known and worker.ready == was_ready
 
     def _finish_batch(self, running: Running, answer: Answer) -> Reports:
         """Process the answer to a batch, of which some groups may not be done."""
