@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing, waiting
 from paddle_reshard.pipeline.cli.options import (
     Decorator,
+    SectionedCommand,
     all_of,
     declared,
     given,
@@ -89,7 +90,7 @@ run_options = all_of(
 )
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @conversion_options
 @click.option(
     "--save",
@@ -143,7 +144,7 @@ def plan(
         sys.exit(NOT_PROVEN)
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @conversion_options
 @run_options
 @all_of(*_declared(("expected_plan", "device", "verify")))

@@ -12,13 +12,13 @@ from paddle_reshard.pipeline.cli.conversion import run_options, target_options
 from paddle_reshard.pipeline.cli.json_output import conversion_data
 from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing
-from paddle_reshard.pipeline.cli.options import given
+from paddle_reshard.pipeline.cli.options import SectionedCommand, given
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("paths", nargs=-1, metavar="SRC SRC… DST", required=True)
 @click.option(
     "--decay",

@@ -247,7 +247,7 @@ def _job_options(function: Any) -> Any:
 )
 @click.option("--again", is_flag=True, help="Run the conversion again even if it has succeeded.")
 @_job_options
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST [OPTIONS]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST")
 def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any) -> None:
     """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
@@ -416,7 +416,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
 @metrics_option
 @notify_option
 @_job_options
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT [OPTIONS]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT")
 def watch(
     once: bool,
     every: float,

@@ -40,6 +40,42 @@ def decides(option: click.Option) -> Decides:
     return option.decides if isinstance(option, Option) else Decides.OUTCOME
 
 
+USUAL = (
+    *("made_from", "tensor", "element", "decay", "weights", "uniform"),
+    *("to", "format", "sharding_strategy", "targets", "state", "dtype", "save", "prove"),
+    *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet", "help"),
+)
+"""Options that the help of a command with many lists first, in this order."""
+SECTIONS: Mapping[Decides, str] = {
+    Decides.OUTCOME: "What is read and made",
+    Decides.LOCATION: "What is read and made",
+    Decides.EXECUTION: "How it runs, and what it tells",
+    Decides.ACCESS: "Access to stores",
+}
+
+
+class SectionedCommand(click.Command):
+    """A command with so many options that its help lists the usual ones first, and the others by what they decide."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections of the help."""
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        usual = sorted(
+            (o for o in options if o.name in USUAL), key=lambda option: USUAL.index(str(option.name))
+        )
+        sections = {"Usual options": usual}
+        for option in options:
+            if option.name not in USUAL:
+                sections.setdefault(SECTIONS[decides(option)], []).append(option)
+        for title in dict.fromkeys(("Usual options", *SECTIONS.values())):
+            records = [
+                record for option in sections.get(title, ()) if (record := option.get_help_record(ctx))
+            ]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 Decorator = Callable[[Any], Any]
 Declare = Callable[..., Decorator]
 outcome_option: Declare = partial(click.option, cls=Option, decides=Decides.OUTCOME)

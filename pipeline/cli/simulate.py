@@ -28,18 +28,29 @@ HEADINGS = ("workers", "time", "speed-up", "busy", "most read", "most written", 
     metavar="N,…",
     help="Numbers of workers to simulate.",
 )
-@click.option("--read-rate", default="1GB", show_default=True, help="Bytes per second read by a worker.")
-@click.option("--write-rate", default="1GB", show_default=True, help="Bytes per second written by a worker.")
+@click.option(
+    "--read-rate", metavar="SIZE", default="1GB", show_default=True, help="Bytes per second read by a worker."
+)
+@click.option(
+    "--write-rate",
+    metavar="SIZE",
+    default="1GB",
+    show_default=True,
+    help="Bytes per second written by a worker.",
+)
 @click.option(
     "--total-read-rate",
+    metavar="SIZE",
     help="Bytes per second of the source's store for all workers together. Default: no limit.",
 )
 @click.option(
     "--total-write-rate",
+    metavar="SIZE",
     help="Bytes per second of the target's store for all workers together. Default: no limit.",
 )
 @click.option(
     "--copy-rate",
+    metavar="SIZE",
     default="1GB",
     show_default=True,
     help="Bytes per second of each copy made by the storage.",

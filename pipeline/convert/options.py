@@ -213,7 +213,11 @@ class ConversionOptions(TargetOptions, total=False):
     memory: Annotated[
         str,
         Option(
-            decides=Decides.EXECUTION, kept=True, default=DEFAULT_MEMORY, help="Memory budget of each worker."
+            metavar="SIZE",
+            decides=Decides.EXECUTION,
+            kept=True,
+            default=DEFAULT_MEMORY,
+            help="Memory budget of each worker, as in 512MiB or 4GiB.",
         ),
     ]
     """Memory budget of each worker, default ``"1GiB"``."""

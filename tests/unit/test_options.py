@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, given
+from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, SECTIONS, given
 from paddle_reshard.pipeline.convert.options import (
     CONVERSION_OPTIONS,
     RUN_OPTIONS,
@@ -61,6 +62,20 @@ def test_what_is_left_out_means_the_same_on_the_command_line_and_in_python() -> 
         assert default == (False if option.kind is Kind.FLAG else option.default), name
     context = CONVERT.make_context("convert", ["a", "b"])
     assert given(context) == {}
+
+
+@pytest.mark.parametrize("name", ["convert", "ema", "explain", "plan"])
+def test_help_in_sections_has_every_option_once_and_the_usual_ones_first(name: str) -> None:
+    shown = invoke(name, "--help").stdout
+    listed = re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)
+    options = [option for option in cli.commands[name].params if option.param_type_name == "option"]
+    assert sorted(listed) == sorted(["--help", *(option.opts[0] for option in options)])
+    usual, *others = shown.split("\n\n")[-4:]
+    assert usual.startswith("Usual options:\n")
+    assert all(f"  {flag} " in usual for flag in ("--to", "--format", "--memory", "--json"))
+    assert [other.splitlines()[0] for other in others] == [
+        f"{title}:" for title in dict.fromkeys(SECTIONS.values())
+    ]
 
 
 TAKE_OPTIONS = {
