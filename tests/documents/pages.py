@@ -138,6 +138,7 @@ PAGES: dict[str, Page] = {
         before=("convert source DeepSeek-V3 --format huggingface --quantize fp8",),
         stands_for={"/data/": "data/"},
         shows={
+            "✓ plan": "one moment of a conversion of 1 GB; tests/unit/test_live_view.py reads what is drawn",
             "weight · weight_scale_inv": "a formula; tests/golden/test_fp8.py compares results",
             "integer · weight_scale": "a formula; tests/golden/test_integers.py compares results",
         },

@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 class Head:
     address: str
     env: dict[str, str]
-    """What a client needs: the token."""
+    """What a client needs: the token, and that this machine is 127.0.0.1."""
     folder: Path
     """Where it keeps its logs and what jobs brought."""
     cluster: str
@@ -37,10 +37,11 @@ def running_head(with_package: bool = False) -> Iterator[Head]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="head", dir="/tmp")))
         dashboard, *others = _free_ports(7)
-        env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        local = {
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
-        }  # else Ray takes the machine's address for 127.0.0.1
+        env = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else Ray takes the machine's address for 127.0.0.1
+        }
         names = ("port", "ray-client-server-port", "metrics-export-port", "dashboard-agent-listen-port")
         names += ("dashboard-agent-grpc-port", "runtime-env-agent-port")
         command = [
@@ -65,7 +66,7 @@ def running_head(with_package: bool = False) -> Iterator[Head]:
             command,
             stdout=log,
             stderr=log,
-            env={**clean, **env, **local, "PATH": path},
+            env={**clean, **env, "PATH": path},
             start_new_session=True,
         )
         try:
