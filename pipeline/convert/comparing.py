@@ -75,11 +75,11 @@ def run_comparisons(
             head = _Head(FORMAT, version.__version__, plan.plan_id, _hash_of(stores))
             done = _finished_earlier(resume, _line(astuple(head)))
             log = stack.enter_context(resume.open("ab", buffering=0))
-        if not isinstance(engine, InlineEngine):
-            observe(Waiting("Ray and its workers"))
         observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
         read_bytes = sum(group.read_bytes for group in done.values())
         observe(Progress(read_bytes, before=True, groups=len(done)))
+        if not isinstance(engine, InlineEngine):
+            observe(Waiting("Ray and its workers"))
         batches = stack.enter_context(closing(_compare(engine, plan_work(plan, done), source)))
         for reports in batches:
             found = [compared(report) for report in reports]

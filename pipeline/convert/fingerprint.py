@@ -144,9 +144,9 @@ def run_reads(
     """The reports of the groups of a plan of sums, which write nothing."""
     if isinstance(engine, InlineEngine):
         engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
-    else:
-        observe(Waiting("Ray and its workers"))
     observe(StepStarted("reading", plan.read_bytes, plan.groups, plan.budget_bytes))
+    if not isinstance(engine, InlineEngine):
+        observe(Waiting("Ray and its workers"))
     with closing(engine(plan_work(plan), source, NoTarget())) as batches:
         for reports in batches:
             yield from reports

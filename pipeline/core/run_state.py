@@ -111,6 +111,9 @@ class RunState:
     def __post_init__(self) -> None:
         self.started = self.step_started = self.clock()
         self.in_step = False
+        self._rate_started = self.started
+        """When work of the current step began: a cluster may have to start first."""
+        self._waiting = False
         self._counted = Counter(self.count_retries())
 
     def __call__(self, event: Event) -> None:
@@ -134,6 +137,7 @@ class RunState:
             self.detail = f"{event.done} of {event.of} files read"
         elif isinstance(event, Waiting):
             self.detail = f"waiting for {event.what}"
+            self._waiting = self.done_bytes == self._earlier_bytes
         elif isinstance(event, StepEnded):
             self._end_step(event.summary)
             self.step, self.detail = event.step, event.summary
@@ -143,8 +147,8 @@ class RunState:
         self.step, self.detail, self.total_bytes = event.step, "", event.total_bytes
         self.done_bytes = self._earlier_bytes = self.done_files = 0
         self.total_files = None
-        self.step_started = self.clock()
-        self.in_step = True
+        self.step_started = self._rate_started = self.clock()
+        self.in_step, self._waiting = True, False
         if event.total_groups is not None:
             self.done_groups, self.total_groups = 0, event.total_groups
             self.budget_bytes = event.budget_bytes
@@ -156,14 +160,16 @@ class RunState:
         self.in_step = False
 
     def _assign(self, event: WorkerAssigned) -> None:
+        if event.groups and self._waiting:
+            self._rate_started, self._waiting, self.detail = self.clock(), False, ""
         before = self.workers.get(event.worker, WorkerState())
         self.workers[event.worker] = replace(
             before, running=event.groups, held_bytes=event.peak_bytes, since=self.clock()
         )
 
     def bytes_per_second(self) -> float | None:
-        """Rate of the current step in this run; ``None`` before it has done anything."""
-        seconds = self.clock() - self.step_started
+        """Rate of the current step in this run, since a worker began; ``None`` before it has done anything."""
+        seconds = self.clock() - self._rate_started
         moved = self.done_bytes - self._earlier_bytes
         return moved / seconds if moved and seconds > 0 else None
 

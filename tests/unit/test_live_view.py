@@ -238,7 +238,7 @@ def test_many_workers_are_folded_into_those_that_take_the_longest() -> None:
     assert " ".join(rows[0][4:]) == "2 groups from 162 1 min 02 s 96.0 MiB 1 2.0 MiB 3.0 MiB"
     assert lines[-1] == f"  … {64 - len(rows)} more, idle or busy for less long"
     figures = " ".join(lines)
-    assert "192.0 MiB of 1000.0 MiB · 64.0 MiB copied by the store · 3.0 MiB/s · 4 min 29 s left" in figures
+    assert "192.0 MiB of 1000.0 MiB · 64.0 MiB copied by the store · 3.0 MiB/s · 4 min 25 s left" in figures
     assert "64 of 400 groups" in figures
     # Workers of a cluster have their own memory.
     assert "  fullest worker  96.0 MiB of 1.0 GiB  ━━─" in figures
@@ -260,6 +260,17 @@ def test_the_step_and_its_share_fit_every_terminal(columns: int, rows: int, work
         assert [int(line.split()[1]) for line in table] == list(range(12))
         assert len({len(line) for line in lines[-13:]}) == 1
         assert max(map(len, table)) <= columns
+
+
+def test_the_start_of_a_cluster_does_not_count_for_the_rate() -> None:
+    view, clock = run_of(0)
+    assert "waiting for Ray and its workers" in " ".join(drawn(view, 80, 24))
+    clock.seconds += 60.0
+    view(WorkerAssigned("worker 0 on node", (range(9),), 1 << 20))
+    assert "waiting" not in " ".join(drawn(view, 80, 24))
+    clock.seconds += 2.0
+    view(Progress(100 << 20))
+    assert "100.0 MiB of 1000.0 MiB · 50.0 MiB/s · 18.0 s left" in " ".join(drawn(view, 80, 24))
 
 
 def test_retries_and_a_store_that_has_stopped_stand_out() -> None:
