@@ -512,6 +512,9 @@ def main() -> None:
         parser.error(f"{arguments.scratch} exists; remove it unless another run is in progress")
     arguments.scratch.mkdir(parents=True)
     end_cleanly()
+    # Users run bytecode that was compiled when the package was installed, or by an earlier run.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str((arguments.scratch / "bytecode").resolve())
     try:
         text = report(Bench(arguments.scratch, llama_of(parse_size(size)), rounds), chosen)
     except CommandFailed as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from paddle_reshard.storage.aligned import memory_for
+
 ALGORITHM = "crc64nvme"
 BLOCK_BYTES = 8 << 20
 
@@ -50,7 +52,7 @@ def checksum(buffer: Any) -> str:
 
 def stretches(source: Readable, path: str, byte_offset: int, nbytes: int) -> Iterator[memoryview]:
     """A stretch of a file, block by block; each block is valid only until the next is requested."""
-    buffer = memoryview(bytearray(min(nbytes, BLOCK_BYTES)))
+    buffer = memory_for(min(nbytes, BLOCK_BYTES), byte_offset)
     for start in range(byte_offset, byte_offset + nbytes, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, byte_offset + nbytes - start)]
         source.read_into(path, start, block)

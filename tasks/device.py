@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.mixture import Term
+from paddle_reshard.storage.aligned import memory_for
 from paddle_reshard.tasks.boxes import cast_box, copy_box
 from paddle_reshard.tasks.cast import bfloat16_bits, cast_in_range
 from paddle_reshard.tasks.ema_boxes import divide_box, mix_box
@@ -48,8 +49,8 @@ class Mover(Protocol):
     on_host: bool
     """Whether bands and parts are in host memory."""
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """Host memory to read a band into."""
+    def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
+        """Host memory to read a band into, which is in a file from ``byte_offset`` on."""
 
     def release(self) -> None:
         """Discard the bands that were loaded."""
@@ -57,8 +58,8 @@ class Mover(Protocol):
     def load(self, band: Buffer) -> Any:
         """Copy a band to the mover's memory, or return it as it is; it is not changed."""
 
-    def zeros(self, nbytes: int) -> Any:
-        """A part, all zeros."""
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
+        """A part, all zeros, which is written to a file from ``byte_offset`` on."""
 
     def move(self, source: Box, target: Box) -> None:
         """Copy a box of a band into a part; cast it if the dtypes differ.
@@ -96,9 +97,9 @@ class HostMover:
 
     on_host = True
 
-    def allocate(self, nbytes: int) -> Buffer:
-        """New memory, not initialised."""
-        return np.empty(nbytes, dtype=np.uint8)
+    def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
+        """New memory."""
+        return np.frombuffer(memory_for(nbytes, byte_offset), dtype=np.uint8)
 
     def release(self) -> None:
         """Nothing is kept here."""
@@ -107,9 +108,9 @@ class HostMover:
         """The band itself."""
         return band
 
-    def zeros(self, nbytes: int) -> Buffer:
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """A part, all zeros."""
-        return np.zeros(nbytes, dtype=np.uint8)
+        return self.allocate(nbytes, byte_offset)
 
     def move(self, source: Box, target: Box) -> None:
         """Copy or cast, block by block."""
@@ -161,9 +162,9 @@ class PaddleMover:
         if cast.tobytes() != bfloat16_bits(probe).tobytes():
             raise UnsupportedError(f"Paddle on {device!r} does not round float32 to bfloat16 as the CPU does")
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """Host memory, from which :meth:`load` copies to the device."""
-        return np.empty(nbytes, dtype=np.uint8)
+        return HOST.allocate(nbytes, byte_offset)
 
     def release(self) -> None:
         """Nothing is kept here."""
@@ -172,7 +173,7 @@ class PaddleMover:
         """A copy of the band on the device."""
         return self.paddle.to_tensor(band)
 
-    def zeros(self, nbytes: int) -> Any:
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
         """A part on the device, all zeros."""
         return self.paddle.zeros([nbytes], dtype="uint8")
 

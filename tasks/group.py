@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.planning.parts import Parts
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange, Receipt
-from paddle_reshard.tasks.device import Box, Buffer, Mover
+from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
 from paddle_reshard.tasks.statistics import Statistics
 from paddle_reshard.tasks.sums import Sum
@@ -53,14 +53,14 @@ class GroupReport:
 
 def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
     """The bytes ``[start, stop)`` of one source file."""
-    buffer = np.empty(stop - start, dtype=np.uint8)
+    buffer = HOST.allocate(stop - start, start)
     source.read_into(path, start, buffer.data)
     return buffer
 
 
 def load_bands(work: GroupWork, bands: Bands, source: ReadRange, mover: Mover) -> list[Buffer]:
     """The bytes of each band, in memory of the mover; the source may read several at a time."""
-    buffers = [mover.allocate(int(band["stop"] - band["start"])) for band in bands]
+    buffers = [mover.allocate(int(band["stop"] - band["start"]), int(band["start"])) for band in bands]
     source.read_many(
         [
             Read(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)

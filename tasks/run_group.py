@@ -70,7 +70,7 @@ def _make(
 ) -> GroupReport:
     """Make and write the parts that are not copied; ``load`` reads the bands of one pass."""
     made = {
-        int(i): mover.zeros(int(part_sizes(work.parts[i : i + 1])[0]))
+        int(i): mover.zeros(int(part_sizes(work.parts[i : i + 1])[0]), int(work.parts["start"][i]))
         for i in np.flatnonzero(
             (work.parts["source_file"] == MADE) & (work.parts["start"] < work.parts["stop"])
         )

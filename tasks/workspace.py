@@ -13,10 +13,13 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
+from paddle_reshard.storage.aligned import LINE_BYTES, padding
 from paddle_reshard.tasks.device import Box, Buffer, HostMover
 
 GRAIN_BYTES = 8 << 20
 """Workspace sizes are multiples of this, so that groups of about one size can reuse a workspace."""
+PADDING_BYTES = LINE_BYTES << 10
+"""What a workspace has in addition, so that its buffers can begin where the processor copies fast."""
 
 
 class Stopped(Exception):
@@ -34,31 +37,32 @@ class Workspace(HostMover):
         self.memory: Buffer = np.empty(0, dtype=np.uint8)
         if capacity_bytes:  # not from the heap, which may not return freed memory to the system
             self.memory = np.frombuffer(mmap.mmap(-1, capacity_bytes, mmap.MAP_PRIVATE), dtype=np.uint8)
-        self.parts_bytes = self.used_bytes = 0
         self.stopped = False
+        self.clear(capacity_bytes)
 
-    def clear(self) -> None:
-        """Discard the parts and bands of the previous group."""
+    def clear(self, peak_bytes: int) -> None:
+        """Discard the parts and bands of the previous group. The next one takes at most ``peak_bytes``."""
         self.parts_bytes = self.used_bytes = 0
+        self.parts_spare = self.spare_bytes = self.capacity_bytes - peak_bytes
 
     def stop(self) -> None:
         """Make the running group fail before its next move or write."""
         self.stopped = True
 
-    def zeros(self, nbytes: int) -> Buffer:
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """A part, all zeros."""
-        part = self._take(nbytes)
+        part = self._take(nbytes, byte_offset)
         part.fill(0)
-        self.parts_bytes = self.used_bytes
+        self.parts_bytes, self.parts_spare = self.used_bytes, self.spare_bytes
         return part
 
-    def allocate(self, nbytes: int) -> Buffer:
+    def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """Memory to read a band into."""
-        return self._take(nbytes)
+        return self._take(nbytes, byte_offset)
 
     def release(self) -> None:
         """Discard the bands, so that their memory is reused."""
-        self.used_bytes = self.parts_bytes
+        self.used_bytes, self.spare_bytes = self.parts_bytes, self.parts_spare
 
     def move(self, source: Box, target: Box) -> None:
         """Copy or cast."""
@@ -70,8 +74,11 @@ class Workspace(HostMover):
         self._check()
         return part
 
-    def _take(self, nbytes: int) -> Buffer:
+    def _take(self, nbytes: int, byte_offset: int) -> Buffer:
         self._check()
+        if (skipped := padding(self.used_bytes, byte_offset)) <= self.spare_bytes:
+            self.used_bytes += skipped
+            self.spare_bytes -= skipped
         start, self.used_bytes = self.used_bytes, self.used_bytes + nbytes
         if self.used_bytes > self.capacity_bytes:
             raise MemoryError(f"a group needs {self.used_bytes} bytes, more than its planned peak")
@@ -107,9 +114,9 @@ class Workspaces:
         if fitting:
             space = min(fitting, key=lambda space: space.capacity_bytes)
             self.idle.remove(space)
-            space.clear()
+            space.clear(peak_bytes)
             return space
-        wanted = min(_rounded(peak_bytes), self.budget_bytes)
+        wanted = min(_capacity(peak_bytes), self.budget_bytes)
         if self.idle:  # replace a workspace that is too small: there are never more than groups at a time
             self.taken_bytes -= self.idle.pop().capacity_bytes
         while self.idle and self.taken_bytes + wanted > self.budget_bytes:
@@ -117,7 +124,9 @@ class Workspaces:
         if self.taken_bytes + wanted > self.budget_bytes:
             return None
         self.taken_bytes += wanted
-        return Workspace(wanted)
+        space = Workspace(wanted)
+        space.clear(peak_bytes)
+        return space
 
     def give_back(self, space: Workspace) -> None:
         """Return a workspace to the pool."""
@@ -132,8 +141,9 @@ class Workspaces:
 
 def workspace_bytes(peaks: Sequence[int], budget_bytes: int) -> int:
     """Total size of workspaces for groups with these peaks, at most the budget."""
-    return min(sum(map(_rounded, peaks)), budget_bytes)
+    return min(sum(map(_capacity, peaks)), budget_bytes)
 
 
-def _rounded(peak_bytes: int) -> int:
-    return -(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES
+def _capacity(peak_bytes: int) -> int:
+    """The size of a workspace for groups of about a peak; none for those that the storage copies."""
+    return -(-peak_bytes // GRAIN_BYTES) * GRAIN_BYTES + (PADDING_BYTES if peak_bytes else 0)

@@ -1,0 +1,36 @@
+"""Memory at addresses between which and a file the processor copies fast.
+
+The kernel copies between memory and its cache of a file with one instruction, ``rep movsb``. On AMD's processors (seen
+on Zen 3) it is four times slower if the target begins 1 to 31 bytes after the source, not counting whole pages. Memory
+that begins as many bytes after a cache line as the range of the file does avoids this in both directions.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+LINE_BYTES = 64
+PAGE_BYTES = 4096
+
+
+def padding(address: int, byte_offset: int) -> int:
+    """How many bytes after ``address`` memory for a file's bytes from ``byte_offset`` on should begin.
+
+    >>> padding(4096, 70), padding(4096 + 10, 70), padding(4096 + 10, 64)
+    (6, 60, 54)
+    """
+    return (byte_offset - address) % LINE_BYTES
+
+
+def memory_for(nbytes: int, byte_offset: int) -> memoryview:
+    """New memory for ``nbytes`` bytes of a file from ``byte_offset`` on, all zeros."""
+    first = padding(0, byte_offset)  # pages begin at cache lines
+    return memoryview(mmap.mmap(-1, nbytes + LINE_BYTES))[first : first + nbytes]
+
+
+def memory_between(nbytes: int, from_byte: int, to_byte: int) -> memoryview:
+    """The same for bytes that are read from ``from_byte`` of one file and written to ``to_byte`` of another."""
+    first = padding(0, to_byte)
+    if (first - from_byte) % PAGE_BYTES < LINE_BYTES:
+        first += LINE_BYTES
+    return memoryview(mmap.mmap(-1, nbytes + 2 * LINE_BYTES))[first : first + nbytes]
