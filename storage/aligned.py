@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 
 LINE_BYTES = 64
-PAGE_BYTES = 4096
 
 
 def padding(address: int, byte_offset: int) -> int:
@@ -26,11 +25,3 @@ def memory_for(nbytes: int, byte_offset: int) -> memoryview:
     """New memory for ``nbytes`` bytes of a file from ``byte_offset`` on, all zeros."""
     first = padding(0, byte_offset)  # pages begin at cache lines
     return memoryview(mmap.mmap(-1, nbytes + LINE_BYTES))[first : first + nbytes]
-
-
-def memory_between(nbytes: int, from_byte: int, to_byte: int) -> memoryview:
-    """The same for bytes that are read from ``from_byte`` of one file and written to ``to_byte`` of another."""
-    first = padding(0, to_byte)
-    if (first - from_byte) % PAGE_BYTES < LINE_BYTES:
-        first += LINE_BYTES
-    return memoryview(mmap.mmap(-1, nbytes + 2 * LINE_BYTES))[first : first + nbytes]

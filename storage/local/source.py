@@ -109,7 +109,7 @@ class LocalSource(ReadRange):
         for path, of_file in groupby(reads, key=lambda read: read.path):
             with self.opened(path) as descriptor, self._translated(path):
                 for read in of_file:
-                    read_all(descriptor, read)
+                    _read_all(descriptor, read)
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:
@@ -151,8 +151,7 @@ def _openness(files: Iterable[os.stat_result], folders: Iterable[os.stat_result]
     return openness
 
 
-def read_all(descriptor: int, read: Read) -> None:
-    """Fill the buffer of a read, or raise."""
+def _read_all(descriptor: int, read: Read) -> None:
     done = 0
     while done < len(read.buffer):
         count = os.preadv(descriptor, [read.buffer[done:]], read.byte_offset + done)

@@ -20,10 +20,9 @@ from typing import ClassVar
 
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
-from paddle_reshard.storage.aligned import PAGE_BYTES, memory_between
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.folders import check_free, object_to, remove_files, set_aside
-from paddle_reshard.storage.local.source import LocalSource, list_folder, read_all
+from paddle_reshard.storage.local.source import LocalSource, list_folder
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.replaceable import Kind
 from paddle_reshard.storage.session.ledger import (
@@ -40,7 +39,6 @@ from paddle_reshard.storage.store import (
     Identity,
     NewFile,
     Openness,
-    Read,
     ReadRange,
     Receipt,
     Record,
@@ -48,6 +46,7 @@ from paddle_reshard.storage.store import (
 )
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
+COPY_BLOCK_BYTES = 1 << 20
 WRITE_BYTES = 256 << 10
 """How much is written at a time. For larger writes the kernel looks for as large stretches of contiguous memory (large
 folios, on ext4 since Linux 6.16), which can take several times the processor time of the write itself."""
@@ -72,12 +71,15 @@ class LocalWriter:
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write all of ``buffer`` into a staged file."""
         with self._translated(path), open(self.staging / path, "r+b", buffering=0) as file:
-            _write_all(file.fileno(), byte_offset, buffer)
+            done = 0
+            while done < len(buffer):
+                block = buffer[done : done + WRITE_BYTES]
+                done += os.pwrite(file.fileno(), block, byte_offset + done)
             _start_writeback(file.fileno(), byte_offset, len(buffer))
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
-        """Copy inside the kernel, or through a small buffer where the file systems cannot or it takes less time."""
+        """Copy inside the kernel, or through a small buffer where the file systems cannot."""
         if not isinstance(source, LocalSource):
             raise UnsupportedError(f"{copy.path}: only files of this machine can be copied here")
         with (
@@ -85,38 +87,21 @@ class LocalWriter:
             self._translated(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
             open(self.staging / copy.path, "r+b", buffering=0) as file,
         ):
-            to_file, done = file.fileno(), 0
-            if not _is_faster_in_memory(to_file, copy.source_offset, copy.byte_offset):
-                done = _copy_in_kernel(from_file, to_file, copy.nbytes, copy.source_offset, copy.byte_offset)
-            from_byte, to_byte = copy.source_offset + done, copy.byte_offset + done
-            buffer = memory_between(min(WRITE_BYTES, copy.nbytes - done), from_byte, to_byte)
-            for first in range(0, copy.nbytes - done, WRITE_BYTES):
-                block = buffer[: copy.nbytes - done - first]
-                read_all(from_file, Read(copy.source_path, from_byte + first, block))
-                _write_all(to_file, to_byte + first, block)
-            _start_writeback(to_file, copy.byte_offset, copy.nbytes)
+            done = _copy_in_kernel(
+                from_file, file.fileno(), copy.nbytes, copy.source_offset, copy.byte_offset
+            )
+            _start_writeback(file.fileno(), copy.byte_offset, done)
+        buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, copy.nbytes - done)))
+        while done < copy.nbytes:
+            block = buffer[: copy.nbytes - done]
+            source.read_into(copy.source_path, copy.source_offset + done, block)
+            self.write_part(copy.path, copy.byte_offset + done, block)
+            done += len(block)
         return Receipt(copy.path, copy.byte_offset, copy.nbytes)
 
     def _translated(self, path: str, doing: str = "") -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about the target."""
         return translated_while_moving(self.staging / path, self.location, TargetError, doing)
-
-
-def _is_faster_in_memory(to_file: int, from_byte: int, to_byte: int) -> bool:
-    """Whether copying through memory takes less time than copying inside the kernel.
-
-    On a disk of this machine the kernel copies page by page, which takes it longer unless both ranges begin at the same
-    byte of a page. File systems of devices that Linux gives the number 0, network file systems among them, may copy
-    without reading.
-    """
-    on_a_disk = os.major(os.fstat(to_file).st_dev) != 0
-    return on_a_disk and (to_byte - from_byte) % PAGE_BYTES != 0
-
-
-def _write_all(descriptor: int, byte_offset: int, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):
-        done += os.pwrite(descriptor, buffer[done : done + WRITE_BYTES], byte_offset + done)
 
 
 def _copy_in_kernel(from_file: int, to_file: int, nbytes: int, from_byte: int, to_byte: int) -> int:

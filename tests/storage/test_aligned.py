@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 
-from paddle_reshard.storage.aligned import LINE_BYTES, PAGE_BYTES, memory_between, memory_for
+from paddle_reshard.storage.aligned import LINE_BYTES, memory_for
 from paddle_reshard.tasks.workspace import Workspaces
-
-SLOW_BYTES = 32
-"""A copy whose target begins fewer bytes after its source is slow."""
 
 
 def _start(memory: object) -> int:
     return np.frombuffer(memory, dtype=np.uint8).ctypes.data  # type: ignore[call-overload, no-any-return]
-
-
-def _is_slow(source: int, target: int) -> bool:
-    return 0 < (target - source) % PAGE_BYTES < SLOW_BYTES
 
 
 @pytest.mark.parametrize("offset", [0, 1, 31, 63, 64, 4095, 4096, 12345])
@@ -23,15 +16,6 @@ def test_memory_for_a_range_of_a_file(offset: int) -> None:
     memory = memory_for(100, offset)
     assert (len(memory), memory.readonly, bytes(memory)) == (100, False, bytes(100))
     assert (_start(memory) - offset) % LINE_BYTES == 0
-
-
-@pytest.mark.parametrize("from_byte", [0, 1, 31, 63, 100, 4095])
-@pytest.mark.parametrize("to_byte", [0, 1, 31, 63, 100, 4095])
-def test_memory_between_two_files(from_byte: int, to_byte: int) -> None:
-    memory = memory_between(100, from_byte, to_byte)
-    assert len(memory) == 100
-    assert not _is_slow(from_byte, _start(memory))
-    assert not _is_slow(_start(memory), to_byte)
 
 
 @pytest.mark.parametrize("peak", [3000, 8 << 20], ids=["small", "a whole multiple"])
