@@ -241,5 +241,5 @@ def _run_in_this_thread(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport
     """Run all groups in the calling thread, which has set the device of the tensors."""
     space = Workspace(plan.peak_bytes)
     for work in plan_work(plan):
-        space.clear()
+        space.clear(work.peak_bytes)
         yield do(work, space)
