@@ -39,7 +39,7 @@ DIFFERENT = 1
     "states",
     metavar="LIST",
     help="Compare only these states, comma-separated. master_weight:param compares master weights of A with "
-    "parameters of B.",
+    "parameters of B, ema_master_weight:master_weight an average with what it was made of.",
 )
 @click.option(
     "--atol", type=click.FloatRange(0), default=0.0, help="Allow differences up to this.", show_default=True

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +26,13 @@ from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_m
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.pair import index_pair
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
-from paddle_reshard.pipeline.planning.compare import SIDE_A, SIDE_B, Difference, plan_differences
+from paddle_reshard.pipeline.planning.compare import SIDE_A, SIDE_B, Comparison, Difference, plan_differences
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
+from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.locate import is_local, source_access, target_access
+from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.statistics import Statistics, Tolerance, combined
@@ -203,65 +205,93 @@ def diff(
     locations = os.fspath(a), os.fspath(b)
     access = source_access(options), target_access(options)
     stores = [open_checkpoint(*one) for one in zip(locations, access, strict=True)]
+    spare = spare_bytes(all(map(is_local, locations)))
+    comparison = _planned(stores, states, options, spare, observe)
+    plan = comparison.plan
+    statistics = _measured(plan, stores, Tolerance(atol, rtol), spare, observe)
+    for store in stores:
+        store.check_unchanged()
+    differing = sorted(
+        _differing(plan, statistics), key=lambda one: (-one.relative, -one.largest, one.key, one.state)
+    )
+    elements = sum(found.elements for found in statistics.values())
+    return DiffReport(comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences)
+
+
+def _planned(
+    stores: Sequence[Source],
+    states: Sequence[str] | None,
+    options: DiffOptions,
+    spare: int,
+    observe: Observer,
+) -> Comparison:
+    """Index both checkpoints and plan their comparison, within the memory that metadata may take."""
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     inputs = given_inputs(options.get("rules"), options.get("config"))
     one, two = index_pair(stores[0], stores[1], *inputs, missing, partial(index_here, observe=observe))
-    pairs = None if states is None else dict(map(_pair, texts_of(states)))
-    known = one.catalog.tensors.states | two.catalog.tensors.states
-    if unknown := {*(pairs or {}), *(pairs or {}).values()} - known:
-        raise UsageError(
-            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
-            f"{did_you_mean(min(unknown), known)}"
-        )
+    pairs = (
+        None if states is None else _pairs(states, one.catalog.tensors.states | two.catalog.tensors.states)
+    )
     settings = PlanSettings(budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)))
-    spare = spare_bytes(all(map(is_local, locations)))
     tensors = max(len(side.catalog.tensors) for side in (one, two))
     pieces = max(len(side.catalog.fragments) for side in (one, two))
     check_metadata(tensors, pieces, 0, settings.budget_bytes, spare)
-    comparison = plan_differences(one.catalog, two.catalog, settings, pairs)
-    del one, two
+    return plan_differences(one.catalog, two.catalog, settings, pairs)
+
+
+def _measured(
+    plan: Plan, stores: Sequence[Source], tolerance: Tolerance, spare: int, observe: Observer
+) -> dict[int, Statistics]:
+    """Tensor of the plan → how far its values are apart."""
     trim_heap()
-    plan = comparison.plan
     engine = InlineEngine(plan.budget_bytes, observe=observe)
     engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare)
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
     observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
     parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
-    with closing(engine.measure(plan_work(plan), pair, Tolerance(atol, rtol))) as reports:
+    with closing(engine.measure(plan_work(plan), pair, tolerance)) as reports:
         for report in reports:
             for number, found in report.statistics:
                 parts[number].append((report.group, found))
             for ended in groups_ended(plan, [report]):
                 observe(ended)
             observe(Progress(report.read_bytes))
-    for store in stores:
-        store.check_unchanged()
-    differing, elements = [], 0
-    for number in sorted(parts):
-        found = combined(part for _, part in sorted(parts[number]))
-        elements += found.elements
-        if found.first is not None:
-            tensor = plan.tensors[number]
-            dtype_b = (plan.measured or {}).get(number, tensor.dtype)
-            differing.append(
-                TensorDifference(
-                    tensor.key,
-                    tensor.state,
-                    (tensor.dtype.name, dtype_b.name),
-                    found.elements,
-                    found.changed,
-                    found.outside,
-                    found.nans,
-                    found.largest,
-                    found.mean,
-                    found.ulps,
-                    found.relative,
-                    found.first,
-                    found.values,
-                )
-            )
-    differing.sort(key=lambda one: (-one.relative, -one.largest, one.key, one.state))
-    return DiffReport(comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences)
+    return {number: combined(part for _, part in sorted(parts[number])) for number in sorted(parts)}
+
+
+def _differing(plan: Plan, statistics: Mapping[int, Statistics]) -> Iterator[TensorDifference]:
+    """The tensors with any element that differs."""
+    for number, found in statistics.items():
+        if found.first is None:
+            continue
+        tensor = plan.tensors[number]
+        dtype_b = (plan.measured or {}).get(number, tensor.dtype)
+        yield TensorDifference(
+            key=tensor.key,
+            state=tensor.state,
+            dtypes=(tensor.dtype.name, dtype_b.name),
+            elements=found.elements,
+            changed=found.changed,
+            outside=found.outside,
+            nans=found.nans,
+            largest=found.largest,
+            mean=found.mean,
+            ulps=found.ulps,
+            relative=found.relative,
+            first=found.first,
+            values=found.values,
+        )
+
+
+def _pairs(states: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """State of A → state of B, as asked for."""
+    pairs = dict(map(_pair, texts_of(states)))
+    if unknown := {*pairs, *pairs.values()} - set(known):
+        raise UsageError(
+            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
+            f"{did_you_mean(min(unknown), known)}"
+        )
+    return pairs
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -1,0 +1,87 @@
+"""Any way from A over B to C keeps all fingerprints: over every real checkpoint, and every two formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard import PlanError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.convert.options import TargetOptions
+from tests.conftest import case_directory, case_names
+from tests.golden.test_every_format import BUFFERS, config_of
+from tests.kept import Lines, check_kept, lines_of
+from tests.sampling import exhaustive
+
+WAYS: dict[str, TargetOptions] = {
+    "tensor": {"to": "tp=2"},
+    "stages": {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v2"},
+    "flex": {"format": "flex", "files": 2},
+    "auto-parallel": {"format": "auto-parallel"},
+    "unified": {"format": "unified"},
+    "model": {"format": "huggingface"},
+}
+GROUPS = ("dense", "moe", "states", "small-families", "small-flex", "small-unified", "families")
+QUICK = ("small-families/qwen3_single", "small-flex/fc_moe_mp2sh2_s1v2_ema")
+"""Cases of ``make test``, the second one with experts and averages; from each B it goes on to one C."""
+
+
+def converted(source: Path, into: Path, config: Path | None, ways: Iterable[str] = WAYS) -> dict[str, Path]:
+    """The targets in all forms that the checkpoint can have; what is refused is so by name, before anything is made."""
+    options: dict[str, Any] = {
+        "config": config,
+        "allow_missing": BUFFERS,
+        "allow_replica_drift": True,
+        "fingerprint": "known",
+    }
+    targets = {}
+    for name in ways:
+        drop = ["ema"] if name == "unified" else []
+        try:
+            paddle_reshard.convert(source, into / name, drop=drop, **options, **WAYS[name])
+        except (PlanError, UnsupportedError, UsageError):
+            assert not (into / name).exists()
+        else:
+            targets[name] = into / name
+    return targets
+
+
+TOY = "dense/auto_dp2mp2"
+"""No model of any family."""
+ALL = {name: [*WAYS] for name in WAYS}
+ROUND = dict(zip(WAYS, [*WAYS][1:] + [*WAYS][:1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "onward"),
+    [
+        *((case, {b: [c] for b, c in ROUND.items()}) for case in QUICK),
+        *(exhaustive(case, ALL) for group in GROUPS for case in case_names(group) if case != TOY),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_way_over_every_form_keeps_the_fingerprints(
+    case: str, onward: dict[str, list[str]], tmp_path: Path
+) -> None:
+    folder = case_directory(case)
+    beside = folder / "config.json"
+    config = beside if beside.exists() else config_of(case) if case.startswith(("dense", "moe")) else None
+    first = converted(folder / "checkpoint-3", tmp_path / "B", config)
+    assert first
+    report = paddle_reshard.fingerprint(folder / "checkpoint-3", config=config, allow_missing=BUFFERS)
+    found = report.fingerprints
+    of_a: Lines = {
+        (tensor.key, tensor.state): [tensor.dtype.name, list(tensor.global_shape), f"{int(checksum):016x}"]
+        for tensor, checksum in zip(found.tensors, found.checksums, strict=True)
+    }
+    for name, b in first.items():
+        of_b = lines_of(b)
+        check_kept(name, of_a, of_b)
+        for way, c in converted(b, tmp_path / f"C of {name}", None, onward[name]).items():
+            of_c = lines_of(c)
+            if name == "model":  # a job starts from it, with the same parameters
+                of_c = {entry: line for entry, line in of_c.items() if entry[1] == "param"}
+            check_kept(way, of_b, of_c)
