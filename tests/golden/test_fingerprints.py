@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from awscrt.checksums import crc64nvme
+from safetensors import deserialize
 
 import paddle_reshard
 from paddle_reshard import CheckpointError, FormatError, UsageError
@@ -65,14 +67,60 @@ def test_fingerprints_are_those_of_the_tensors_in_memory(case: str) -> None:
     assert all(key[0] == "lm_head.weight" for key in tied)
 
 
-def test_three_lines_with_another_library_check_a_tensor(tmp_path: Path) -> None:
-    paddle_reshard.convert(SOURCE, tmp_path / "card", to="tp=1")
-    held = oracle.load_with_paddle(tmp_path / "card" / "model_state.pdparams")
+def in_hybrid(folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Key, state and bytes of every tensor, as ``paddle.load`` has them."""
+    model = oracle.load_with_paddle(folder / "model_state.pdparams")
+    keys = {name: key for key, name in model.pop(oracle.NAME_TABLE).items()}
+    optimizer = oracle.load_with_paddle(folder / "optimizer.pdopt")
+    for key, array in model.items():
+        yield key, "param", np.asarray(array).tobytes()
+    for name, array in optimizer.pop("master_weights").items():
+        yield keys[name], "master_weight", np.asarray(array).tobytes()
+    for name, array in optimizer.items():
+        parameter, _, state = name.partition("_fp32_master_0_")
+        if state:
+            yield keys[parameter], NAMES[state], np.asarray(array).tobytes()
+
+
+def in_flex(folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    for path in sorted(folder.glob("*/*.distcp")):
+        held = oracle.load_with_paddle(path)
+        ema = "ema_" if path.parent.name == "ema_state" else ""
+        held.pop(oracle.NAME_TABLE, None)
+        for name, array in held.items():
+            key, _, state = name.rpartition(".")
+            known = NAMES.get(state)
+            yield (key if known else name), ema + (known or "param"), np.asarray(array).tobytes()
+
+
+def in_unified(folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    """As the library of safetensors has them."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in deserialize(path.read_bytes()):
+            key, _, state = name.partition("/")
+            own = "master_weight" if path.name.startswith("master_weights") else "param"
+            yield key, NAMES[state] if state else own, bytes(entry["data"])
+
+
+@pytest.mark.parametrize(
+    ("held", "options", "count"),
+    [
+        (in_hybrid, {"to": "tp=1"}, 39 * 6),
+        (in_flex, {"format": "flex", "files": 1}, 39 * 7),
+        (in_unified, {"format": "unified", "drop": ["ema"]}, 39 * 6),
+    ],
+    ids=["hybrid", "flex", "unified"],
+)
+def test_three_lines_with_another_library_check_a_tensor(
+    held: Any, options: Any, count: int, tmp_path: Path
+) -> None:
+    paddle_reshard.convert(SOURCE, tmp_path / "made", **options)
     found = of(paddle_reshard.fingerprint(SOURCE))
-    arrays = {key: value for key, value in held.items() if not key.startswith("Structured")}
-    assert len(arrays) > 30
-    for key, value in arrays.items():
-        assert crc64nvme(np.asarray(value).tobytes()) == found[key, "param"]
+    checked = 0
+    for key, state, content in held(tmp_path / "made"):
+        assert crc64nvme(content) == found[key, state], (key, state)
+        checked += 1
+    assert checked == count
 
 
 def tree(leaves: list[bytes]) -> bytes:
