@@ -140,6 +140,7 @@ def verify(
     made.
     """
     options = given(context)
+    options.pop("resume", None)  # of a conversion it is a flag; here it names a file
     if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
         with (

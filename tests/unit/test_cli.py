@@ -110,6 +110,14 @@ def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: 
     assert run("verify", DEMO, tmp_path / "changed", "--state", "param,moment1").returncode == 0
 
 
+def test_verify_keeps_its_progress_in_a_file_until_it_has_ended(one_card: Path, tmp_path: Path) -> None:
+    progress = tmp_path / "compared.jsonl"
+    done = run("verify", DEMO, one_card, "--resume", progress)
+    assert done.returncode == 0, done.stderr
+    assert "equal; 273 tensors" in done.stdout
+    assert not progress.exists()
+
+
 def test_verify_that_could_not_compare_is_trouble_as_for_cmp_and_diff(one_card: Path, tmp_path: Path) -> None:
     shutil.copytree(one_card, tmp_path / "cut")
     size_bytes = (tmp_path / "cut" / "optimizer.pdopt").stat().st_size
