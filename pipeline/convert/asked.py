@@ -45,6 +45,8 @@ LOCATIONS = tuple(name for name in KEPT if OPTIONS[name].decides is Decides.LOCA
 CONSENTED = tuple(name for name in KEPT if OPTIONS[name].consent)
 SOURCES = "sources"
 """Entry of the request of an average; ``decay``, ``weights`` or ``uniform`` is beside it."""
+NOT_STATED = ("overwrite",)
+"""It says what may be at the target's location, not what is made; a session keeps it all the same."""
 _SMALLEST_COPY_BYTES = 1 << 16
 
 
@@ -96,11 +98,12 @@ def shown_location(location: PathLike) -> str:
 
 def statement_of(conversion: ConversionPlan) -> dict[str, Any]:
     """What is made of what, by which version."""
-    source, store = conversion.source, conversion.store
+    source, store, asked = conversion.source, conversion.store, conversion.asked
+    stated = {} if asked is None else {name: value for name, value in asked.items() if name not in NOT_STATED}
     return {
         "version": version.__version__,
         "plan_id": conversion.plan.plan_id,
-        **({} if conversion.asked is None else {"request": dict(conversion.asked)}),
+        **({"request": stated} if stated else {}),
         "limits": asdict(conversion.limits),
         "source": {
             "location": absolute(store.location),

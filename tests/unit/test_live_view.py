@@ -121,6 +121,8 @@ def test_a_terminal_shows_where_a_real_conversion_is_and_is_clean_after_an_inter
     of_group = np.zeros(plan.groups, dtype=np.int64)
     np.add.at(of_group, plan.parts["group"], plan.parts["stop"] - plan.parts["start"])
     reading, writing = os.pipe()
+    # A terminal's size does not count where these are set, as readline does in the processes of a parallel run.
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     arguments = ("convert", DEMO, tmp_path / "made", "--to", "tp=1", "--workers", WORKERS)
     with terminal(80, 24) as shown:
         process = subprocess.Popen(
@@ -129,7 +131,7 @@ def test_a_terminal_shows_where_a_real_conversion_is_and_is_clean_after_an_inter
             stdout=shown.there,
             stderr=shown.there,
             cwd=REPO,
-            env={**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"},
+            env={**environment, "TERM": "xterm-256color", "NO_COLOR": "1"},
             start_new_session=True,
             pass_fds=[reading],
         )
@@ -300,7 +302,7 @@ def test_retries_and_a_store_that_has_stopped_stand_out() -> None:
 def test_a_terminal_gets_lines_if_nothing_can_or_shall_be_drawn(
     kind: str, progress: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with terminal(80, 24) as shown, open(os.dup(shown.there), "w") as stream:
+    with terminal(400, 24) as shown, open(os.dup(shown.there), "w") as stream:  # a long path is one line
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", kind)
         with pytest.raises(SystemExit) as ended:
