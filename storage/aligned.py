@@ -24,4 +24,5 @@ def padding(address: int, byte_offset: int) -> int:
 def memory_for(nbytes: int, byte_offset: int) -> memoryview:
     """New memory for ``nbytes`` bytes of a file from ``byte_offset`` on, all zeros."""
     first = padding(0, byte_offset)  # pages begin at cache lines
-    return memoryview(mmap.mmap(-1, nbytes + LINE_BYTES))[first : first + nbytes]
+    # Private, as a budget counts it: a shared mapping would be none of the process's own memory.
+    return memoryview(mmap.mmap(-1, nbytes + LINE_BYTES, mmap.MAP_PRIVATE))[first : first + nbytes]

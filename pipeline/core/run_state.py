@@ -60,11 +60,6 @@ class WorkerState:
             busy_seconds=self.busy_seconds + event.seconds,
         )
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether it runs groups."""
-        return bool(self.running)
-
 
 def no_retries() -> Mapping[str, int]:
     """The retries of a process that has none."""

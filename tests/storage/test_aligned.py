@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from paddle_reshard.pipeline.core.heap import private_bytes
 from paddle_reshard.storage.aligned import LINE_BYTES, memory_for
 from paddle_reshard.tasks.workspace import Workspaces
 
@@ -16,6 +17,13 @@ def test_memory_for_a_range_of_a_file(offset: int) -> None:
     memory = memory_for(100, offset)
     assert (len(memory), memory.readonly, bytes(memory)) == (100, False, bytes(100))
     assert (_start(memory) - offset) % LINE_BYTES == 0
+
+
+def test_it_counts_as_the_memory_of_this_process() -> None:
+    before = private_bytes()
+    memory = np.frombuffer(memory_for(64 << 20, 7), dtype=np.uint8)
+    memory.fill(1)
+    assert private_bytes() - before > 60 << 20
 
 
 @pytest.mark.parametrize("peak", [3000, 8 << 20], ids=["small", "a whole multiple"])
