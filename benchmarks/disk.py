@@ -28,8 +28,10 @@ from benchmarks.generate import Llama, generate, llama_of, parse_size
 from benchmarks.measure import (
     CommandFailed,
     Measured,
+    Verdict,
     alternate,
     end_cleanly,
+    goals_table,
     inner_seconds,
     load,
     machine,
@@ -99,21 +101,6 @@ FINGERPRINTED = (
 FINGERPRINT_GOAL = 1.05
 """Largest acceptable ratio of processor time with ``fingerprint="known"`` to that without."""
 TO_SINGLE_CARD = Conversion("to a single card", "tp=1", strategy=None, memory="256MiB")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A goal and the measured value."""
-
-    what: str
-    goal: str
-    measured: str
-    met: bool | None
-    """``None``: not measured."""
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        return self.what, self.goal, self.measured, {True: "yes", False: "**no**", None: "–"}[self.met]
 
 
 @dataclass(frozen=True)
@@ -233,7 +220,7 @@ class Bench:
 
     def _judge(self, what: str, goal: float, found: float) -> None:
         """Compare a figure with the largest acceptable one."""
-        self.verdicts.append(Verdict(what, f"≤ {goal}", f"{found:.2f}", found <= goal))
+        self.verdicts.append(Verdict.at_most(what, goal, found))
 
     def _judge_processor(self, runs: dict[str, list[Measured]], figures: Sequence[Figures]) -> None:
         """Processor time where the storage copies everything, and in a small budget."""
@@ -471,10 +458,12 @@ def copied_share(answer: dict[str, Any]) -> float | None:
     return None if copied is None else copied / max(answer["moved"]["written_bytes"], 1)
 
 
-def standalone(module: str, *arguments: str) -> str:
-    """The table of a separate benchmark."""
-    found = run([sys.executable, "-m", f"benchmarks.{module}", *arguments])
-    return found.output.strip()
+def standalone(bench: Bench, module: str, *arguments: str) -> str:
+    """The table of a separate benchmark, whose verdicts are added to those of ``bench``."""
+    found = run([sys.executable, "-m", f"benchmarks.{module}", "--json", *arguments])
+    answer = json.loads(found.output)
+    bench.verdicts += [Verdict(**verdict) for verdict in answer["verdicts"]]
+    return str(answer["table"])
 
 
 def _target_bytes(answer: dict[str, Any]) -> int:
@@ -491,7 +480,18 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-SECTIONS = ("copy", "memory", "peers", "workers", "verify", "fingerprints", "planning", "metadata", "shares")
+SECTIONS = (
+    "copy",
+    "memory",
+    "peers",
+    "workers",
+    "verify",
+    "fingerprints",
+    "driver",
+    "planning",
+    "metadata",
+    "shares",
+)
 
 
 def main() -> None:
@@ -537,6 +537,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         f"{bench.source_bytes / 1e9:.2f} GB; {bench.rounds} rounds; warm (source in the page cache)"
     )
     quick = ["--quick"] if bench.rounds == 1 else []
+    alone = partial(standalone, bench)
     titles = {
         "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
         "memory": ("The same without a disk", partial(bench.in_memory, Bench.without_disk)),
@@ -544,20 +545,20 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
         "verify": ("Comparing two checkpoints", partial(bench.in_memory, Bench.verification)),
         "fingerprints": ("Recording fingerprints", partial(bench.in_memory, Bench.fingerprints)),
-        "planning": ("Planning", partial(standalone, "planning", *quick)),
+        "driver": ("The driver of a cluster, whose workers do nothing", partial(alone, "driver", *quick)),
+        "planning": ("Planning", partial(alone, "planning", *quick)),
         "metadata": (
             "Reading large metadata",
-            partial(standalone, "metadata", "--rounds", str(bench.rounds), *quick),
+            partial(alone, "metadata", "--rounds", str(bench.rounds), *quick),
         ),
-        "shares": ("Bytes that an object store moves by itself", partial(standalone, "shares")),
+        "shares": ("Bytes that an object store moves by itself", partial(alone, "shares")),
     }
     parts = []
     for name in chosen:
         say(titles[name][0])
         parts.append(f"### {titles[name][0]}\n\n{titles[name][1]()}")
     if bench.verdicts:
-        goals = table(("goal", "wanted", "measured", "met"), [v.row for v in bench.verdicts])
-        parts = ["### Goals", goals, *parts]
+        parts = ["### Goals", goals_table(bench.verdicts), *parts]
     facts.append(load("after"))
     return "\n\n".join(["\n".join(f"- {fact}" for fact in facts), *parts])
 

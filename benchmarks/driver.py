@@ -1,6 +1,6 @@
 """How much processor time does the driver of a conversion on Ray take for each group?
 
-    python -m benchmarks.driver [--workers 2 16] [--groups 20000] [--full]
+    python -m benchmarks.driver [--workers 2 16 64] [--groups 20000] [--full]
 
 The plan is that of a real conversion, of 70 billion parameters on 512 ranks or, with ``--full``, of 671 billion on
 2,048. Only its workers do nothing: they receive every group, unpack it, and answer with the receipts that it would
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from benchmarks.measure import table
+from benchmarks.measure import Verdict, print_result, table
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
 from benchmarks.synthetic import catalog_of
 from paddle_reshard.clusters.ray import actors
@@ -97,8 +97,11 @@ def planned(number: int, groups: int) -> Plan:
     return plan
 
 
-def measure(plan: Plan, workers: int) -> tuple[str, ...]:
-    """Run all groups, and say what the driver took."""
+CPU_MS_GOAL, RATE_GOAL = 0.1, 5_000
+
+
+def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...]:
+    """Run all groups, say what the driver took, and judge it."""
     source = Nothing({file.path: file.size_bytes for file in plan.source_files})
     conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
     engine = RayEngine(workers=workers, memory_bytes=1 << 30)
@@ -124,11 +127,16 @@ def measure(plan: Plan, workers: int) -> tuple[str, ...]:
             target.session = None
     if len(receipts) < plan.groups:
         raise SystemExit("some groups were not run")
+    each_ms, rate = 1000 * cpu / plan.groups, plan.groups / wall
+    verdicts += [
+        Verdict.at_most(f"driver with {workers} workers: CPU ms per group", CPU_MS_GOAL, each_ms, 3),
+        Verdict.at_least(f"driver with {workers} workers: groups per second", RATE_GOAL, rate, 0),
+    ]
     return (
         str(workers),
         f"{plan.groups:,}",
-        f"{1000 * cpu / plan.groups:.3f}",
-        f"{plan.groups / wall:,.0f}",
+        f"{each_ms:.3f}",
+        f"{rate:,.0f}",
         f"{cpu / wall:.2f}",
         f"{ledger / MIB:.1f}",
     )
@@ -157,22 +165,24 @@ HEAD = ("workers", "groups", "driver CPU per group (ms)", "groups per second", "
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 16])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 16, 64])
     parser.add_argument("--groups", type=int, default=20_000, help="run only the first of them")
     parser.add_argument("--full", action="store_true", help="the plan of 671 billion parameters")
+    parser.add_argument("--quick", action="store_true", help="2 workers only")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--profile", type=Path, help="write a profile of the driver to this file")
     given = parser.parse_args()
     plan = planned(FULL if given.full else SMALL, given.groups)
     print(f"planned, {np.count_nonzero(plan.parts['group'] < plan.groups):,} parts", file=sys.stderr)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     actors.ReshardWorker = IdleWorker
-    rows = []
-    for workers in given.workers:
+    rows, verdicts = [], list[Verdict]()
+    for workers in [2] if given.quick else given.workers:
         with private_ray(workers), cProfile.Profile() if given.profile else nullcontext() as profile:
-            rows.append(measure(plan, workers))
+            rows.append(measure(plan, workers, verdicts))
         if profile is not None:
             profile.dump_stats(given.profile)
-    print(table(HEAD, rows))
+    print_result(table(HEAD, rows), verdicts, given.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ and bytes come from ``/proc``.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import random
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -41,6 +42,32 @@ class Measured:
     written_bytes: int
     """Bytes moved by write calls, including in-kernel copies, without mapped pages; ``read_bytes`` likewise."""
     output: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A goal and the measured value."""
+
+    what: str
+    goal: str
+    measured: str
+    met: bool | None
+    """``None``: not measured."""
+
+    @classmethod
+    def at_most(cls, what: str, goal: float, found: float, decimals: int = 2) -> Verdict:
+        """A figure and the largest acceptable one."""
+        return cls(what, f"≤ {goal:,}", f"{found:,.{decimals}f}", bool(found <= goal))
+
+    @classmethod
+    def at_least(cls, what: str, goal: float, found: float, decimals: int = 2) -> Verdict:
+        """A figure and the smallest acceptable one."""
+        return cls(what, f"≥ {goal:,}", f"{found:,.{decimals}f}", bool(found >= goal))
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Its row of :func:`goals_table`."""
+        return self.what, self.goal, self.measured, {True: "yes", False: "**no**", None: "–"}[self.met]
 
 
 class CommandFailed(Exception):
@@ -260,6 +287,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+def goals_table(verdicts: Sequence[Verdict]) -> str:
+    """Goals beside what was measured, as markdown."""
+    return table(("goal", "wanted", "measured", "met"), [verdict.row for verdict in verdicts])
+
+
+def print_result(text: str, verdicts: Sequence[Verdict], as_json: bool) -> None:
+    """Print what a benchmark found: as JSON for another benchmark, which judges it with its own figures."""
+    if as_json:
+        print(json.dumps({"table": text, "verdicts": [asdict(verdict) for verdict in verdicts]}))
+    else:
+        print(text)
+        if verdicts:
+            print(f"\n{goals_table(verdicts)}")
 
 
 def write_figures(document: Path, figures: str, what: str = "figures") -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.measure import Verdict, print_result
 from benchmarks.synthetic import (
     LLAMA_7B,
     LLAMA_70B,
@@ -57,6 +58,8 @@ class Row:
     quick: bool = False
     indexed: bool = False
     """Whether the source's files are made and read."""
+    goal: tuple[float, int] | None = None
+    """Largest acceptable seconds from layout to saved plan, and MiB."""
 
 
 def job(strategy: str = "stage1v2", buffer_mb: int = 256, **degrees: int) -> HybridTarget:
@@ -86,6 +89,7 @@ ROWS = (
         MOE_671B,
         job(tp=8, pp=4, sharding=64, buffer_mb=1024),
         job(tp=4, pp=4, sharding=32, buffer_mb=1024),
+        goal=(3, 700),
     ),
     Row(
         "671B MoE, buffers of 256 MiB",
@@ -98,6 +102,7 @@ ROWS = (
         MOE_671B,
         job(tp=8, pp=4, sharding=96, buffer_mb=32),
         job(tp=4, pp=4, sharding=32, buffer_mb=32),
+        goal=(60, 4096),
     ),
 )
 
@@ -153,6 +158,22 @@ def _peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def laid_out_to_saved(found: dict[str, Any]) -> float:
+    """Seconds from the start of the layout to the saved plan."""
+    return float(sum(found["seconds"][step] for step in ("lay out", "plan", "save")))
+
+
+def judged(row: Row, found: dict[str, Any]) -> list[Verdict]:
+    """A row's goals."""
+    if row.goal is None:
+        return []
+    what, (seconds, mib) = f"planning {found['fragments']:,} fragments", row.goal
+    return [
+        Verdict.at_most(f"{what}: seconds from layout to saved plan", seconds, laid_out_to_saved(found)),
+        Verdict.at_most(f"{what}: peak RSS, MiB", mib, found["peak_bytes"] / MIB, 0),
+    ]
+
+
 def table(results: list[dict[str, Any]]) -> str:
     """Results as markdown."""
     lines = [
@@ -162,7 +183,7 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     for found in results:
         seconds = found["seconds"]
-        total = sum(seconds[step] for step in ("lay out", "plan", "save"))
+        total = laid_out_to_saved(found)
         read = f"{seconds['read']:.2f}" if "read" in seconds else "–"
         lines.append(
             f"| {found['name']} | {found['ranks'][0]:,} → {found['ranks'][1]:,} | {found['fragments']:,} | "
@@ -176,19 +197,21 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="Only the small rows.")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row is not None:
         print(json.dumps(measure(ROWS[arguments.row])))
         return
-    results = []
+    results, verdicts = [], list[Verdict]()
     for number, row in enumerate(ROWS):
         if row.quick or not arguments.quick:
             command = [sys.executable, "-m", "benchmarks.planning", "--row", str(number)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             results.append(json.loads(done.stdout))
+            verdicts += judged(row, results[-1])
             print(f"{row.name}: done", file=sys.stderr)
-    print(table(results))
+    print_result(table(results), verdicts, arguments.json)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,15 @@ from typing import IO, Any, cast
 
 import s3fs
 
-from benchmarks.disk import Verdict, copied_share, say
+from benchmarks.disk import copied_share, say
 from benchmarks.generate import generate, llama_of, parse_size
 from benchmarks.measure import (
     CommandFailed,
     Measured,
+    Verdict,
     alternate,
     end_cleanly,
+    goals_table,
     load,
     machine,
     median,
@@ -550,7 +552,7 @@ def report(ceph: Ceph, scratch: Path, size: str, rounds: int) -> tuple[str, list
         "### Checks",
         "\n".join(f"- {what}: {outcome}" for what, outcome in s.checks),
         "### Times",
-        table(("goal", "wanted", "measured", "met"), [v.row for v in s.verdicts]),
+        goals_table(s.verdicts),
         times,
     ]
     return "\n\n".join(parts), s.failed
