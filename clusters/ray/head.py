@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
 
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.shown import one_line
 
 log = logging.getLogger(__name__)
@@ -26,8 +28,19 @@ RECONNECT_SECONDS = 60.0
 
 def patience_seconds() -> float:
     """How long to wait for a head that does not answer: not quite as long as Ray, which ends the process without a word
-    about the conversion."""
-    return max(0.0, float(os.environ.get(RECONNECT_VARIABLE, RECONNECT_SECONDS)) - NOTICED_SECONDS)
+    about the conversion.
+
+    Raises
+    ------
+    UsageError
+        If the environment variable is not what Ray accepts.
+    """
+    value = os.environ.get(RECONNECT_VARIABLE)
+    if value is None:
+        return RECONNECT_SECONDS - NOTICED_SECONDS
+    if re.fullmatch("[0-9]{1,9}", value) is None:
+        raise UsageError(f"{RECONNECT_VARIABLE}={value!r}: give a whole number of seconds, as in 600")
+    return max(0.0, int(value) - NOTICED_SECONDS)
 
 
 class Head:

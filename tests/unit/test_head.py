@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 
 import pytest
 
+from paddle_reshard.clusters import ray as clusters_ray
 from paddle_reshard.clusters.ray.head import CHECK_SECONDS, RECONNECT_VARIABLE, Head, patience_seconds
+from paddle_reshard.pipeline.core.errors import UsageError
 
 
 class Clock:
@@ -73,3 +76,12 @@ def test_it_gives_up_before_ray_ends_the_process(
     if value is not None:
         monkeypatch.setenv(RECONNECT_VARIABLE, value)
     assert patience_seconds() == seconds
+
+
+@pytest.mark.parametrize("value", ["60s", "60.5", "60 ", "", "-1"])
+def test_what_ray_cannot_read_is_refused_before_ray_is_imported(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RECONNECT_VARIABLE, value)
+    with pytest.raises(UsageError, match=f"^{RECONNECT_VARIABLE}={value!r}: give a whole number of seconds"):
+        importlib.reload(clusters_ray)
