@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
@@ -19,7 +20,14 @@ Engine = Callable[[Works, ReadRange, WritePart], Generator[Sequence[GroupReport]
 """Runs groups and yields the reports of some of them as they are done."""
 
 
-def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange: str, device: str) -> Engine:
+def choose_engine(
+    cluster: str,
+    workers: int | None,
+    memory_bytes: int,
+    exchange: str = EXCHANGES[0],
+    device: str = DEVICES[0],
+    label_selector: Sequence[str] = (),
+) -> Engine:
     """The engine that ``cluster`` names: ``inline``, ``ray`` or ``ray:ADDRESS``. Ray is imported only if used.
 
     Raises
@@ -30,12 +38,16 @@ def choose_engine(cluster: str, workers: int | None, memory_bytes: int, exchange
     name, _, address = cluster.partition(":")
     if name == "ray":
         from paddle_reshard.clusters.ray.engine import RayEngine
+        from paddle_reshard.clusters.ray.labels import LabelSelector
 
-        return RayEngine(address or None, workers, memory_bytes, exchange, device)
+        selector = LabelSelector.parse(label_selector)
+        return RayEngine(address or None, workers, memory_bytes, exchange, device, selector)
     if cluster != "inline":
         raise UsageError(f"unknown cluster {cluster!r}; known: inline, ray and ray:ADDRESS")
-    if device != "cpu" or exchange != "auto":
+    if device != DEVICES[0] or exchange != EXCHANGES[0]:
         raise UsageError(f"device {device!r} and exchange {exchange!r} require --cluster ray")
+    if label_selector:
+        raise UsageError("--label-selector chooses nodes of a cluster; give --cluster ray:ADDRESS too")
     return InlineEngine(memory_bytes, workers)
 
 

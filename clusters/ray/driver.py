@@ -106,7 +106,8 @@ class Driver:
         """Hand a single group to one or several workers, if there are any for it."""
         backlog, workers = self.backlog, self.crew.workers
         if not self.stores_known and self.dealer.exchange != "never":
-            self.dealer = replace(self.dealer, most_object_bytes=most_object_bytes(live_nodes()))
+            nodes = self.crew.actors.demand.eligible(live_nodes())
+            self.dealer = replace(self.dealer, most_object_bytes=most_object_bytes(nodes))
             self.stores_known = True
         if not self.many:
             backlog.look_ahead(1 + (self.crew.idle or len(workers)))

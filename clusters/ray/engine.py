@@ -41,9 +41,10 @@ from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer
 from paddle_reshard.clusters.ray.driver import Driver
 from paddle_reshard.clusters.ray.join import joined_ray
+from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.group import GroupReport
@@ -64,6 +65,8 @@ class RayEngine:
     """``auto``: a large group is shared if fewer groups wait than workers are idle; ``always``; ``never``."""
     device: str = "cpu"
     """``cpu``: NumPy moves the values. ``gpu``: each worker has its own GPU, and Paddle moves them."""
+    label_selector: LabelSelector = LabelSelector()
+    """The nodes on which workers may run, also those that index files. Default: all."""
     paddle_device: str = "gpu"
     """Paddle's name for the device of a worker with a GPU. Its CPU device, ``cpu``, computes the same bits."""
     observe: Observer = field(default=ignore_events, compare=False, repr=False)
@@ -96,8 +99,12 @@ class RayEngine:
             backlog, nodes = Backlog(works), live_nodes()
             backlog.check_memory(self.memory_bytes)
             count = self._most_busy(works, worker_count(self.workers, self.demand, nodes, grows))
+            eligible = self.demand.eligible(nodes)
+            if self.label_selector:
+                which = f"{len(eligible)} of {len(nodes)} nodes, those with {self.label_selector}"
+                self.observe(Waiting(f"{count} worker{'s'[: count > 1]} on {which}"))
             calls = Calls(side_by_side=not self.demand.gpu)
-            dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes(nodes))
+            dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes(eligible))
             with Actors(source, target, self.demand, self.paddle_device, count) as actors:
                 crew = Crew(actors, calls, count)
                 yield from Driver(backlog, crew, calls, dealer, self.observe).reports()
@@ -114,7 +121,7 @@ class RayEngine:
     @property
     def demand(self) -> Demand:
         """What Ray reserves for each worker."""
-        return Demand(self.memory_bytes, self.device == "gpu")
+        return Demand(self.memory_bytes, self.device == "gpu", self.label_selector)
 
     def _most_busy(self, works: Works, count: int) -> int:
         """How many of ``count`` workers may ever be busy, if each band of a shared group has its own."""

@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from paddle_reshard.clusters.ray.actors import live_nodes
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
+from paddle_reshard.clusters.ray.capacity import check_labels
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_node
@@ -69,7 +71,8 @@ class RayIndexing:
             return index_here(index, store, sizes, self.observe)
         self.observe(Waiting("Ray"))
         found: dict[str, T] = {}
-        with joined_ray(self.engine.joins, self.engine.workers):
+        with joined_ray(self.engine.joins, self.engine.workers) as grows:
+            check_labels(self.engine.workers, self.engine.demand, live_nodes(), grows)
             for batch in self._batches(index, store, sizes):
                 found |= batch
                 self.observe(FilesRead(len(found), len(sizes)))
@@ -84,6 +87,7 @@ class RayIndexing:
             memory=MEMORY_BYTES,
             max_retries=ATTEMPTS - 1,
             scheduling_strategy="SPREAD",
+            label_selector=self.engine.label_selector.option,
         )
         shared, environment = ray.put(store), worker_variables()
         paths = sorted(sizes, key=sizes.__getitem__)  # one file tells where the others of its size are read

@@ -86,7 +86,9 @@ conversion_options = all_of(
     target_options,
 )
 run_options = all_of(
-    *_declared(("cluster", "workers", "exchange", "resume", "take_over")), metrics_option, notify_option
+    *_declared(("cluster", "workers", "label_selector", "exchange", "resume", "take_over")),
+    metrics_option,
+    notify_option,
 )
 
 

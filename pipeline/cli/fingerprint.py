@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
 @declared("memory")
 @declared("cluster", help="Where the tensors are read.")
 @declared("workers")
+@declared("label_selector")
 @declared("rules")
 @declared("config")
 @declared("allow_missing", help="Allow these keys to be missing; * matches anything.")

@@ -105,6 +105,7 @@ OPTIONS_FOR_ONE = (
 @declared("memory")
 @declared("cluster", help="Where the tensors are compared.")
 @declared("workers")
+@declared("label_selector")
 @compare_options
 @report_option
 @json_option

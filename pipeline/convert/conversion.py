@@ -229,6 +229,7 @@ def plan_and_run(
         request.planning.budget_bytes,
         settings.exchange,
         settings.device,
+        settings.label_selector,
     )
     engine = observed(engine, observe)
     started = time.monotonic()

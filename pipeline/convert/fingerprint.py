@@ -110,7 +110,9 @@ def fingerprint_with(
     """:func:`fingerprint`, with its options as a value."""
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     cluster, workers = options.get("cluster", "inline"), options.get("workers")
-    engine = observed(choose_engine(cluster, workers, budget_bytes, "auto", "cpu"), observe)
+    selector = texts_of(options.get("label_selector", ()))
+    engine = choose_engine(cluster, workers, budget_bytes, label_selector=selector)
+    engine = observed(engine, observe)
     store = open_checkpoint(source, source_access(options))
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     tables, config = given_inputs(options.get("rules"), options.get("config"))

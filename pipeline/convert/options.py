@@ -420,6 +420,18 @@ class RunOptions(TypedDict, total=False):
     ]
     """On Ray, the number of workers; default: as many as the cluster has room for. Inline, the number of groups at a
     time; default: two per processor."""
+    label_selector: Annotated[
+        Sequence[str],
+        Option(
+            kind=Kind.LIST,
+            decides=Decides.EXECUTION,
+            metavar="KEY=VALUE",
+            help="On Ray: run workers only on nodes with this label, as in ray.io/availability-zone=us-east-1a. Also "
+            "KEY=!VALUE, KEY=in(A,B) and KEY=!in(A,B). Can be repeated.",
+        ),
+    ]
+    """On Ray, the labels of the nodes on which workers run: ``("ray.io/availability-zone=us-east-1a",)``. Also
+    ``KEY=!VALUE``, ``KEY=in(A,B)`` and ``KEY=!in(A,B)``; all must hold. Default: all nodes."""
     exchange: Annotated[
         str,
         Option(

@@ -42,6 +42,8 @@ class VerifyOptions(InspectOptions, total=False):
     """Where tensors are compared: ``"inline"`` (default), ``"ray"`` or ``"ray:ADDRESS"``, as in ``convert``."""
     workers: int | None
     """On Ray, the number of workers. Inline, the number of groups at a time."""
+    label_selector: Sequence[str]
+    """On Ray, the labels of the nodes on which workers run, as in ``convert``."""
     replicas: str
     """``"compare"`` (default): differing copies of a tensor within one checkpoint count as a difference; ``"first"``:
     only the first copy is read."""
@@ -93,6 +95,8 @@ class FingerprintOptions(InspectOptions, total=False):
     """Where the tensors are read: ``"inline"`` (default), ``"ray"`` or ``"ray:ADDRESS"``, as in ``convert``."""
     workers: int | None
     """On Ray, the number of workers. Inline, the number of groups at a time."""
+    label_selector: Sequence[str]
+    """On Ray, the labels of the nodes on which workers run, as in ``convert``."""
 
 
 class DiffOptions(InspectOptions, total=False):

@@ -106,6 +106,7 @@ class RunSettings:
 
     cluster: str = "inline"
     workers: int | None = None
+    label_selector: tuple[str, ...] = ()
     exchange: str = EXCHANGES[0]
     device: str = DEVICES[0]
     resume: bool = False
@@ -135,6 +136,8 @@ def read_run(options: RunOptions | ConvertOptions | AverageOptions) -> RunSettin
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     if plan := chosen.get("expected_plan"):
         chosen["expected_plan"] = Path(plan)
+    if selector := chosen.get("label_selector"):
+        chosen["label_selector"] = texts_of(selector)
     chosen["resume"] = bool(chosen.get("resume") or chosen.get("take_over"))
     return RunSettings(**chosen)
 

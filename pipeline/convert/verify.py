@@ -260,7 +260,10 @@ def read_verify_request(
         against=None if document is None else parse_document(*document[::-1]),
         recorded=recorded,
         engine=choose_engine(
-            options.get("cluster", "inline"), options.get("workers"), budget_bytes, "auto", "cpu"
+            options.get("cluster", "inline"),
+            options.get("workers"),
+            budget_bytes,
+            label_selector=texts_of(options.get("label_selector", ())),
         ),
         resume=None if resume is None else Path(resume),
     )

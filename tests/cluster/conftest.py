@@ -1,6 +1,6 @@
 """One small Ray cluster for all tests of this folder, and conversions to run on it.
 
-Two nodes on this machine: one with two CPUs and two GPUs that are only said to be there, one with one CPU.
+Two nodes on this machine: one with two CPUs and two GPUs that are only said to be there, one with one CPU and a label.
 Workers that need no GPU are spread over both. It listens on 127.0.0.1 only and wants a token.
 """
 
@@ -31,6 +31,7 @@ from tests.sized import in_groups
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 GROUP_BYTES = 100_000
 OBJECT_STORE_BYTES = 200_000_000
+ZONE = "ray.io/availability-zone"
 
 
 @pytest.fixture(scope="package")
@@ -55,7 +56,7 @@ def cluster() -> Iterator[Cluster]:
             },
         )
         try:
-            nodes.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+            nodes.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, labels={ZONE: "a"})
             ray.init(nodes.address, log_to_driver=False, logging_level="WARNING")
             yield nodes
         finally:

@@ -61,7 +61,8 @@ DECIDES = {
     },
     Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {
-        "memory": "4GiB", "cluster": "ray", "workers": 2, "exchange": "never", "device": "gpu", "allow_reread": True,
+        "memory": "4GiB", "cluster": "ray", "workers": 2,
+        "exchange": "never", "label_selector": "zone=a", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True, "fingerprint": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
         "progress": "json",
