@@ -53,6 +53,7 @@ _CODES = frozenset(
         "Throttling",
         "ThrottlingException",
         "TooManyRequests",
+        "XAmzContentChecksumMismatch",
         "XAmzContentSHA256Mismatch",
     }
 )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import BotoCoreError
-from fsspec.asyn import sync
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.remote import retry
@@ -22,7 +21,6 @@ from paddle_reshard.storage.s3.uploads import (
     create_upload,
     md5_of,
     pages,
-    upload_part,
 )
 
 _CONFIG = {
@@ -32,9 +30,6 @@ _CONFIG = {
     "response_checksum_validation": "when_required",
     "max_pool_connections": 64,
 }
-
-
-_PROBE = memoryview(b"paddle_reshard")
 
 
 class S3Folder(FsspecFolder):
@@ -92,14 +87,12 @@ class S3Folder(FsspecFolder):
         file_system, _ = self.open()
         if method == "upload_part":
             return direct.upload_part(file_system, {"Bucket": bucket, "Key": key, **parameters})
-        answer: dict[str, Any] = file_system.call_s3(method, Bucket=bucket, Key=key, **parameters)
-        return answer
+        return direct.request(file_system, method, {"Bucket": bucket, "Key": key, **parameters})
 
     def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One request about everything below the prefix, without a retry."""
         bucket, prefix = self.key("")
-        answer: dict[str, Any] = self.open()[0].call_s3(method, Bucket=bucket, Prefix=prefix, **parameters)
-        return answer
+        return direct.request(self.open()[0], method, {"Bucket": bucket, "Prefix": prefix, **parameters})
 
     def level(self, policy: RetryPolicy | None) -> Listing:
         """All files and folders below the prefix, one level deep, page by page."""
@@ -168,14 +161,12 @@ class S3Folder(FsspecFolder):
     def read_object(self, name: str) -> tuple[bytes, str] | None:
         """A small file and its ETag; ``None`` if it does not exist."""
         file_system, _ = self.open()
-        bucket, key = self.key(name)
         try:
-            content, tag = sync(file_system.loop, _read_object, file_system, {"Bucket": bucket, "Key": key})
+            return direct.read_object(file_system, *self.key(name))
         except OSError as error:
             if retry.code_of(error) in ("NoSuchKey", "404", "FileNotFoundError"):
                 return None
             raise
-        return content, tag
 
     def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
         """Write a small file if it still has this ETag (``None``: if it does not exist). Returns the new ETag or
@@ -226,25 +217,6 @@ class S3Folder(FsspecFolder):
         if deleting:
             self.attempt("", self.delete, name, policy=retry.HURRIED)
 
-    def checks_signed_bytes(self, name: str) -> bool:
-        """Whether the store refuses a part whose bytes are not those that were signed.
-
-        Determined by a trial with a few bytes, once per client, in an upload that is aborted.
-        """
-        file_system, _ = self.open()
-        bucket, key = self.key(name)
-        known = direct.known_checks(file_system, bucket)
-        if known:
-            return known[0]
-        upload_id = self.attempt("", create_upload, self, name, policy=retry.HURRIED)
-        try:
-            self.attempt("", upload_part, self, name, upload_id, 1, _PROBE, policy=retry.HURRIED)
-            part = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "PartNumber": 2, "Body": _PROBE}
-            known.append(direct.refuses_altered_parts(file_system, part))
-        finally:
-            self.attempt("", abort_upload, self, name, upload_id, policy=retry.HURRIED)
-        return known[0]
-
     def endpoint(self) -> str:
         """The URL that receives requests; the same for all folders of a store."""
         return str(self.open()[0].s3.meta.endpoint_url)
@@ -253,13 +225,3 @@ class S3Folder(FsspecFolder):
 def _is_version(stamp: ObjectStamp, version: str) -> bool:
     """Whether an answer is about the version that was listed; some stores ignore the condition of a request."""
     return not stamp.version or version.strip('"') == stamp.version.strip('"')
-
-
-async def _read_object(file_system: Any, request: Mapping[str, Any]) -> tuple[bytes, str]:
-    """A whole small file and its ETag."""
-    answer = await file_system._call_s3("get_object", **request)
-    body = answer["Body"]
-    try:
-        return await body.read(), str(answer["ETag"])
-    finally:
-        body.close()

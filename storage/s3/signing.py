@@ -61,8 +61,9 @@ class Signature:
         lines["host"] = host
         names = sorted(lines)
         listed = ";".join(names)
+        pairs = "&".join(pair if "=" in pair else f"{pair}=" for pair in query.split("&")) if query else ""
         canonical = "\n".join(
-            [method, path, query, *(f"{name}:{lines[name]}" for name in names), "", listed, sha256]
+            [method, path, pairs, *(f"{name}:{lines[name]}" for name in names), "", listed, sha256]
         )
         scope = f"{stamp[:8]}/{self.region}/{self.service}/aws4_request"
         digest = hashlib.sha256(canonical.encode()).hexdigest()

@@ -18,7 +18,8 @@ from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_
 from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.session import S3SessionStore
-from paddle_reshard.storage.s3.uploads import Part, Upload, joined_etag
+from paddle_reshard.storage.s3.trials import CopyTrial, part_check
+from paddle_reshard.storage.s3.uploads import CHECKSUM, Part, PartCheck, Upload, joined_etag
 from paddle_reshard.storage.session.ledger import (
     SESSION,
     Phase,
@@ -57,8 +58,9 @@ class S3Writer:
 
     folder: S3Folder
     uploads: Mapping[str, Upload]
-    with_md5: bool = True
-    """Whether parts carry their MD5 because the store would not notice otherwise that one arrived altered."""
+    check: PartCheck = PartCheck.MD5
+    with_checksums: bool = False
+    """Whether the uploads were created for parts with checksums."""
     copies_in_flight: ClassVar[int] = COPIES_IN_FLIGHT
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
@@ -67,6 +69,7 @@ class S3Writer:
         number, nbytes = upload.part(byte_offset)
         if len(buffer) != nbytes:
             raise TargetError(f"{path}: the part at {byte_offset} has {nbytes} bytes, not {len(buffer)}")
+        crc = checksum(buffer)
         taken = self.folder.attempt(
             path,
             uploads.upload_part,
@@ -75,9 +78,10 @@ class S3Writer:
             upload.upload_id,
             number,
             buffer.cast("B"),
-            self.with_md5,
+            self.check,
+            crc if self.with_checksums else "",
         )
-        return Receipt(path, byte_offset, nbytes, taken.tag, checksum(buffer), taken.md5)
+        return Receipt(path, byte_offset, nbytes, taken.tag, crc, taken.md5)
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the store copy one whole part."""
@@ -103,6 +107,7 @@ class S3Target(FsspecTarget):
         self.s3 = folder
         self.uploads: dict[str, str] = {}
         self.completed: set[str] = set()
+        self.copied: CopyTrial | None = None
         super().__init__(folder, overwrite, resume, take_over)
 
     def open_session_store(self) -> SessionStore:
@@ -128,6 +133,7 @@ class S3Target(FsspecTarget):
         if taken.md5 and taken.md5 != uploads.md5_of(wanted).hex():
             logger.info("%s copies other bytes than requested", self.location)
             return None
+        self.copied = CopyTrial(source, source.folder, largest, SMALLEST_PART_BYTES)
         return COPIES
 
     def _probe_copy(self, probe: CopyRange, source: FsspecSource, source_folder: S3Folder) -> uploads.Taken:
@@ -148,14 +154,20 @@ class S3Target(FsspecTarget):
         self.uploads = dict(session.record.uploads)
         if self.resume:
             self._abort_strays()
+        begins = session.phase is Phase.MOVE and not any(self.uploads.values())
+        writes = session.phase is Phase.MOVE and any(new.size_bytes for new in files)
+        check = self._part_check(begins or bool(session.record.checksum)) if writes else PartCheck.MD5
+        checked = CHECKSUM if begins and check is PartCheck.CHECKSUM else session.record.checksum
+        if checked and check is not PartCheck.CHECKSUM:  # over another connection than the run that began
+            check = PartCheck.MD5
         listed = self._list_parts(files)
         # Some stores answer for a missing upload as for one without parts.
         gone = [new for new in files if not listed.get(new.path)]
         if session.phase is Phase.MOVE:
             empty = [new.path for new in gone if listed.get(new.path) is not None]
             self.folder.for_each(lambda name: self._abort(name, self.uploads[name]), empty)
-            self.uploads |= dict(self.folder.for_each(self._begin, gone))
-            session.update(uploads=self.uploads)
+            self.uploads |= dict(self.folder.for_each(partial(self._begin, checked), gone))
+            session.update(uploads=self.uploads, checksum=checked)
         else:
             self._find_completed([new for new in gone if new.size_bytes], session.records)
         records = kept_records(session.records, self.completed, listed, self.files)
@@ -169,13 +181,15 @@ class S3Target(FsspecTarget):
             for new in files
             if new.size_bytes
         }
-        with_md5 = bool(begun) and not self.s3.checks_signed_bytes(PROBE_PREFIX + secrets.token_hex(8))
-        return S3Writer(self.s3, begun, with_md5), records
+        return S3Writer(self.s3, begun, check, bool(checked)), records
 
-    def _begin(self, new: NewFile) -> tuple[str, str]:
+    def _part_check(self, with_checksums: bool) -> PartCheck:
+        return part_check(self.s3, PROBE_PREFIX + secrets.token_hex(8), self.copied, with_checksums)
+
+    def _begin(self, algorithm: str, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:
             return new.path, ""
-        return new.path, self.folder.attempt(new.path, uploads.create_upload, self.s3, new.path)
+        return new.path, self.folder.attempt(new.path, uploads.create_upload, self.s3, new.path, algorithm)
 
     def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, Part] | None]:
         """The parts that the store has of every upload created by an earlier run; ``None`` where the upload is gone."""

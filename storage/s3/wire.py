@@ -110,6 +110,8 @@ class _Connection:
 
     def send(self, head: bytes, body: memoryview | None, expect: bool) -> bool:
         """Send a request. With ``expect``, the body follows only when the server asks for it. Whether all was sent."""
+        if body is not None and not expect and len(body) <= SCRATCH_BYTES:
+            head, body = head + body, None
         self.socket.sendall(head)
         if body is None:
             return True
@@ -140,7 +142,7 @@ class _Connection:
 
     # ------------------------------------------------------------------------------------------ receiving
 
-    def answer(self, into: memoryview | None) -> tuple[Answer, bool]:
+    def answer(self, into: memoryview | None, most: int = 0) -> tuple[Answer, bool]:
         """Read an answer; a successful one whose length is that of ``into`` goes there. Also: whether the connection
         may be used again."""
         status, headers = self._head()
@@ -150,7 +152,7 @@ class _Connection:
         length = headers.get("content-length")
         if status in (204, 304):
             return Answer(status, headers, b""), lasting
-        most = max(BODY_BYTES, 0 if into is None else len(into))
+        most = max(most, BODY_BYTES, 0 if into is None else len(into))
         if headers.get("transfer-encoding", "identity").lower() != "identity":
             return Answer(status, headers, _joined(self._chunks(most), most)), lasting
         if length is None or not length.isdigit():
@@ -276,11 +278,13 @@ class Connections:
         body: memoryview | None = None,
         into: memoryview | None = None,
         expect: bool = False,
+        again: bool = True,
+        most: int = 0,
     ) -> Answer:
         """Send a request and read its answer.
 
         An idle connection may have been closed by the server meanwhile. If a connection ends before a byte of an
-        answer, the request is sent once more over a new one.
+        answer, a request that may be made twice is sent once more over a new one.
 
         Parameters
         ----------
@@ -292,6 +296,10 @@ class Connections:
             Where the body of a successful answer of this very length goes.
         expect
             Whether the head asks for permission to send the body.
+        again
+            Whether the request may be made twice.
+        most
+            Bytes of a body that does not go into the caller's buffer, if more than ``BODY_BYTES`` are expected.
 
         Raises
         ------
@@ -301,11 +309,11 @@ class Connections:
         with self._translated():
             connection = self._take()
             try:
-                return self._exchange(connection, head, body, into, expect)
+                return self._exchange(connection, head, body, into, expect, most)
             except _Refused as refused:
-                if not refused.silent:
+                if not refused.silent or not again:
                     raise
-            return self._exchange(_Connection(self.server), head, body, into, expect)
+            return self._exchange(_Connection(self.server), head, body, into, expect, most)
 
     def exchange_together(self, heads: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Answer | None]:
         """Send requests without bodies, each over a connection of its own, then read their answers.
@@ -354,6 +362,7 @@ class Connections:
         body: memoryview | None,
         into: memoryview | None,
         expect: bool,
+        most: int,
     ) -> Answer:
         lasting = False
         try:
@@ -364,7 +373,7 @@ class Connections:
                     raise _Refused(True, error) from error
                 whole = False  # the server has answered before it read everything
             try:
-                answer, lasting = connection.answer(into)
+                answer, lasting = connection.answer(into, most)
             except ConnectionResetError as error:
                 raise _Refused(not connection.answered, error) from error
             lasting = lasting and whole

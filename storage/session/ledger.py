@@ -135,6 +135,8 @@ class SessionRecord:
     replaces: tuple[str, ...] = ()
     """Files of the overwritten checkpoint that may be removed; from ``FINISH`` on, on stores where files appear one by
     one."""
+    checksum: str = ""
+    """The checksum that the parts of the uploads have, or empty."""
 
     def data(self) -> bytes:
         """As JSON."""

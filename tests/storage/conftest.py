@@ -1,5 +1,7 @@
 """Buckets, a proxy and quick retries per test."""
 
+import datetime
+import ipaddress
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -7,10 +9,13 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from paddle_reshard.storage.remote import retry
 from tests.storage.contents import ONE_CARD, SMALL, TARGET, convert_locally, fill_bucket
-from tests.storage.servers import Proxy, Store, running_proxy
+from tests.storage.servers import HOST, Proxy, Store, running_proxy
 
 
 @pytest.fixture
@@ -63,3 +68,27 @@ def _empty_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     yield
     fsspec.filesystem("memory").store.clear()
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 and its key, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), False)
+        .add_extension(x509.BasicConstraints(True, None), True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
+    path.write_bytes(
+        made.public_bytes(serialization.Encoding.PEM)
+        + key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return path

@@ -8,16 +8,21 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import parse_qsl, urlsplit
+from xml.etree import ElementTree
 
 import boto3
 import botocore.session
@@ -136,15 +141,21 @@ Fault = Callable[[str, str], str | None]
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 INTERNAL = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
 CHANGED = b"<Error><Code>PreconditionFailed</Code><Message>A condition did not hold.</Message></Error>"
+DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 ALTERED = (
     b"<Error><Code>XAmzContentSHA256Mismatch</Code><Message>The digest does not match.</Message></Error>"
 )
+BAD_DIGEST = b"<Error><Code>BadDigest</Code><Message>The CRC64NVME did not match.</Message></Error>"
+MISMATCH = b"<Error><Code>InvalidRequest</Code><Message>Checksum Type mismatch occurred</Message></Error>"
 ANSWERS = {
     "slow_down": (503, SLOW_DOWN),
     "internal": (500, INTERNAL),
     "late": (200, INTERNAL),
     "changed": (412, CHANGED),
     "altered": (400, ALTERED),
+    "denied": (403, DENIED),
+    "bad_digest": (400, BAD_DIGEST),
+    "mismatch": (400, MISMATCH),
 }
 
 
@@ -158,15 +169,37 @@ DIALECTS: dict[str, dict[str, tuple[int, bytes]]] = {
 """What stores say of an upload that was completed or aborted. Ceph's answers were seen on 16.2.15."""
 
 
+def _crc_table() -> list[int]:
+    """By the polynomial of CRC-64/NVME, lowest bit first."""
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = byte >> 1 ^ (0x9A6C9329AC4BC9B5 if byte & 1 else 0)
+        table.append(byte)
+    return table
+
+
+CRC_TABLE = _crc_table()
+
+
+def crc64nvme(content: bytes) -> int:
+    """CRC-64/NVME, byte by byte."""
+    value = 0xFFFFFFFFFFFFFFFF
+    for byte in content:
+        value = value >> 8 ^ CRC_TABLE[(value ^ byte) & 0xFF]
+    return value ^ 0xFFFFFFFFFFFFFFFF
+
+
 @dataclass
 class Proxy:
     """Passes requests on. ``fault(method, path)`` names what goes wrong with a request, or None.
 
-    ``slow_down``, ``internal``: the answer. ``late``: the answer ``internal``, but with status 200, as S3 does where
-    it began to answer before it was done. ``reset``: the connection is closed instead of an answer. ``lose``: the
-    same, after the store has done what was asked. ``cut``: half of the body that was announced. ``short``, ``long``:
-    a whole body of one byte less or more. ``stall``: half of the body, then nothing; ``hang``: nothing at all, for as
-    long as the proxy lives. The method of a part that the store copies is ``COPY``.
+    ``flip``: a bit of the body changes on its way. ``slow_down``, ``internal``: the answer. ``late``: the answer
+    ``internal``, but with status 200, as S3 does where it began to answer before it was done. ``reset``: the connection
+    is closed instead of an answer. ``lose``: the same, after the store has done what was asked. ``cut``: half of the
+    body that was announced. ``short``, ``long``: a whole body of one byte less or more. ``stall``: half of the body,
+    then nothing; ``hang``: nothing at all, for as long as the proxy lives. The method of a part that the store copies
+    is ``COPY``.
     """
 
     url: str = ""
@@ -175,9 +208,16 @@ class Proxy:
     """Method → status and body instead of a 404 to a request about an upload."""
     checks_bodies: bool = False
     """Whether a body whose SHA-256 is not the one that was signed is refused, as by most stores, but not by moto."""
+    checksums: str = ""
+    """What the proxy makes of CRC-64/NVME. ``checked``: of a part, a wrong one is refused, and so is any in an upload
+    that was not created for checksums. ``ends``: the same, but such an upload cannot be completed."""
+    created_for_checksums: set[str] = field(default_factory=set)
+    """Ids of uploads."""
     with_md5: list[bool] = field(default_factory=list)
     """Whether each part that was taken had a Content-MD5."""
     seen: list[tuple[str, str]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    """Of each request seen; names in lower case."""
     hanging: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
 
@@ -218,9 +258,14 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         method = "COPY" if "x-amz-copy-source" in self.headers else self.command
         self.server.proxy.seen.append((method, self.path))
+        self.server.proxy.headers.append({name.lower(): value for name, value in self.headers.items()})
         kind = self.server.proxy.fault(method, self.path)
+        if kind == "flip":  # on its way
+            body, kind = bytes([body[0] ^ 1]) + body[1:], None
         if self.server.proxy.checks_bodies and self.is_altered(body):
             kind = "altered"
+        elif self.server.proxy.checksums and (wrong := self.wrong_checksum(body)):
+            kind = wrong
         elif method == "PUT" and "partNumber" in self.path:
             self.server.proxy.with_md5.append("Content-MD5" in self.headers)
         if kind in ANSWERS:
@@ -238,6 +283,19 @@ class _Handler(BaseHTTPRequestHandler):
         signed = self.headers.get("x-amz-content-sha256", "")
         return len(signed) == 64 and hashlib.sha256(body).hexdigest() != signed
 
+    def wrong_checksum(self, body: bytes) -> str:
+        """Why a request is refused for its checksum; empty if it is not."""
+        query = dict(parse_qsl(urlsplit(self.path).query))
+        made_for = query.get("uploadId") in self.server.proxy.created_for_checksums
+        found = self.headers.get("x-amz-checksum-crc64nvme")
+        if self.command == "POST" and made_for and self.server.proxy.checksums == "ends":
+            return "mismatch"
+        if found is None or "partNumber" not in query:
+            return ""
+        if not made_for:
+            return "mismatch"
+        return "" if b64decode(found) == crc64nvme(body).to_bytes(8, "big") else "bad_digest"
+
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on
 
     def forward(self, body: bytes, kind: str | None) -> None:
@@ -249,6 +307,9 @@ class _Handler(BaseHTTPRequestHandler):
             content = answer.read()
         finally:
             connection.close()
+        if self.headers.get("x-amz-checksum-algorithm") == "CRC64NVME" and answer.status == 200:
+            made = ElementTree.fromstring(content).findtext("{*}UploadId")
+            self.server.proxy.created_for_checksums.add(str(made))
         if kind == "lose":
             self.close_connection = True
             return
@@ -276,14 +337,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def running_proxy(store_url: str) -> Iterator[Proxy]:
-    """A proxy before a store, in this process."""
+def running_proxy(store_url: str, certificate: Path | None = None) -> Iterator[Proxy]:
+    """A proxy before a store, in this process; over TLS if it has a certificate."""
     proxy = Proxy()
     server = _Server((HOST, 0), _Handler)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     server.proxy, server.upstream = proxy, store_url.removeprefix("http://")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    proxy.url = f"http://{HOST}:{server.server_address[1]}"
+    proxy.url = f"{'https' if certificate else 'http'}://{HOST}:{server.server_address[1]}"
     try:
         yield proxy
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import socket
 import ssl
 import threading
@@ -21,13 +20,10 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from botocore.exceptions import ConnectionClosedError, IncompleteReadError, ReadTimeoutError, SSLError
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.locate import open_source
-from paddle_reshard.storage.s3.direct import _tls
+from paddle_reshard.storage.s3.routes import trusting
 from paddle_reshard.storage.s3.signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signature
 from paddle_reshard.storage.s3.wire import Answer, Connections, Server
 
@@ -171,30 +167,6 @@ def test_a_server_that_falls_silent() -> None:
 # ----------------------------------------------------------------------------------------------------- TLS
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 and its key, in one file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), False)
-        .add_extension(x509.BasicConstraints(True, None), True)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
-    path.write_bytes(
-        made.public_bytes(serialization.Encoding.PEM)
-        + key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    return path
-
-
 def _https_store(certificate: Path) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         """One object of 100 bytes, whatever is asked."""
@@ -241,7 +213,7 @@ def test_a_store_whose_certificate_the_user_trusts_is_read_past_the_client(autho
             assert source.read("file", start, 10) == bytes(range(start, start + 10))
         assert len(through_client) == 1
         # Our connections trust nobody else.
-        trusting_nobody = Server(HOST, server.server_address[1], _tls(True, None, None))
+        trusting_nobody = Server(HOST, server.server_address[1], trusting(True, None, None))
         with pytest.raises(SSLError):
             Connections(trusting_nobody).exchange(GET)
         with pytest.raises(CheckpointError, match="TLS handshake failed"):
