@@ -35,8 +35,7 @@ DIFFERENT = 1
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
-    "--state",
-    "states",
+    "--states",
     metavar="LIST",
     help="Compare only these states, comma-separated. master_weight:param compares master weights of A with "
     "parameters of B, ema_master_weight:master_weight an average with what it was made of.",

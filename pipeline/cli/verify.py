@@ -62,7 +62,7 @@ OPTIONS_FOR_ONE = (
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
 @click.option(
-    "--state", "states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…"
+    "--states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…"
 )
 @click.option(
     "--subset",
@@ -222,7 +222,7 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     if len(further) > SHOWN_DIFFERENCES:
         say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
     if one_sided:
-        say("use --state LIST to compare chosen states, or --subset if B may hold fewer tensors")
+        say("use --states LIST to compare chosen states, or --subset if B may hold fewer tensors")
     if not alone:
         say(report.verdict)
         return

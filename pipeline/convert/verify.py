@@ -147,7 +147,7 @@ class VerifyRequest:
         if self.b is not None and self.against is not None:
             raise UsageError("give either a second checkpoint or --against")
         if self.b is None and self.against is None and (self.states is not None or self.subset):
-            raise UsageError("states and subset require two checkpoints, or --against")
+            raise UsageError("--states and --subset require two checkpoints, or --against")
 
 
 @takes(VerifyOptions)

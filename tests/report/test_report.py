@@ -285,7 +285,7 @@ def test_every_command_that_finds_something_out_writes_a_page(tmp_path: Path) ->
     assert "equal" in made.text
     assert f"{found['compared_elements']:,}" in made.text
     assert "intact" in page("verify", one)[1].text
-    found, made = page("diff", earlier, SOURCE, "--state", "param,moment1", status=1)
+    found, made = page("diff", earlier, SOURCE, "--states", "param,moment1", status=1)
     table = made.data["tables"][0]
     column = {heading: number for number, heading in enumerate(table["headings"])}
     assert [(row[0], row[1], row[column["ulps"]]) for row in table["rows"]] == [

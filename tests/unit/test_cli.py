@@ -107,7 +107,7 @@ def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: 
     different = run_alone("verify", DEMO, tmp_path / "changed")
     assert different.returncode == 1
     assert "(ema_master_weight): element" in different.stdout
-    assert run("verify", DEMO, tmp_path / "changed", "--state", "param,moment1").returncode == 0
+    assert run("verify", DEMO, tmp_path / "changed", "--states", "param,moment1").returncode == 0
 
 
 def test_verify_keeps_its_progress_in_a_file_until_it_has_ended(one_card: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_verify_that_could_not_compare_is_trouble_as_for_cmp_and_diff(one_card: 
     for arguments in (
         ("verify", one_card, tmp_path / "cut"),
         ("verify", one_card, tmp_path / "nowhere"),
-        ("verify", one_card, one_card, "--state", "momentum"),
+        ("verify", one_card, one_card, "--states", "momentum"),
         ("verify", tmp_path / "no-manifest"),
         ("verify", one_card, "--memory", "2GiB"),
     ):
@@ -161,12 +161,12 @@ def test_verify_reports_each_state_that_one_side_lacks_once(tmp_path: Path) -> N
     assert different.returncode == 1
     assert different.stdout.splitlines()[0] == "ema_master_weight of lm_head.weight and 38 more: only in A"
     assert different.stdout.count("only in") == 1
-    assert "--state LIST to compare chosen states, or --subset" in different.stdout
+    assert "--states LIST to compare chosen states, or --subset" in different.stdout
     assert len(json.loads(run("verify", DEMO, tmp_path / "unified", "--json").stdout)["differences"]) == 39
 
 
 @pytest.mark.parametrize(
-    "option", ["--state=param", "--subset", "--config=x", "--allow-missing=x", "--memory=2GiB"]
+    "option", ["--states=param", "--subset", "--config=x", "--allow-missing=x", "--memory=2GiB"]
 )
 def test_verify_of_one_target_takes_no_option_of_two(
     option: str, one_card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,7 @@ def test_every_command_prints_one_object_of_the_published_schema(one_card: Path,
     root = checked(run_here("fingerprint", DEMO, "--output", tmp_path / "f", "--json"))["root"]
     assert checked(run_here("fingerprint", one_card, "--json"))["root"] == root
     assert checked(run_here("verify", one_card, "--against", tmp_path / "f", "--json"))["equal"] is True
-    apart = checked(run_here("diff", one_card, DEMO, "--state", "ema_master_weight:master_weight", "--json"))
+    apart = checked(run_here("diff", one_card, DEMO, "--states", "ema_master_weight:master_weight", "--json"))
     assert len(apart["differing"]) == 39
     assert checked(run_here("delta", DEMO, one_card, tmp_path / "d", "--json"))["new_bytes"]
     assert checked(run_here("apply", DEMO, tmp_path / "d", tmp_path / "e", "--json"))["written_bytes"]
@@ -208,7 +208,7 @@ def test_a_word_of_another_tool_gets_a_suggestion(arguments: list, meant: str) -
 
 
 def test_states_are_suggested_too() -> None:
-    assert "did you mean moment1 or moment2?" in run_here("verify", DEMO, DEMO, "--state", "moment").stderr
+    assert "did you mean moment1 or moment2?" in run_here("verify", DEMO, DEMO, "--states", "moment").stderr
 
 
 @pytest.mark.parametrize("size", ["99999999999999999999GiB", "1" + "0" * 400])

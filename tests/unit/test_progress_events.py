@@ -68,7 +68,7 @@ def test_other_commands_report_too_whatever_else_they_print(
     arguments = {
         "verify": ("verify", DEMO, target),
         "check": ("verify", target),
-        "diff": ("diff", DEMO, target, "--state", "param"),
+        "diff": ("diff", DEMO, target, "--states", "param"),
         "fingerprint": ("fingerprint", target),
         "plan": ("plan", DEMO, "--to", "tp=1"),
         "ema": ("ema", target, target, tmp_path / "mean", "--uniform", "--to", "tp=1"),
