@@ -88,7 +88,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
     described = [target.spec.data() for target in targets]
     for data, target in zip(described, targets, strict=True):
         data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
-        data["states_left"] = list(target.states_not_carried)
+        data["states_not_carried"] = list(target.states_not_carried)
         data["remarks"] = list(target.remarks)
         data["donated_files"] = list(target.donated)
     for data, location in zip(described, conversion.target_locations, strict=False):
@@ -102,7 +102,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         },
         "target": described[0] if len(targets) == 1 else None,
         "targets": described,
-        "tensors": len(plan.tensors) - plan.beside,
+        "tensors": len(plan.tensors) - plan.compared_only,
         "groups": plan.groups,
         "peak_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,
@@ -112,15 +112,15 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "write_bytes": plan.written_bytes,
         "copied_bytes": plan.copied_bytes,
         "copied_share": round(plan.copied_share, 4),
-        "held_against_master_weights": dict(
-            zip(("in_full", "by_samples"), plan.checked_parameters, strict=True)
+        "compared_with_master_weights": dict(
+            zip(("full", "sample"), plan.checked_parameters, strict=True)
         ),
         "master_weights_made": conversion.master_weights_made,
         "donated_tensors": [] if completion is None else list(completion.tensors),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [entry for data in described for entry in data["not_carried"]],
-        "states_left": sorted({state for target in targets for state in target.states_not_carried}),
+        "states_not_carried": sorted({state for target in targets for state in target.states_not_carried}),
         "states_dropped": list(conversion.dropped),
     }
 

@@ -104,7 +104,7 @@ def _boxes(origins: Origins, file: str | None, key: str, element: Sequence[int] 
 def _numbers_of(conversion: ConversionPlan, key: str) -> list[int]:
     """The tensors of the plan with this key, or tied to it."""
     plan, source = conversion.plan, conversion.source.catalog
-    moved = len(plan.tensors) - plan.beside
+    moved = len(plan.tensors) - plan.compared_only
     found = [n for n, t in enumerate(plan.tensors[:moved]) if key == t.key or key in t.aliases]
     if not found and not any(key == t.key for t in source.tensors):
         known = sorted({t.key for t in source.tensors})

@@ -141,7 +141,7 @@ def names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
         for path, size in manifest.files.items()
         if sizes.get(path) != size
     ]
-    known = manifest.files.keys() | manifest.beside | {SIGNATURE}
+    known = manifest.files.keys() | manifest.additional_files | {SIGNATURE}
     damages += [
         Damage(path, 0, size, "is not in the manifest: it was added later")
         for path, size in sorted(sizes.items())

@@ -8,13 +8,14 @@ it was copied from, and its MD5 if the store reported one.
 ``fingerprints`` are those of the logical tensors, which do not depend on files, and ``from`` says how many were added
 up while they were moved, taken from the source's manifest, or read; the rest is unknown.
 
-A manifest also lists what else may be in the folder (``beside``), and has a digest of all its entries, which shows
-accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
+A manifest also lists what else may be in the folder (``additional_files``), and has a digest of all its entries, which
+shows accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
 
 ``request`` is what was asked (:mod:`~paddle_reshard.pipeline.convert.asked`), ``target_number`` which of its targets
 this one is, and ``limits`` what the target's store sets for parts: the plan follows from these and the source.
 
-``generation`` is the version of this schema. The first generation had neither this entry nor a digest nor ``beside``.
+``generation`` is the version of this schema. The first generation had neither this entry nor a digest nor
+``additional_files``.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Entries:
     source: _Source
     parts: Mapping[str, _Columns]
     etags: Mapping[str, str] = field(default_factory=dict)
-    beside: tuple[str, ...] = (MANIFEST,)
+    additional_files: tuple[str, ...] = (MANIFEST,)
     fingerprints: Mapping[str, Any] | None = None
 
 
@@ -112,7 +113,7 @@ class Manifest:
     """As :meth:`~paddle_reshard.pipeline.core.topology.Topology.parse` reads it; ``None`` if it was not known."""
     etags: Mapping[str, str]
     """File → ETag, if the store reports one."""
-    beside: frozenset[str]
+    additional_files: frozenset[str]
     """Further paths that may be in the folder."""
     changed: str
     """How the manifest differs from what was written; empty if it does not, or has no digest (first generation)."""
@@ -124,7 +125,7 @@ class Manifest:
 
 def manifest_head(version: str) -> dict[str, Any]:
     """The first entries of a manifest; ``version`` is that of this package."""
-    return {"format": FORMAT, "generation": GENERATION, "version": version, "beside": [MANIFEST]}
+    return {"format": FORMAT, "generation": GENERATION, "version": version, "additional_files": [MANIFEST]}
 
 
 def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         source.versions,
         source.topology,
         entries.etags,
-        frozenset(entries.beside),
+        frozenset(entries.additional_files),
         _changed(values),
         *_recorded(entries.fingerprints, path),
     )
@@ -281,7 +282,7 @@ def describe_targets(
             "source": {
                 **stated["source"],
                 "not_carried": dict(target.not_carried),
-                "states_left": list(target.states_not_carried),
+                "states_not_carried": list(target.states_not_carried),
                 "states_dropped": list(conversion.dropped),
                 "replica_drift": list(replica_drift),
             },

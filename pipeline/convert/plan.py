@@ -179,7 +179,7 @@ class ConversionPlan(Shown):
         files = len(plan.stored_files) + len(plan.carried)
         held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
         facts += [
-            ("tensors", f"{len(plan.tensors) - plan.beside} ({len(held)} parameters)"),
+            ("tensors", f"{len(plan.tensors) - plan.compared_only} ({len(held)} parameters)"),
             (
                 "reads",
                 f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}",

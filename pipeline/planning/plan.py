@@ -110,7 +110,7 @@ class Plan:
     """Whether copies of a tensor may differ: the first is used, and every difference is reported."""
     allow_master_drift: bool = False
     """Whether parameters may differ from their rounded master weights: both are kept, and it is reported."""
-    beside: int = 0
+    compared_only: int = 0
     """Number of tensors, at the end of ``tensors``, that are only compared and go to no target."""
     read_once_budget_bytes: int | None = None
     """A budget with which every source byte is read once; ``None`` if that is already so."""
@@ -278,7 +278,7 @@ def plan_conversion(
         carried=tuple(carried),
         allow_replica_drift=settings.allow_replica_drift,
         allow_master_drift=settings.allow_master_drift,
-        beside=0 if checks is None else len(checks.tensors) - len(source.tensors),
+        compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
         summed=_implied_sums(source, target) if settings.sums else None,
         quantised=target.quantised,

@@ -134,7 +134,7 @@ def describe_plan(
         sources=(absolute(conversion.store.location),),
         targets=tuple(map(absolute, targets)) if conversion.target_locations else targets,
         tiles=(
-            Tile("Tensors", f"{len(plan.tensors) - plan.beside:,}", f"{plan.groups:,} groups"),
+            Tile("Tensors", f"{len(plan.tensors) - plan.compared_only:,}", f"{plan.groups:,} groups"),
             Tile("Writes", readable_bytes(plan.written_bytes), copied),
             Tile("Reads", readable_bytes(plan.read_bytes), read),
             Tile("Memory", readable_bytes(plan.peak_bytes), budget, min(1.0, share)),

@@ -247,7 +247,7 @@ def _decide_again(
 
 
 INCIDENTAL = (
-    *("generation", "version", "beside", "digest", "plan_id", "etags", "parts", "source"),
+    *("generation", "version", "additional_files", "digest", "plan_id", "etags", "parts", "source"),
     *("request", "target_number", "limits", "fingerprints"),
 )
 """Entries of a manifest in which equal targets may differ. The request names options that change no byte."""

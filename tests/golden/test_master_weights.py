@@ -70,7 +70,7 @@ def test_one_bit_is_found_where_everything_is_read(target: dict[str, Any], tmp_p
     assert not (tmp_path / "target").exists()
 
 
-def test_a_source_alone_is_held_against_itself(tmp_path: Path) -> None:
+def test_a_source_alone_is_compared_with_itself(tmp_path: Path) -> None:
     """Every element, and nothing is changed; what was made by us is still held against its manifest."""
     source = one_card(tmp_path)
     found = paddle_reshard.verify(source)

@@ -133,7 +133,7 @@ def test_each_target_is_reported_with_its_path(tmp_path: Path) -> None:
         place: form.split(":")[0] for place, form in places.items()
     }
     cards, model = data["targets"]
-    assert "moment1" in model["states_left"] and not cards["states_left"]
+    assert "moment1" in model["states_not_carried"] and not cards["states_not_carried"]
     assert "rng_state_0.pth" in {left["path"] for left in model["not_carried"]}
     assert data["not_carried"] == cards["not_carried"] + model["not_carried"]
     misplaced = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--to", "tp=1"])

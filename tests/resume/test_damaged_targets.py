@@ -94,7 +94,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         lambda t: edit(t, lambda v: v.pop("generation")), MANIFEST, "was changed after it was written"
     ),
     "more that may lie beside": (
-        lambda t: edit(t, lambda v: v["beside"].append("x")), MANIFEST, "was changed after it was written"
+        lambda t: edit(t, lambda v: v["additional_files"].append("x")), MANIFEST, "was changed after it was written"
     ),
 }  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_an_object_store_detects_a_changed_object_by_its_etag(
 
 def test_a_manifest_of_the_first_generation_is_read_with_what_it_has(source: Path, target: Path) -> None:
     def first(values: dict) -> None:
-        for entry in ("generation", "digest", "beside"):
+        for entry in ("generation", "digest", "additional_files"):
             del values[entry]
 
     edit(target, first)

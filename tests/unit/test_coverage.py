@@ -139,7 +139,7 @@ def exchanged(plan: Plan, random: np.random.Generator) -> Plan:
 
 def other_tensor(plan: Plan, random: np.random.Generator) -> Plan:
     def change(ops: np.ndarray, row: int) -> None:
-        ops["source_tensor"][row] = (ops["source_tensor"][row] + 1) % (len(plan.tensors) - plan.beside)
+        ops["source_tensor"][row] = (ops["source_tensor"][row] + 1) % (len(plan.tensors) - plan.compared_only)
 
     return with_ops(plan, change, random)
 
