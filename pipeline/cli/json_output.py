@@ -112,9 +112,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "write_bytes": plan.written_bytes,
         "copied_bytes": plan.copied_bytes,
         "copied_share": round(plan.copied_share, 4),
-        "compared_with_master_weights": dict(
-            zip(("full", "sample"), plan.checked_parameters, strict=True)
-        ),
+        "compared_with_master_weights": dict(zip(("full", "sample"), plan.checked_parameters, strict=True)),
         "master_weights_made": conversion.master_weights_made,
         "donated_tensors": [] if completion is None else list(completion.tensors),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],

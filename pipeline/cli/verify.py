@@ -61,9 +61,7 @@ OPTIONS_FOR_ONE = (
 @click.command()
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
-@click.option(
-    "--states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…"
-)
+@click.option("--states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…")
 @click.option(
     "--subset",
     is_flag=True,

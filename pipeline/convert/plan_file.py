@@ -68,7 +68,13 @@ _TABLES = {
         [("file", pa.int64()), ("byte_offset", pa.int64()), ("content", pa.large_binary())]
     ),
 }
-_SCALARS = ("budget_bytes", "allow_replica_drift", "allow_master_drift", "compared_only", "read_once_budget_bytes")
+_SCALARS = (
+    "budget_bytes",
+    "allow_replica_drift",
+    "allow_master_drift",
+    "compared_only",
+    "read_once_budget_bytes",
+)
 
 
 def save_plan(plan: Plan, path: Path, statement: Mapping[str, Any] | None = None) -> None:
