@@ -6,10 +6,13 @@ the caller goes on with, whatever happens to the original in between. The privat
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,15 +24,39 @@ from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 KEYS = "an unencrypted elliptic-curve key in PEM format, on P-256, P-384 or P-521"
 
 
-def sign_bytes(name: str, data: bytes, private_key: Path) -> tuple[bytes, str]:
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """By whom a signature must be: the owner of a public key, or whoever has a certificate of an authority."""
+
+    path: Path
+    """A public key or, of authorities, their certificates; in PEM format."""
+    of_authorities: bool = False
+
+    @property
+    def option(self) -> str:
+        """The option that names the file."""
+        return "--ca-certificate" if self.of_authorities else "--public-key"
+
+    def __str__(self) -> str:
+        return f"a certificate issued by {self.path}" if self.of_authorities else f"the key of {self.path}"
+
+
+def sign_bytes(
+    name: str, data: bytes, private_key: Path, certificate: Path | None = None
+) -> tuple[bytes, str]:
     """Sign a file of this name and content. Returns the signature, a Sigstore bundle, and whose it is.
+
+    Parameters
+    ----------
+    certificate
+        The certificate of the key, and after it those that lead to the one of an authority.
 
     Raises
     ------
     UnsupportedError
         If the extra ``sign`` is not installed.
     UsageError
-        If the library cannot sign with the key.
+        If the library cannot sign with the key, or the certificate is not that of the key.
     """
     require_library()
     from model_signing import signing
@@ -40,15 +67,28 @@ def sign_bytes(name: str, data: bytes, private_key: Path) -> tuple[bytes, str]:
             config = _config(signing).use_elliptic_key_signer(private_key=private_key)
         except Exception as error:
             raise UsageError(f"{private_key}: {_reason(error)}; --key needs {KEYS}") from error
+        if certificate is not None:
+            try:
+                config.use_certificate_signer(
+                    private_key=private_key, signing_certificate=certificate, certificate_chain=[certificate]
+                )
+            except Exception as error:
+                raise UsageError(
+                    f"{certificate}: {_reason(error)}; --certificate needs the certificate of --key in PEM format"
+                ) from error
         config.sign(folder / "data" / name, bundle)
         signature = bundle.read_bytes()
-    return signature, f"key sha256:{hint_of(signature)}"
+    if certificate is None:
+        return signature, f"key sha256:{hint_of(signature)}"
+    return signature, _owner(_certificates(signature)[0])
 
 
-def check_signature(where: str, name: str, data: bytes, signature: bytes, public_key: Path) -> str:
+def check_signature(where: str, name: str, data: bytes, signature: bytes, trusted: Trusted) -> str:
     """Check the signature of a file of this name and content. Returns whose it is.
 
-    Keys are known by the SHA-256 of their PEM file, as in the signature itself.
+    Keys are known by the SHA-256 of their PEM file, as in the signature itself; certificates by their subject and the
+    SHA-256 of their DER form. The library takes a signature whose certificate has expired since, because nothing says
+    when a signature was made.
 
     Parameters
     ----------
@@ -60,29 +100,82 @@ def check_signature(where: str, name: str, data: bytes, signature: bytes, public
     UnsupportedError
         If the extra ``sign`` is not installed.
     UsageError
-        If the file of the public key does not hold one that the library takes.
+        If the file of the public key or of the authorities does not hold one that the library takes.
     SignatureError
-        If it is not a signature of these bytes by this key.
+        If it is not a signature of these bytes by whom is trusted.
     """
     require_library()
-    from cryptography.hazmat.primitives import serialization
     from model_signing import verifying
 
-    key = _read_key(public_key)
-    with _copies(data=(name, data), key=("key.pem", key), signature=("signature", signature)) as folder:
-        path = folder / "key" / "key.pem"
+    pem = _read_key(trusted.path)
+    with _copies(data=(name, data), trusted=("trusted.pem", pem)) as folder:
+        path = folder / "trusted" / "trusted.pem"
+        config = _config(verifying)
         try:
-            config = _config(verifying).use_elliptic_key_verifier(public_key=path)
+            if trusted.of_authorities:
+                config.use_certificate_verifier(certificate_chain=[path])
+            else:
+                config.use_elliptic_key_verifier(public_key=path)
         except Exception as error:
-            raise UsageError(f"{public_key}: {_reason(error)}; --public-key needs {KEYS}") from error
+            needs = "certificates in PEM format" if trusted.of_authorities else KEYS
+            raise UsageError(f"{trusted.path}: {_reason(error)}; {trusted.option} needs {needs}") from error
+        bundle = folder / "signature"
         try:
+            chain = _certificates(signature) if trusted.of_authorities else []
+            bundle.write_bytes(_with_certificates(signature, chain) if chain else signature)
             with redirect_stdout(io.StringIO()):  # it prints a remark on signatures of older versions
-                config.verify(folder / "data" / name, folder / "signature" / "signature")
+                config.verify(folder / "data" / name, bundle)
         except Exception as error:
-            raise SignatureError(where, name, str(public_key), _reason(error)) from error
-    loaded: Any = serialization.load_pem_public_key(key)
-    pem = loaded.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return f"key sha256:{hashlib.sha256(pem).hexdigest()}"
+            raise SignatureError(where, name, str(trusted), trusted.option, _reason(error)) from error
+    return _owner(chain[0]) if trusted.of_authorities else f"key sha256:{_digest_of_key(pem)}"
+
+
+def _digest_of_key(pem: bytes) -> str:
+    from cryptography.hazmat.primitives import serialization
+
+    key: Any = serialization.load_pem_public_key(pem)
+    written = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(written).hexdigest()
+
+
+def _owner(certificate: bytes) -> str:
+    """Whose certificate this is, in DER form."""
+    from cryptography import x509
+
+    subject = x509.load_der_x509_certificate(certificate).subject.rfc4514_string()
+    return f"certificate {subject} sha256:{hashlib.sha256(certificate).hexdigest()}"
+
+
+def _certificates(signature: bytes) -> list[bytes]:
+    """The certificates of a Sigstore bundle in DER form, that of the signer first.
+
+    Raises
+    ------
+    ValueError
+        If it has none.
+    """
+    try:
+        values: Any = parse_json(signature)
+        listed = values["verificationMaterial"]["x509CertificateChain"]["certificates"]
+        found = [base64.b64decode(entry["rawBytes"], validate=True) for entry in listed]
+    except (JsonError, KeyError, TypeError, ValueError) as error:
+        raise ValueError("made without a certificate") from error
+    if not found:
+        raise ValueError("made without a certificate")
+    return found
+
+
+def _with_certificates(signature: bytes, chain: list[bytes]) -> bytes:
+    """A bundle with these certificates and nothing else that could name a signer.
+
+    Names of JSON have several spellings. The library sees the certificates in the one in which they were read here, so
+    that the one it checks is the one that is named.
+    """
+    values: Any = parse_json(signature)
+    certificates = [{"rawBytes": base64.b64encode(der).decode()} for der in chain]
+    material = {"x509CertificateChain": {"certificates": certificates}, "tlogEntries": []}
+    kept = {name: values[name] for name in ("mediaType", "dsseEnvelope") if name in values}
+    return json.dumps({**kept, "verificationMaterial": material}).encode()
 
 
 def is_signature(data: bytes) -> bool:

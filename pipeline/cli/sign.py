@@ -18,6 +18,11 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
     "--key", metavar="KEY.pem", required=True, help="The private key, on an elliptic curve and unencrypted."
 )
 @click.option(
+    "--certificate",
+    metavar="CERT.pem",
+    help="The certificate of the key and, after it, those that lead to an authority's; the signature contains them.",
+)
+@click.option(
     "--signature",
     metavar="FILE",
     help="Write the signature to this local file. Default: beside the signed file, with .sig appended.",
@@ -32,6 +37,7 @@ def sign(
     /,
     path: str,
     key: str,
+    certificate: str | None,
     signature: str | None,
     as_json: bool,
     quiet: bool,
@@ -41,7 +47,9 @@ def sign(
 
     FILE is written by fingerprint --output. The manifest of a target DST says what was made of what: source and
     versions, plan, request and checksums. The format is OpenSSF model signing, and the network is not used. Check
-    signatures with verify --public-key.
+    signatures with verify --public-key or --ca-certificate.
     """
-    report = paddle_reshard.sign(path, key=key, signature=signature, **given(context))
+    report = paddle_reshard.sign(
+        path, key=key, certificate=certificate, signature=signature, **given(context)
+    )
     answer(sign_data(report), as_json, quiet, lambda: print_facts(report.facts()))

@@ -45,6 +45,7 @@ OPTIONS_FOR_ONE = (
         "a",
         "source",
         "public_key",
+        "ca_certificate",
         "signature",
         "report_path",
         "as_json",
@@ -90,9 +91,14 @@ OPTIONS_FOR_ONE = (
     help="First check the signature of the manifest, or of FILE of --against, with this public key.",
 )
 @click.option(
+    "--ca-certificate",
+    metavar="CA.pem",
+    help="The same for a signature with a certificate, which one of the authorities in this file must have issued.",
+)
+@click.option(
     "--signature",
     metavar="FILE",
-    help="With --public-key: the signature, a local file. Default: beside what was signed, with .sig appended.",
+    help="With either: the signature, a local file. Default: beside what was signed, with .sig appended.",
 )
 @click.option(
     "--resume",
@@ -122,6 +128,7 @@ def verify(
     recorded: bool,
     source: str | None,
     public_key: str | None,
+    ca_certificate: str | None,
     signature: str | None,
     resume: str | None,
     report_path: Path | None,
@@ -135,8 +142,8 @@ def verify(
     manifest, compare all copies of each tensor, and every parameter with its master weight. With --against, compare
     every tensor with its fingerprint.
 
-    Exit status: 0 equal (or intact), 1 different (or damaged, or not signed by this key), 2 the comparison could not be
-    made.
+    Exit status: 0 equal (or intact), 1 different (or damaged, or not signed by whom it must be), 2 the comparison could
+    not be made.
     """
     options = given(context)
     options.pop("resume", None)  # of a conversion it is a flag; here it names a file
@@ -150,6 +157,7 @@ def verify(
                 a,
                 source=source,
                 public_key=public_key,
+                ca_certificate=ca_certificate,
                 signature=signature,
                 observe=page.observe,
                 **options,
@@ -177,6 +185,7 @@ def verify(
             recorded=recorded,
             resume=resume,
             public_key=public_key,
+            ca_certificate=ca_certificate,
             signature=signature,
             observe=page.observe,
             **options,

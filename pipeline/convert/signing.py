@@ -24,7 +24,13 @@ from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import StorageOptions, is_local, local_path, open_source
 from paddle_reshard.storage.os_errors import translated
-from paddle_reshard.storage.signatures import check_signature, is_signature, require_library, sign_bytes
+from paddle_reshard.storage.signatures import (
+    Trusted,
+    check_signature,
+    is_signature,
+    require_library,
+    sign_bytes,
+)
 from paddle_reshard.storage.store import Source
 
 
@@ -37,7 +43,8 @@ class SignReport(Shown):
     signature: str
     """Where the signature was written."""
     signed_by: str
-    """Whose it is: ``key sha256:`` and the SHA-256 of the public key as a PEM file."""
+    """Whose it is: ``key sha256:`` and the SHA-256 of the public key as a PEM file, or ``certificate``, its subject and
+    ``sha256:`` of its DER form."""
 
     def _in_short(self) -> str:
         return f"{self.path} signed by {self.signed_by}"
@@ -51,6 +58,7 @@ def sign(
     path: PathLike,
     *,
     key: PathLike,
+    certificate: PathLike | None = None,
     signature: PathLike | None = None,
     storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
@@ -63,6 +71,9 @@ def sign(
         A local file written by :func:`fingerprint`, a local manifest, or a finished target, whose manifest is signed.
     key
         A private elliptic-curve key in PEM format, unencrypted.
+    certificate
+        The certificate of the key in PEM format and, after it in the same file, those that lead to the one of an
+        authority. The signature contains them.
     signature
         A local file to write the signature to. The default is beside the signed file, also in an object store, with
         ``.sig`` appended to its name. An existing signature is replaced.
@@ -72,7 +83,7 @@ def sign(
     UnsupportedError
         If the extra ``sign`` is not installed.
     UsageError
-        If ``key`` cannot be used.
+        If ``key`` or ``certificate`` cannot be used.
     CheckpointError
         If ``path`` is neither, was changed, or is a target that visibly differs from its manifest.
     TargetError
@@ -80,11 +91,12 @@ def sign(
     """
     require_library()
     location = os.fspath(path)
+    mine = Path(key), None if certificate is None else Path(certificate)
     if is_local(location) and local_path(location).is_file():
         file = local_path(location)
         data = read_document(file)
         _check_document(data, location)
-        bundle, signer = sign_bytes(file.name, data, Path(key))
+        bundle, signer = sign_bytes(file.name, data, *mine)
         written = _write(Path(f"{file}{SIGNATURE_SUFFIX}" if signature is None else signature), bundle)
         return SignReport(location, written, signer)
     store = open_source(location, storage_options or {}, allow_scheme)
@@ -95,7 +107,7 @@ def sign(
         raise CheckpointError(
             f"{store.location}: {damages[0].path}: {damages[0].detail}; it is not signed. See verify {store.location}"
         )
-    bundle, signer = sign_bytes(MANIFEST, data, Path(key))
+    bundle, signer = sign_bytes(MANIFEST, data, *mine)
     if signature is not None:
         written = _write(Path(signature), bundle)
     else:
@@ -141,53 +153,61 @@ def manifest_of(store: Source) -> tuple[bytes, Manifest]:
     return data, parse_manifest(data, f"{store.location}/{MANIFEST}")
 
 
-def check_options(public_key: PathLike | None, signature: PathLike | None) -> None:
-    """Refuse a signature without a key to check it with.
+def read_trusted(
+    public_key: PathLike | None, ca_certificate: PathLike | None, signature: PathLike | None
+) -> Trusted | None:
+    """By whom a signature must be; ``None`` if none is checked.
 
     Raises
     ------
     UsageError
+        If both are given, or a signature without either.
     """
-    if signature is not None and public_key is None:
-        raise UsageError("--signature requires --public-key, the key that the signature is checked with")
+    if public_key is not None and ca_certificate is not None:
+        raise UsageError("--public-key and --ca-certificate exclude each other; a signature has one signer")
+    if public_key is not None:
+        return Trusted(Path(public_key))
+    if ca_certificate is not None:
+        return Trusted(Path(ca_certificate), of_authorities=True)
+    if signature is not None:
+        raise UsageError("--signature requires --public-key or --ca-certificate, which it is checked with")
+    return None
 
 
 def signer_of_target(
-    store: Source, manifest: bytes, public_key: PathLike | None, signature: PathLike | None
+    store: Source, manifest: bytes, trusted: Trusted | None, signature: PathLike | None
 ) -> str | None:
-    """Whose signature the manifest of a target has; ``None`` without a key, which is no claim about it.
+    """Whose signature the manifest of a target has; ``None`` if nobody is trusted, which is no claim about it.
 
     Raises
     ------
     SignatureError
-        If it has none, or not by this key.
+        If it has none, or not by whom is trusted.
     """
-    check_options(public_key, signature)
-    if public_key is None:
+    if trusted is None:
         return None
     if signature is not None:
-        return _signer(MANIFEST, manifest, Path(public_key), Path(signature))
+        return _signer(MANIFEST, manifest, trusted, Path(signature))
     where, size_bytes = f"{store.location}/{SIGNATURE}", store.sizes().get(SIGNATURE)
     if size_bytes is None:
-        raise SignatureError(where, MANIFEST, os.fspath(public_key), "no such file")
-    return check_signature(where, MANIFEST, manifest, store.read(SIGNATURE, 0, size_bytes), Path(public_key))
+        raise SignatureError(where, MANIFEST, str(trusted), trusted.option, "no such file")
+    return check_signature(where, MANIFEST, manifest, store.read(SIGNATURE, 0, size_bytes), trusted)
 
 
 def signer_of_file(
-    path: PathLike, data: bytes, public_key: PathLike | None, signature: PathLike | None
+    path: PathLike, data: bytes, trusted: Trusted | None, signature: PathLike | None
 ) -> str | None:
     """The same for a local file with this content."""
-    check_options(public_key, signature)
-    if public_key is None:
+    if trusted is None:
         return None
     beside = Path(f"{os.fspath(path)}{SIGNATURE_SUFFIX}" if signature is None else signature)
-    return _signer(Path(path).name, data, Path(public_key), beside)
+    return _signer(Path(path).name, data, trusted, beside)
 
 
-def _signer(name: str, data: bytes, public_key: Path, signature: Path) -> str:
+def _signer(name: str, data: bytes, trusted: Trusted, signature: Path) -> str:
     try:
         bundle = signature.read_bytes()
     except OSError as error:
         detail = (error.strerror or str(error)).lower()
-        raise SignatureError(str(signature), name, str(public_key), detail) from error
-    return check_signature(str(signature), name, data, bundle, public_key)
+        raise SignatureError(str(signature), name, str(trusted), trusted.option, detail) from error
+    return check_signature(str(signature), name, data, bundle, trusted)

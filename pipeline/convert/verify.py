@@ -24,8 +24,8 @@ from paddle_reshard.pipeline.convert.plan import reread_in_words
 from paddle_reshard.pipeline.convert.read_options import CheckOptions, VerifyOptions
 from paddle_reshard.pipeline.convert.request import parse_choice
 from paddle_reshard.pipeline.convert.signing import (
-    check_options,
     manifest_of,
+    read_trusted,
     signer_of_file,
     signer_of_target,
 )
@@ -161,6 +161,7 @@ def verify(
     recorded: bool = False,
     resume: PathLike | None = None,
     public_key: PathLike | None = None,
+    ca_certificate: PathLike | None = None,
     signature: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[VerifyOptions],
@@ -194,6 +195,8 @@ def verify(
     public_key
         With ``against``: the public key of the signature of that file, in PEM format. Nothing is compared unless the
         signature is right. Needs the extra ``sign``.
+    ca_certificate
+        The same with certificates of authorities, in PEM format: one of them must have issued the signer's certificate.
     signature
         A local file with that signature, by default ``against`` with ``.sig`` appended. See :func:`sign`.
     observe
@@ -206,10 +209,10 @@ def verify(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     SignatureError
-        If ``against`` has no signature, or not by the owner of ``public_key``.
+        If ``against`` has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
     request = read_verify_request(
-        a, b, states, subset, options, against, recorded, resume, public_key, signature
+        a, b, states, subset, options, against, recorded, resume, public_key, ca_certificate, signature
     )
     return verify_request(request, observe)
 
@@ -224,6 +227,7 @@ def read_verify_request(
     recorded: bool = False,
     resume: PathLike | None = None,
     public_key: PathLike | None = None,
+    ca_certificate: PathLike | None = None,
     signature: PathLike | None = None,
     sizes: PlanSizes = PlanSizes(),
 ) -> VerifyRequest:
@@ -235,9 +239,9 @@ def read_verify_request(
         If an option is invalid, or options contradict each other.
     """
     check_names(options, VerifyOptions)
-    check_options(public_key, signature)
-    if public_key is not None and against is None:
-        raise UsageError("--public-key requires --against, or a single target with a manifest")
+    trusted = read_trusted(public_key, ca_certificate, signature)
+    if trusted is not None and against is None:
+        raise UsageError(f"{trusted.option} requires --against, or a single target with a manifest")
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     document = None if against is None else (against, read_document(against))
     return VerifyRequest(
@@ -256,7 +260,7 @@ def read_verify_request(
         ),
         states=None if states is None else frozenset(texts_of(states)),
         subset=subset,
-        signed_by=None if document is None else signer_of_file(*document, public_key, signature),
+        signed_by=None if document is None else signer_of_file(*document, trusted, signature),
         against=None if document is None else parse_document(*document[::-1]),
         recorded=recorded,
         engine=choose_engine(
@@ -477,6 +481,7 @@ def check(
     *,
     source: PathLike | None = None,
     public_key: PathLike | None = None,
+    ca_certificate: PathLike | None = None,
     signature: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[CheckOptions],
@@ -491,6 +496,8 @@ def check(
     public_key
         The public key of the signature of the manifest, in PEM format. Nothing is compared unless the signature is
         right. Needs the extra ``sign``.
+    ca_certificate
+        The same with certificates of authorities, in PEM format: one of them must have issued the signer's certificate.
     signature
         A local file with that signature, by default ``paddle_reshard.json.sig`` of the target. See :func:`sign`.
     observe
@@ -503,13 +510,14 @@ def check(
     CheckpointError
         If the target has no manifest, or one without checksums, or if ``source`` does not exist.
     SignatureError
-        If the manifest has no signature, or not by the owner of ``public_key``.
+        If the manifest has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
     check_names(options, CheckOptions)
+    trusted = read_trusted(public_key, ca_certificate, signature)
     store = open_source(os.fspath(target), *target_access(options))
     made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
     data, manifest = manifest_of(store)
-    signer = signer_of_target(store, data, public_key, signature)
+    signer = signer_of_target(store, data, trusted, signature)
     return replace(check_target(store, manifest, made_from, observe), signed_by=signer)
 
 

@@ -241,16 +241,16 @@ class MasterDriftError(DriftError):
 
 
 class SignatureError(CheckpointError):
-    """A signature is missing, or is not by this key over this file. ``path`` is that of the signature."""
+    """A signature is missing, or is not by whom it must be, over this file. ``path`` is that of the signature."""
 
-    def __init__(self, path: str, signed: str, public_key: str, detail: str) -> None:
-        super().__init__(path, signed, public_key, detail)
-        self.path, self.signed, self.public_key, self.detail = path, signed, public_key, detail
+    def __init__(self, path: str, signed: str, trusted: str, option: str, detail: str) -> None:
+        super().__init__(path, signed, trusted, option, detail)
+        self.path, self.signed, self.trusted, self.option, self.detail = path, signed, trusted, option, detail
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: not a signature of this {self.signed} by the key of {self.public_key}: {self.detail}; check "
-            "that --signature and --public-key are those of the signer, otherwise the file is not what was signed"
+            f"{self.path}: not a signature of this {self.signed} by {self.trusted}: {self.detail}; check that "
+            f"--signature and {self.option} are those of the signer, otherwise the file is not what was signed"
         )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 import paddle_reshard
@@ -238,7 +242,7 @@ def test_what_is_no_statement_of_ours_is_not_signed(
 def test_a_key_without_something_signed_is_refused(target: Path, keys: tuple[Path, Path]) -> None:
     with pytest.raises(UsageError, match="--public-key requires --against"):
         paddle_reshard.verify(SOURCE, target, public_key=keys[1])
-    with pytest.raises(UsageError, match="--signature requires --public-key"):
+    with pytest.raises(UsageError, match="--signature requires --public-key or --ca-certificate"):
         paddle_reshard.check(target, signature="x.sig")
     paddle_reshard.sign(target, key=keys[0])
     told = invoke("verify", target, "--public-key", keys[0])
@@ -250,3 +254,138 @@ def test_json_is_as_published(target: Path, keys: tuple[Path, Path]) -> None:
 
     for arguments in (("sign", target, "--key", keys[0]), ("verify", target, "--public-key", keys[1])):
         jsonschema.validate(json.loads(invoke(*arguments, "--json").stdout), SCHEMA)
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A key, its certificate, and files of them."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+    private: Path
+    public: Path
+    """The certificate, and after it that of its issuer."""
+
+
+def issue(
+    folder: Path, name: str, by: Issued | None = None, authority: bool = False, may_sign: bool = True
+) -> Issued:
+    """Issue a certificate that has expired since; of itself where ``by`` is missing."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    start = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    certificate = (
+        x509.CertificateBuilder(
+            by.certificate.subject if by else subject, subject, key.public_key(), x509.random_serial_number()
+        )
+        .not_valid_before(start)
+        .not_valid_after(start + timedelta(days=1))
+        .add_extension(x509.BasicConstraints(authority, None), critical=True)
+        .add_extension(
+            x509.KeyUsage(may_sign, not may_sign, False, False, False, authority, False, False, False),
+            critical=True,
+        )
+        .sign(by.key if by else key, hashes.SHA256())
+    )
+    private, public = folder / f"{name}.key", folder / f"{name}.pem"
+    private.write_bytes(private_pem(key))
+    chain = [certificate, by.certificate] if by else [certificate]
+    public.write_bytes(b"".join(one.public_bytes(PEM) for one in chain))
+    return Issued(key, certificate, private, public)
+
+
+@dataclass(frozen=True)
+class Office:
+    """An authority, an office that it trusts, and somebody whom that trusts."""
+
+    root: Issued
+    office: Issued
+    ada: Issued
+
+    @property
+    def name(self) -> str:
+        """Whose a signature of ``ada`` is."""
+        der = self.ada.certificate.public_bytes(serialization.Encoding.DER)
+        return f"certificate CN=ada sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+@pytest.fixture(scope="module")
+def office(tmp_path_factory: pytest.TempPathFactory) -> Office:
+    folder = tmp_path_factory.mktemp("office")
+    root = issue(folder, "root", authority=True)
+    middle = issue(folder, "office", root, authority=True)
+    return Office(root, middle, issue(folder, "ada", middle))
+
+
+def test_each_verifies_what_the_other_signed_with_a_certificate(
+    office: Office, target: Path, fingerprints: Path, tmp_path: Path
+) -> None:
+    ada, roots = office.ada, office.root.public
+    report = paddle_reshard.sign(fingerprints, key=ada.private, certificate=ada.public)
+    assert report.signed_by == office.name
+    signature = report.signature
+    told = library(
+        "verify", "certificate", fingerprints, "--signature", signature, "--certificate_chain", roots
+    )
+    assert told == (0, "Verification succeeded\n")
+    compared = invoke("verify", target, "--against", fingerprints, "--ca-certificate", roots, "--json")
+    assert json.loads(compared.stdout)["signed_by"] == office.name, compared.output
+
+    theirs, manifest = tmp_path / "theirs.sig", target / "paddle_reshard.json"
+    mine = ("--private_key", ada.private, "--signing_certificate", ada.public)
+    chain = ("--certificate_chain", office.office.public)
+    assert library("sign", "certificate", manifest, *mine, *chain, "--signature", theirs)[0] == 0
+    checked = paddle_reshard.check(target, ca_certificate=roots, signature=theirs)
+    assert (checked.intact, checked.signed_by) == (True, office.name)
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # by the library
+def test_certificates_of_others_are_refused(
+    office: Office, keys: tuple[Path, Path], fingerprints: Path, tmp_path: Path
+) -> None:
+    def refused(match: str, **trusted: Path) -> None:
+        with pytest.raises(SignatureError, match=match):
+            paddle_reshard.verify(SOURCE, against=fingerprints, **trusted)
+
+    ada, roots = office.ada, office.root.public
+    paddle_reshard.sign(fingerprints, key=ada.private, certificate=ada.public)
+    refused("unable to get local issuer", ca_certificate=issue(tmp_path, "stranger", authority=True).public)
+    refused("by the key of", public_key=keys[1])
+    mute = issue(tmp_path, "mute", office.office, may_sign=False)
+    paddle_reshard.sign(fingerprints, key=mute.private, certificate=mute.public)
+    refused("cannot be used for signing", ca_certificate=roots)
+    paddle_reshard.sign(fingerprints, key=keys[0])
+    refused("made without a certificate; check that --signature and --ca-cert", ca_certificate=roots)
+    with pytest.raises(UsageError, match="--certificate needs the certificate of --key"):
+        paddle_reshard.sign(fingerprints, key=keys[0], certificate=ada.public)
+    with pytest.raises(UsageError, match="--ca-certificate needs certificates"):
+        paddle_reshard.verify(SOURCE, against=fingerprints, ca_certificate=keys[1])
+    with pytest.raises(UsageError, match="exclude each other"):
+        paddle_reshard.verify(SOURCE, against=fingerprints, ca_certificate=roots, public_key=keys[1])
+    with pytest.raises(UsageError, match="--ca-certificate requires --against"):
+        paddle_reshard.verify(SOURCE, SOURCE, ca_certificate=roots)
+
+
+def test_a_signature_has_the_name_of_the_certificate_that_was_checked(
+    office: Office, fingerprints: Path, tmp_path: Path
+) -> None:
+    """A bundle may spell names in several ways, and could show one certificate to each reader."""
+    ada = office.ada
+    signature = Path(paddle_reshard.sign(fingerprints, key=ada.private, certificate=ada.public).signature)
+    bundle = json.loads(signature.read_text())
+    material = bundle["verificationMaterial"]
+    real = material["x509CertificateChain"]
+    stranger = issue(tmp_path, "eve").certificate.public_bytes(serialization.Encoding.DER)
+    shown = {"certificates": [{"rawBytes": base64.b64encode(stranger).decode()}]}
+    for first, second in ((real, shown), (shown, real)):
+        material.clear()
+        material.update(
+            x509CertificateChain=first, x509_certificate_chain=second, certificate=second["certificates"][0]
+        )
+        signature.write_text(json.dumps(bundle))
+        if first is shown:
+            with pytest.raises(SignatureError, match="by a certificate issued by"):
+                paddle_reshard.verify(SOURCE, against=fingerprints, ca_certificate=office.root.public)
+        else:
+            found = paddle_reshard.verify(SOURCE, against=fingerprints, ca_certificate=office.root.public)
+            assert found.signed_by == office.name

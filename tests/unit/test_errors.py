@@ -59,7 +59,13 @@ EXAMPLES = [
         1,
     ),
     (
-        SignatureError("dst/paddle_reshard.json.sig", "paddle_reshard.json", "public.pem", "Key mismatch"),
+        SignatureError(
+            "dst/paddle_reshard.json.sig",
+            "paddle_reshard.json",
+            "the key of public.pem",
+            "--public-key",
+            "Key mismatch",
+        ),
         "dst/paddle_reshard.json.sig: not a signature of this paddle_reshard.json by the key of public.pem: Key "
         "mismatch; check that --signature and --public-key are those of the signer, otherwise the file is not what was "
         "signed",
