@@ -6,9 +6,11 @@ A folder can be pickled and sent to a worker. The pickle contains its options, w
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -245,15 +247,15 @@ class FsspecFolder:
 
         After the first failure no further calls are started.
         """
-        if not self.open()[0].async_impl:
+        items = list(items)
+        if len(items) < 2 or not self.open()[0].async_impl:
             return [function(item) for item in items]
-        with ThreadPoolExecutor(at_a_time) as pool:
+        with _threads(at_a_time) as pool:
             futures = [pool.submit(function, item) for item in items]
             try:
                 return [future.result() for future in futures]
             finally:
-                for future in futures:
-                    future.cancel()
+                wait([future for future in futures if not future.cancel()])
 
     def explain(self, error: BaseException, name: str) -> ReshardError:
         """Convert an error of a client to one of ours."""
@@ -278,6 +280,24 @@ class FsspecFolder:
         for secret in sorted(secrets_of(self.url, self.options), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
+
+
+_idle: dict[tuple[int, int], list[ThreadPoolExecutor]] = {}
+"""Process and number of threads → pools without work."""
+
+
+@contextmanager
+def _threads(at_a_time: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that nobody else uses. They are kept: to start them takes longer than many a request."""
+    pools = _idle.setdefault((os.getpid(), at_a_time), [])
+    try:
+        pool = pools.pop()
+    except IndexError:
+        pool = ThreadPoolExecutor(at_a_time, thread_name_prefix="requests")
+    try:
+        yield pool
+    finally:
+        pools.append(pool)
 
 
 class _Translated:

@@ -160,20 +160,20 @@ class FsspecTarget(ABC):
 
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if there is a complete checkpoint and no conversion in progress."""
-        listing = self._sweep()
-        if manifest_path not in listing.files or find_session(self.session_store) is not None:
+        listing, found = self._sweep()
+        if manifest_path not in listing.files or found is not None:
             return None
         return self._read(manifest_path, listing)
 
-    def _sweep(self) -> Listing:
-        """Remove the session of a run that was killed after it wrote the manifest."""
+    def _sweep(self) -> tuple[Listing, SessionRecord | None]:
+        """Remove the session of a run that was killed after it wrote the manifest. What is there, and whose session."""
         listing = self.folder.listing()
         found = find_session(self.session_store)
         if found is not None and self.is_published(found, listing):
             acquire_lock(self.session_store, self.location, self.take_over)
             self.session_store.remove()
-            return self.folder.listing()
-        return listing
+            return self.folder.listing(), None
+        return listing, found
 
     def begin(
         self,
@@ -182,8 +182,8 @@ class FsspecTarget(ABC):
         openness: Openness = Openness(),
     ) -> tuple[WritePart, Sequence[Record]]:
         """Prepare all files except the manifest, or resume an earlier run."""
-        listing = self._sweep()
-        if find_session(self.session_store) is None:
+        listing, found = self._sweep()
+        if found is None:
             self.check_free(listing)
         self.files = {new.path: new for new in files}
         return self.begin_files(files, identity)

@@ -176,13 +176,17 @@ class S3Folder(FsspecFolder):
         without conditional writes, the file is read first.
         """
         # Ceph 16 does not match an ETag in quotes: if nothing has changed, retry without them.
-        matches = () if version is None else dict.fromkeys((version, version.strip('"')))
+        matches = [] if version is None else list(dict.fromkeys((version, version.strip('"'))))
+        if self.__dict__.get("_plain_tags"):
+            matches.reverse()
         conditions = [{"IfMatch": match} for match in matches] or [{"IfNoneMatch": "*"}]
         body = {"Body": content, "ContentMD5": base64_md5(content)}
         code = ""
         for condition in conditions:
             try:
-                return str(self.request("put_object", name, **body, **condition)["ETag"])
+                made = str(self.request("put_object", name, **body, **condition)["ETag"])
+                self.__dict__["_plain_tags"] = condition.get("IfMatch", version) != version
+                return made
             except OSError as error:
                 code = retry.code_of(error)
                 if code not in ("PreconditionFailed", "NoSuchKey", "NotImplemented"):
@@ -210,12 +214,17 @@ class S3Folder(FsspecFolder):
     def probe(self, name: str, deleting: bool) -> None:
         """Check that this folder is writable, without leaving a trace.
 
-        Creating and aborting an upload needs the same permissions as the real uploads, and it is never visible.
+        Creating and aborting an upload needs the same permissions as the real uploads, and it is never visible. Once is
+        enough: a target is opened before its plan is made, and again when it is written.
         """
+        known = direct.known_checks(self.open()[0], self._place[0])
+        if (which := ("writable", self._place[1], deleting)) in known:
+            return
         upload_id = self.attempt("", create_upload, self, name, policy=retry.HURRIED)
         self.attempt("", abort_upload, self, name, upload_id, policy=retry.HURRIED)
         if deleting:
             self.attempt("", self.delete, name, policy=retry.HURRIED)
+        known[which] = True
 
     def endpoint(self) -> str:
         """The URL that receives requests; the same for all folders of a store."""

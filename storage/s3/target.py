@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -149,14 +150,20 @@ class S3Target(FsspecTarget):
         """Create the upload of every file that has bytes, or find the uploads of an earlier run."""
         for new in files:
             check_limits(new)
-        session = Session.take(self.session_store, self.location, identity, self.resume, self.take_over)
-        self.session = session
+        writes = any(new.size_bytes for new in files)
+        with ThreadPoolExecutor(1) as beside:  # the trial and the session do not know each other
+            trial = beside.submit(self._part_check, True) if writes and not self.resume else None
+            session = Session.take(self.session_store, self.location, identity, self.resume, self.take_over)
+            self.session = session
         self.uploads = dict(session.record.uploads)
         if self.resume:
             self._abort_strays()
         begins = session.phase is Phase.MOVE and not any(self.uploads.values())
-        writes = session.phase is Phase.MOVE and any(new.size_bytes for new in files)
-        check = self._part_check(begins or bool(session.record.checksum)) if writes else PartCheck.MD5
+        check = PartCheck.MD5
+        if trial is not None:
+            check = trial.result()
+        elif writes and session.phase is Phase.MOVE:
+            check = self._part_check(begins or bool(session.record.checksum))
         checked = CHECKSUM if begins and check is PartCheck.CHECKSUM else session.record.checksum
         if checked and check is not PartCheck.CHECKSUM:  # over another connection than the run that began
             check = PartCheck.MD5
@@ -261,20 +268,20 @@ class S3Target(FsspecTarget):
 
         A checkpoint that was to be overwritten stays whole: once its replacement has begun, nothing is removed.
         """
-        listing = self._sweep()
-        refuse_replacing(find_session(self.session_store), self.location)
+        listing, found = self._sweep()
+        refuse_replacing(found, self.location)
         session = (
             find_session(self.session_store)
             if acquire_lock(self.session_store, self.location, self.take_over)
             else None
         )
         strays = self.folder.attempt("", uploads.list_uploads, self.s3)
-        found = find_leftovers(session, listing.files, strays)
-        self.folder.for_each(lambda each: self._abort(*each), found.uploads)
-        self.folder.for_each(self._delete, sorted(found.visible, key=lambda n: (not is_marker(n), n)))
+        leftovers = find_leftovers(session, listing.files, strays)
+        self.folder.for_each(lambda each: self._abort(*each), leftovers.uploads)
+        self.folder.for_each(self._delete, sorted(leftovers.visible, key=lambda n: (not is_marker(n), n)))
         self.session_store.remove()
-        self.folder.for_each(self._delete, [name for name in found.own if name != SESSION])
-        return [f"{self.location}/{name}" for name in found.names()]
+        self.folder.for_each(self._delete, [name for name in leftovers.own if name != SESSION])
+        return [f"{self.location}/{name}" for name in leftovers.names()]
 
 
 # -------------------------------------------------------------------------------------- leftovers of an earlier run

@@ -95,6 +95,12 @@ def test_an_object_is_replaced_if_it_is_the_one_that_was_read(server: _Object, f
     assert server.content == b"two"
     plain = str(first).strip('"')
     assert server.asked == ["*", first] + [plain] * (not server.quoted)
+    second, server.asked = f'"{server.tag}"', []
+    folder.put_if("a", b"three", second)
+    assert server.content == b"three"
+    assert server.asked == [second if server.quoted else second.strip('"')], (
+        "what the store takes is remembered"
+    )
 
 
 def test_an_object_of_another_writer_is_not_touched(server: _Object, folder: S3Folder) -> None:
