@@ -6,20 +6,21 @@ memory once and reuses it for the parts and bands of every group.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.storage.aligned import LINE_BYTES, padding
+from paddle_reshard.storage.aligned import DISK_BLOCK_BYTES, LINE_BYTES, padding, private_memory
 from paddle_reshard.tasks.device import Box, Buffer, HostMover
 
 GRAIN_BYTES = 8 << 20
 """Workspace sizes are multiples of this, so that groups of about one size can reuse a workspace."""
-PADDING_BYTES = LINE_BYTES << 10
-"""What a workspace has in addition, so that its buffers can begin where the processor copies fast."""
+PADDING_BYTES = DISK_BLOCK_BYTES << 7
+"""What a workspace has in addition, so that its buffers can begin where the processor and disks copy fast."""
+LARGE_BYTES = 256 << 10
+"""Smaller parts are never written without the kernel's cache."""
 
 
 class Stopped(Exception):
@@ -35,8 +36,8 @@ class Workspace(HostMover):
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.memory: Buffer = np.empty(0, dtype=np.uint8)
-        if capacity_bytes:  # not from the heap, which may not return freed memory to the system
-            self.memory = np.frombuffer(mmap.mmap(-1, capacity_bytes, mmap.MAP_PRIVATE), dtype=np.uint8)
+        if capacity_bytes:
+            self.memory = np.frombuffer(private_memory(capacity_bytes), dtype=np.uint8)[:capacity_bytes]
         self.stopped = False
         self.clear(capacity_bytes)
 
@@ -51,7 +52,7 @@ class Workspace(HostMover):
 
     def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """A part, all zeros."""
-        part = self._take(nbytes, byte_offset)
+        part = self._take(nbytes, byte_offset, DISK_BLOCK_BYTES if nbytes >= LARGE_BYTES else LINE_BYTES)
         part.fill(0)
         self.parts_bytes, self.parts_spare = self.used_bytes, self.spare_bytes
         return part
@@ -74,9 +75,9 @@ class Workspace(HostMover):
         self._check()
         return part
 
-    def _take(self, nbytes: int, byte_offset: int) -> Buffer:
+    def _take(self, nbytes: int, byte_offset: int, unit_bytes: int = LINE_BYTES) -> Buffer:
         self._check()
-        if (skipped := padding(self.used_bytes, byte_offset)) <= self.spare_bytes:
+        if (skipped := padding(self.used_bytes, byte_offset, unit_bytes)) <= self.spare_bytes:
             self.used_bytes += skipped
             self.spare_bytes -= skipped
         start, self.used_bytes = self.used_bytes, self.used_bytes + nbytes

@@ -13,6 +13,7 @@ from pathlib import Path
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.local.entries import look, opened
+from paddle_reshard.storage.local.mounts import file_system
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.store import Openness, Read, ReadRange
 
@@ -58,14 +59,8 @@ class FileStamp:
 
 
 def _in_user_space(device: int) -> bool:
-    """Whether a device is a FUSE mount (Linux ``proc(5)``, ``mountinfo``); False where that is unknown."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return False
-    kinds = [line.partition(" - ")[2] for line in mounts if line.split(" ", 3)[2:3] == [number]]
-    return any(kind.startswith("fuse") for kind in kinds)
+    """Whether a device is a FUSE mount; False where that is unknown."""
+    return file_system(device).startswith("fuse")
 
 
 class LocalSource(ReadRange):
@@ -110,6 +105,11 @@ class LocalSource(ReadRange):
             with self.opened(path) as descriptor, self._translated(path):
                 for read in of_file:
                     _read_all(descriptor, read)
+
+    def read_opened(self, descriptor: int, read: Read) -> None:
+        """The same for a file that :meth:`opened` has opened."""
+        with self._translated(read.path):
+            _read_all(descriptor, read)
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:

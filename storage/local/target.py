@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -21,6 +21,14 @@ from typing import ClassVar
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum
+from paddle_reshard.storage.local.direct import (
+    Blocks,
+    Direct,
+    PartFile,
+    direct_writes,
+    pieces,
+    start_writeback,
+)
 from paddle_reshard.storage.local.folders import check_free, object_to, remove_files, set_aside
 from paddle_reshard.storage.local.source import LocalSource, list_folder
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
@@ -39,6 +47,7 @@ from paddle_reshard.storage.store import (
     Identity,
     NewFile,
     Openness,
+    Read,
     ReadRange,
     Receipt,
     Record,
@@ -46,12 +55,6 @@ from paddle_reshard.storage.store import (
 )
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
-COPY_BLOCK_BYTES = 1 << 20
-WRITE_BYTES = 256 << 10
-"""How much is written at a time. For larger writes the kernel looks for as large stretches of contiguous memory (large
-folios, on ext4 since Linux 6.16), which can take several times the processor time of the write itself."""
-WRITEBACK_BYTES = 1 << 20
-"""Writeback of smaller writes is the kernel's decision."""
 FSYNCS_IN_FLIGHT = 8
 _CANNOT_COPY = {errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 """Errors of the kernel for files between which it cannot copy."""
@@ -66,20 +69,19 @@ class LocalWriter:
     staging: Path
     location: str
     """Location of the target as the user gave it."""
+    direct: Direct | None = None
+    """Where files are written without the kernel's cache."""
+    blocks: Blocks = field(default_factory=Blocks, compare=False, repr=False)
     copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write all of ``buffer`` into a staged file."""
         with self._translated(path), open(self.staging / path, "r+b", buffering=0) as file:
-            done = 0
-            while done < len(buffer):
-                block = buffer[done : done + WRITE_BYTES]
-                done += os.pwrite(file.fileno(), block, byte_offset + done)
-            _start_writeback(file.fileno(), byte_offset, len(buffer))
+            PartFile(file.fileno(), self.direct).write(byte_offset, buffer)
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
-        """Copy inside the kernel, or through a small buffer where the file systems cannot."""
+        """Copy inside the kernel where it copies nothing, or to its cache; otherwise through a small buffer."""
         if not isinstance(source, LocalSource):
             raise UnsupportedError(f"{copy.path}: only files of this machine can be copied here")
         with (
@@ -87,21 +89,38 @@ class LocalWriter:
             self._translated(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
             open(self.staging / copy.path, "r+b", buffering=0) as file,
         ):
-            done = _copy_in_kernel(
-                from_file, file.fileno(), copy.nbytes, copy.source_offset, copy.byte_offset
-            )
-            _start_writeback(file.fileno(), copy.byte_offset, done)
-        buffer = memoryview(bytearray(min(COPY_BLOCK_BYTES, copy.nbytes - done)))
-        while done < copy.nbytes:
-            block = buffer[: copy.nbytes - done]
-            source.read_into(copy.source_path, copy.source_offset + done, block)
-            self.write_part(copy.path, copy.byte_offset + done, block)
-            done += len(block)
+            target = PartFile(file.fileno(), self.direct)
+            done = 0
+            if target.direct is None or target.direct.may_share(copy.byte_offset, copy.source_offset):
+                done = _copy_in_kernel(
+                    from_file, file.fileno(), copy.nbytes, copy.source_offset, copy.byte_offset
+                )
+                start_writeback(file.fileno(), copy.byte_offset, done)
+            if done < copy.nbytes:
+                self._copy_through_memory(_after(copy, done), source, from_file, target)
         return Receipt(copy.path, copy.byte_offset, copy.nbytes)
+
+    def _copy_through_memory(
+        self, copy: CopyRange, source: LocalSource, from_file: int, target: PartFile
+    ) -> None:
+        with self.blocks.block() as block:
+            for done, piece in pieces(block, copy):
+                source.read_opened(from_file, Read(copy.source_path, copy.source_offset + done, piece))
+                target.write(copy.byte_offset + done, piece)
 
     def _translated(self, path: str, doing: str = "") -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about the target."""
         return translated_while_moving(self.staging / path, self.location, TargetError, doing)
+
+
+def _after(copy: CopyRange, done: int) -> CopyRange:
+    """What remains of a copy after its first bytes."""
+    return replace(
+        copy,
+        byte_offset=copy.byte_offset + done,
+        nbytes=copy.nbytes - done,
+        source_offset=copy.source_offset + done,
+    )
 
 
 def _copy_in_kernel(from_file: int, to_file: int, nbytes: int, from_byte: int, to_byte: int) -> int:
@@ -119,16 +138,6 @@ def _copy_in_kernel(from_file: int, to_file: int, nbytes: int, from_byte: int, t
             break
         done += count
     return done
-
-
-def _start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
-    """Let the disk start writing back while the conversion continues.
-
-    Otherwise the kernel keeps dirty pages until there are many, or until publishing flushes all of them at once. Linux
-    starts to write them when advised that they are not needed soon; other systems may ignore the advice.
-    """
-    if nbytes >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, byte_offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class LocalTarget:
@@ -207,7 +216,7 @@ class LocalTarget:
                 check_free(self.root, self.overwrite)
             self.files = files
             self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
-        return LocalWriter(self.staging.files, self.location), records
+        return LocalWriter(self.staging.files, self.location, direct_writes(self.staging.files)), records
 
     def note(self, records: Sequence[Record]) -> None:
         """Write lines of the ledger."""

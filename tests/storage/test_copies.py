@@ -12,8 +12,9 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
 from paddle_reshard.pipeline.core.events import Event, StepEnded
+from paddle_reshard.storage.local.direct import BLOCK_BYTES
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.local.target import COPY_BLOCK_BYTES, LocalWriter
+from paddle_reshard.storage.local.target import LocalWriter
 from paddle_reshard.storage.locate import open_source, open_target
 from paddle_reshard.storage.s3 import target as s3
 from paddle_reshard.storage.s3.folder import S3Folder
@@ -59,7 +60,7 @@ def _half(one: int, other: int, count: int, from_byte: int, to_byte: int) -> int
 def test_a_part_is_copied_whatever_the_kernel_can(
     copy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = os.urandom(2 * COPY_BLOCK_BYTES + 77)
+    content = os.urandom(BLOCK_BYTES + 77)
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a").write_bytes(content)
     (tmp_path / "b").write_bytes(bytes(len(content)))
