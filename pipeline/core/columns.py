@@ -75,7 +75,7 @@ class Columns:
         """
         for name in self.COLUMNS:
             column = self._columns[name]
-            low, high = (int(column.min()), int(column.max())) if len(column) else (0, 0)
+            low, high = _bounds(column)
             same = low == high
             yield name, _constant(low, len(self)) if same else column.astype(_smallest(low, high), copy=False)
 
@@ -248,10 +248,19 @@ def _is_constant(column: npt.NDArray[Any]) -> bool:
 
 def _narrow(values: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     """The same values, held as narrow as they can be; a single one is that of all."""
-    low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    low, high = _bounds(values)
     if low == high:
         return _constant(low, count)
     return values.astype(_smallest(low, high))
+
+
+def _bounds(values: npt.NDArray[Any]) -> tuple[int, int]:
+    """The smallest and the largest value; 0 if there is none."""
+    if not values.size:
+        return 0, 0
+    if not any(values.strides):
+        return (int(values.flat[0]),) * 2
+    return int(values.min()), int(values.max())
 
 
 def _taken(column: npt.NDArray[Any], chosen: Ints) -> npt.NDArray[Any]:

@@ -10,7 +10,7 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -112,22 +112,24 @@ class Literals(Sequence[Literal]):
         if self._added is None or self._runs[-1][0] != file:
             self._added = self.template(())
             self._runs.append((file, self._added))
-        self.extend_template(self._added, offset, content)
+        self.extend_template(self._added, (offset,), (len(content),), content)
 
     def template(self, literals: Iterable[tuple[int, bytes]]) -> LiteralTemplate:
         """Start a template with literals ``(byte offset, bytes)`` that several files will share."""
         template = LiteralTemplate(array("q"), array("q"), array("q"))
         for offset, content in literals:
-            self.extend_template(template, offset, content)
+            self.extend_template(template, (offset,), (len(content),), content)
         return template
 
-    def extend_template(self, template: LiteralTemplate, offset: int, content: bytes) -> None:
-        """Add a literal to a template."""
-        start = len(self._content)
+    def extend_template(
+        self, template: LiteralTemplate, offsets: Sequence[int], sizes: Sequence[int], content: bytes
+    ) -> None:
+        """Add literals of these byte offsets and ``sizes`` to a template; ``content`` is all of them, without gaps."""
+        bounds = list(accumulate(sizes, initial=len(self._content)))
         self._content.add(content)
-        template.offsets.append(offset)
-        template.starts.append(start)
-        template.stops.append(start + len(content))
+        template.offsets.extend(offsets)
+        template.starts.extend(bounds[:-1])
+        template.stops.extend(bounds[1:])
 
     def add_file(self, template: LiteralTemplate, file: int) -> None:
         """Add a file with the literals of a template, which must not be extended afterwards."""

@@ -71,6 +71,10 @@ class Identities:
     def __getitem__(self, number: int) -> Identity:
         return self._keys.values[self._key[number]], self._states.values[self._state[number]]
 
+    def __iter__(self) -> Iterator[Identity]:
+        keys, states = self._keys.values, self._states.values
+        return ((keys[key], states[state]) for key, state in zip(self._key, self._state, strict=True))
+
     def find(self, key: str, state: str) -> int | None:
         """The number of a pair, or ``None``."""
         of_key, of_state = self._keys.numbers.get(key), self._states.numbers.get(state)
@@ -146,6 +150,14 @@ class Tensors(Sequence[Tensor]):
             self._shapes.values[self._shape[at]],
             self._aliases.get(at % len(self), ()) if self._aliases else (),
         )
+
+    def fields(self) -> Iterator[tuple[str, str, DType, Shape, tuple[str, ...]]]:
+        """The fields of every tensor; faster than making the tensors."""
+        shapes, aliases = self._shapes.values, self._aliases
+        for number, (identity, shape, dtype) in enumerate(
+            zip(self._identities, self._shape, self._dtype, strict=True)
+        ):
+            yield *identity, DTYPES[dtype], shapes[shape], aliases.get(number, ())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tensors):

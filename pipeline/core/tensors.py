@@ -53,6 +53,7 @@ ACCUMULATORS = {
         Accumulator("beta2_pow_acc", True, of_elements=False),
     )
 }
+_PER_PARAMETER = frozenset(name for name, accumulator in ACCUMULATORS.items() if accumulator.per_parameter)
 WRITTEN_NAMES = tuple(dict.fromkeys(a.written or a.name for a in ACCUMULATORS.values()))
 """What files call optimizer states."""
 
@@ -63,7 +64,7 @@ def is_per_parameter(state: str) -> bool:
     >>> is_per_parameter("beta1_pow_acc"), is_per_parameter("moment1")
     (True, False)
     """
-    return state in ACCUMULATORS and ACCUMULATORS[state].per_parameter
+    return state in _PER_PARAMETER
 
 
 def written_name(state: str) -> str:

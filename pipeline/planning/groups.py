@@ -88,7 +88,11 @@ def group_ops(
     probes = Ops.empty()
     if (of_probes := ops["kind"] == PROBE).any():
         probes, ops = ops.split(of_probes)
-    ops, atoms, rereads = _cut_large(ops, files, memory, together)
+    ops, atoms, order, rereads = _cut_large(ops, files, memory, together)
+    if len(probes) or together is not None:
+        ops.reorder(order)
+        atoms = atoms._replace(number=atoms.number[order])
+        order = np.arange(len(probes) + len(ops))
     if len(probes):
         alone = _Atoms.measured(probes, np.arange(len(probes)))
         atoms = _Atoms(
@@ -105,10 +109,10 @@ def group_ops(
     if (files.smallest_part > 1).any():
         atoms = _Atoms.measured(ops, _joined(ops, atoms.number, copied, files))
     group = _gathered(atoms.made + atoms.read, memory.group_bytes)
-    groups = group[atoms.number]
-    order = order_of(groups)
-    ops.reorder(order)
-    return Grouped(ops, groups[order], rereads, _sums(group, atoms.read, int(group[-1]) + 1))
+    groups = group[atoms.number[order]]
+    by_group = order_of(groups)
+    ops.reorder(order[by_group])
+    return Grouped(ops, groups[by_group], rereads, _sums(group, atoms.read, int(group[-1]) + 1))
 
 
 # ----------------------------------------------------------------------------------------------- atoms
@@ -215,9 +219,10 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 
 def _cut_large(
     ops: Ops, files: FileSizes, memory: GroupMemory, together: BlockRows | None
-) -> tuple[Ops, _Atoms, bool]:
-    """Cut atoms until each writes about half of ``memory.group_bytes``, where possible; returns ops and their atoms.
+) -> tuple[Ops, _Atoms, Ints, bool]:
+    """Cut atoms until each writes about half of ``memory.group_bytes``, where possible.
 
+    Returns the ops, their atoms, the order in which ops of a group are to be, and whether bytes are read several times.
     The size of an atom that only compares is what it reads.
 
     With groups of 64 MiB the goal is 32 MiB. An atom that moves 800 rows of 256 KiB each, 200 MiB, is cut into
@@ -226,11 +231,9 @@ def _cut_large(
     """
     none = np.zeros(0, dtype=np.int64)
     if not len(ops):
-        return ops, _Atoms(none, none, none), False
+        return ops, _Atoms(none, none, none), none, False
     found = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
     order = order_of(found.number)
-    ops.reorder(order)
-    found = found._replace(number=found.number[order])
     done: list[Ops] = []
     kept: list[_Atoms] = []
     numbered, rereads = 0, False
@@ -253,6 +256,11 @@ def _cut_large(
             steps[atoms[unit_of(ops, together) >= 0]] = BLOCK
             low, high = reach(ops, atoms, count)
             chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
+        if not done:
+            if not chosen.any():  # as nearly always: the ops stay where they are
+                return ops, found, order, False
+            ops.reorder(order)
+            atoms = atoms[order]
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
         keep = ~chosen[atoms]
@@ -273,7 +281,8 @@ def _cut_large(
             del pieces, parents
             found = _Atoms.measured(ops, atoms)
     columns = (np.concatenate(column) for column in zip(*kept, strict=True))
-    return Ops.joined([ops, *done]), _Atoms(*columns), rereads
+    ops = Ops.joined([ops, *done])
+    return ops, _Atoms(*columns), np.arange(len(ops)), rereads
 
 
 class _CutDims(NamedTuple):

@@ -10,9 +10,10 @@ storage need no memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,12 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.sorting import order_of
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Quantisation, block_rows
@@ -208,7 +210,8 @@ class Plan:
             digest.update(np.ascontiguousarray(table).view(np.uint8).data)
         for content in literals.contents():
             digest.update(content)
-        for text in _repr_in_blocks((self.tensors, self.source_files, self.target_files, self.carried)):
+        tables = (self.source_files, self.target_files, self.carried)
+        for text in _repr_in_blocks((_reprs(self.tensors), *(map(repr, table) for table in tables))):
             digest.update(text.encode())
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
@@ -221,14 +224,30 @@ class Plan:
         self.literals.clear()
 
 
-def _repr_in_blocks(tables: Sequence[Sequence[object]]) -> Iterator[str]:
-    """``repr`` of the tables as tuples of tuples, in pieces of at most ``REPR_ROWS`` rows."""
-    for number, rows in enumerate(tables):
+def _repr_in_blocks(tables: Sequence[Iterable[str]]) -> Iterator[str]:
+    """``repr`` of tables as tuples of tuples, from that of each row, in pieces of at most ``REPR_ROWS`` rows."""
+    for number, table in enumerate(tables):
         yield ", (" if number else "(("
-        for first in range(0, len(rows), REPR_ROWS):
-            yield ", " * (first > 0) + repr(rows[first : first + REPR_ROWS])[1:-1].removesuffix(",")
-        yield ",)" if len(rows) == 1 else ")"
+        rows, count = iter(table), 0
+        while block := list(islice(rows, REPR_ROWS)):
+            yield ", " * (count > 0) + ", ".join(block)
+            count += len(block)
+        yield ",)" if count == 1 else ")"
     yield ")"
+
+
+def _reprs(tensors: Sequence[Tensor]) -> Iterator[str]:
+    """``repr`` of every tensor. All but their keys is the same for very many."""
+    if not isinstance(tensors, Tensors):
+        yield from map(repr, tensors)
+        return
+    known: dict[tuple[str, DType, Shape, tuple[str, ...]], str] = {}
+    for key, state, dtype, shape, aliases in tensors.fields():
+        text = known.get((state, dtype, shape, aliases))
+        if text is None:
+            text = repr(Tensor("", state, dtype, shape, aliases)).removeprefix("Tensor(key=''")
+            known[state, dtype, shape, aliases] = text
+        yield f"Tensor(key={key!r}{text}"
 
 
 def plan_conversion(

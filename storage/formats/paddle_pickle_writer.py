@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import struct
 from array import array as numbers_of
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from math import prod
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from paddle_reshard.storage.formats.framed_pickle import FramedPickle
 from paddle_reshard.storage.formats.paddle_pickle import (
@@ -25,9 +25,8 @@ from paddle_reshard.storage.formats.paddle_pickle import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ArraySlot:
-    """A slot for an array whose bytes are written later."""
+class ArraySlot(NamedTuple):
+    """A slot for an array whose bytes are written later; a tuple, because very many are made."""
 
     slot: int
     """The caller's number of the slot."""
@@ -58,6 +57,10 @@ class EncodedFile:
     """(slot number, byte offset, length in bytes), in file order; little-endian payloads."""
 
 
+AddLiterals: TypeAlias = Callable[[Sequence[int], Sequence[int], bytes], None]
+"""Takes the byte offsets and sizes of literals, ascending, and the bytes of all of them."""
+
+
 def encode_pickle(root: Mapping[str, object], protocol: int = 4) -> EncodedFile:
     """Lay out a file that ``paddle.load`` and plain ``pickle.load`` read.
 
@@ -78,47 +81,70 @@ def encode_pickle(root: Mapping[str, object], protocol: int = 4) -> EncodedFile:
         If ``root`` holds a value that this format, or :func:`~.paddle_pickle.parse_pickle`, does not support.
     """
     literals: list[tuple[int, bytes]] = []
-    size_bytes, slots = write_pickle(root, lambda offset, data: literals.append((offset, data)), protocol)
+
+    def add(offsets: Sequence[int], sizes: Sequence[int], content: bytes) -> None:
+        ends = accumulate(sizes)
+        pieces = (content[end - size : end] for end, size in zip(ends, sizes, strict=True))
+        literals.extend(zip(offsets, pieces, strict=True))
+
+    size_bytes, slots = write_pickle(root, add, protocol)
     return EncodedFile(size_bytes, tuple(literals), tuple(zip(*[iter(slots)] * 3, strict=True)))
 
 
 def write_pickle(
-    root: Mapping[str, object] | Entries, literal: Callable[[int, bytes], None], protocol: int = 4
+    root: Mapping[str, object] | Entries, literals: AddLiterals, protocol: int = 4
 ) -> tuple[int, numbers_of[int]]:
     """Lay out a file of very many arrays as :func:`encode_pickle` does; dicts in it may be :class:`Entries`.
 
-    ``literal`` is given every byte offset and its bytes, ascending. Returns the size of the file and, one after the
-    other, the three numbers of each of its :attr:`EncodedFile.slots`.
+    Returns the size of the file and, one after the other, the three numbers of each of its :attr:`EncodedFile.slots`.
     """
-    encoder = _FramedEncoder(literal) if protocol == 5 else _Encoder(literal)
+    encoder = _FramedEncoder(literals) if protocol == 5 else _Encoder(literals)
     encoder.value(root, 0)
     return encoder.finish(), encoder.slots
 
 
 _BATCH: Final = 1000
 """Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
+_COLLECTED_BYTES: Final = 1 << 16
+"""Literals are handed over once they have so many bytes."""
 
 
 class _Encoder:
     """Writes opcodes of protocol 4, and leaves out the payloads."""
 
-    __slots__ = ("_alike", "_literal", "_memo", "_open", "_start", "slots")
+    __slots__ = ("_alike", "_begin", "_literals", "_memo", "_offsets", "_open", "_sizes", "_start", "slots")
 
-    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
-        self._literal = literal
+    def __init__(self, literals: AddLiterals) -> None:
+        self._literals = literals
+        self._offsets, self._sizes = numbers_of("q"), numbers_of("q")
         self.slots = numbers_of("q")
         self._memo: dict[str, bytes] = {}
         self._alike: dict[tuple[str, tuple[int, ...]], tuple[bytes, int]] = {}
         """Dtype and shape of arrays written before → their opcodes between name and payload, bytes of the payload."""
-        self._start, self._open = 0, bytearray(b"\x80\x04")
+        self._open = bytearray(b"\x80\x04")
+        """Literals that were not handed over; the last, which is incomplete, begins at index ``_begin``."""
+        self._begin = 0
+        self._start = 0  # of the last literal in the file
 
     def emit(self, data: bytes) -> None:
         self._open += data
 
     def finish(self) -> int:
         self.emit(b".")
-        self._literal(self._start, bytes(self._open))
-        return self._start + len(self._open)
+        size_bytes = self._literal_ends()
+        self._hand_over()
+        return size_bytes
+
+    def _literal_ends(self) -> int:
+        """End the last literal; returns the byte offset of what follows."""
+        size = len(self._open) - self._begin
+        self._offsets.append(self._start)
+        self._sizes.append(size)
+        return self._start + size
+
+    def _hand_over(self) -> None:
+        self._literals(self._offsets, self._sizes, bytes(self._open))
+        self._offsets, self._sizes, self._open = numbers_of("q"), numbers_of("q"), bytearray()
 
     def value(self, value: object, depth: int) -> None:
         _check_depth(value, depth)
@@ -216,11 +242,13 @@ class _Encoder:
 
     def _payload(self, slot: ArraySlot, nbytes: int) -> None:
         """The bytes of an array, which are left out, and the end of the array."""
-        self._literal(self._start, bytes(self._open))
-        byte_offset = self._start + len(self._open)
+        byte_offset = self._literal_ends()
         self.slots.extend((slot.slot, byte_offset, nbytes))
         self._start = byte_offset + nbytes
-        self._open = bytearray(b"tb" if slot.name is None else b"tb\x86\x85R")
+        if len(self._open) >= _COLLECTED_BYTES:
+            self._hand_over()
+        self._begin = len(self._open)
+        self._open += b"tb" if slot.name is None else b"tb\x86\x85R"
 
 
 class _FramedEncoder:
@@ -228,9 +256,9 @@ class _FramedEncoder:
 
     __slots__ = ("_dtypes", "_file", "_keys", "slots")
 
-    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
+    def __init__(self, literals: AddLiterals) -> None:
         self.slots = numbers_of("q")
-        self._file = FramedPickle(literal)
+        self._file = FramedPickle(lambda offset, data: literals((offset,), (len(data),), data))
         self._dtypes: dict[str, int] = {}
         self._keys: dict[str, int] = {}
         """Keys of bare arrays: the table of names has the same objects for keys."""
@@ -340,7 +368,7 @@ class _FramedEncoder:
 
 
 def _check_depth(value: object, depth: int) -> None:
-    if depth >= MAX_NESTING and isinstance(value, (Mapping, Entries, list, tuple)):
+    if depth >= MAX_NESTING and type(value) is not ArraySlot and isinstance(value, _CONTAINERS):
         raise ValueError(f"containers nested more than {MAX_NESTING} deep")
 
 
@@ -376,7 +404,8 @@ def _stack_global_of(module: str, name: str) -> bytes:
 def plain_opcodes(value: object) -> bytes:
     """Opcodes of one plain value: None, a bool, int, float, text or bytes."""
     if type(value) is str:
-        return _sized(value.encode("utf-8"), b"\x8c", b"X")
+        data = value.encode()
+        return _SHORT_TEXT[len(data)] + data if len(data) < 256 else _sized(data, b"\x8c", b"X")
     if value is None:
         return b"N"
     if isinstance(value, bool):
@@ -409,6 +438,8 @@ def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
     return long + len(_of_length(data)).to_bytes(4, "little") + data
 
 
+_SHORT_TEXT: Final = tuple(b"\x8c" + bytes((length,)) for length in range(256))
+_CONTAINERS: Final = (Mapping, Entries, list, tuple)
 _STATE: Final = b"K\x00\x85C\x01b\x87R(K\x01"
 """Arguments of ``_reconstruct``, its call, and the first item of the array's state."""
 _TUPLE: Final = _stack_global_of("builtins", "tuple")

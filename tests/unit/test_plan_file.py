@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.convert import plan_file
 from paddle_reshard.pipeline.convert.plan_file import check_is_saved, load_plan, save_plan, saved_plan_id
 from paddle_reshard.pipeline.core.errors import FormatError, PlanError, UsageError
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.ops import Ops
@@ -69,6 +70,13 @@ def test_a_plan_is_read_back_whole(
 def test_the_same_plan_is_the_same_file(plan: Plan, saved: Path, tmp_path: Path) -> None:
     save_plan(plan, tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == saved.read_bytes()
+
+
+def test_the_id_is_that_of_the_tensors_as_objects(plan: Plan) -> None:
+    tensors = tuple(replace(tensor, aliases=("it's", 'a "b"')) for tensor in plan.tensors)
+    for given in (tuple(plan.tensors), tensors, tensors[:1], ()):
+        one, other = (replace(plan, tensors=kind(given)) for kind in (tuple, Tensors))
+        assert one.plan_id == other.plan_id
 
 
 def test_any_arrow_library_can_look_at_it(plan: Plan, saved: Path) -> None:

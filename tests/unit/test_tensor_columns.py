@@ -22,6 +22,7 @@ def test_tensors_come_back_as_they_were_given() -> None:
     tensors = Tensors(GIVEN)
     assert tuple(tensors) == GIVEN
     assert tensors[1:4] == GIVEN[1:4]
+    assert [Tensor(*each) for each in tensors.fields()] == list(GIVEN)
     assert [tensors[number] for number in range(-len(GIVEN), 0)] == list(GIVEN)
     assert tensors == Tensors(GIVEN)
     assert tensors != Tensors(GIVEN[:-1])

@@ -57,7 +57,7 @@ class FileArrays:
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self.alike: dict[tuple[str, Shape, tuple[int, int] | None, int], _Alike] = {}
+        self.alike: dict[tuple[str, Shape, FlatSlice | None, int], _Alike] = {}
         """What the arrays of a tensor's states have in common that have the same slice and bytes for an element."""
         self.rows = numbers_of("q")
         """Flat rows of (kind of array, tensor, index of the dtype)."""
@@ -96,15 +96,16 @@ class FileBytes:
         number = self.tensors.find(self.identity[tensor.key], state)
         if number is None:
             raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
-        dtype = DTYPES[self.dtypes[number]]
-        cut = _UNCUT if is_per_parameter(state) else arrays.cell.cuts[tensor.key]
-        flat_range = None if flat is None else (flat.start, flat.stop)
-        known = ("" if cut is _UNCUT else tensor.key, shape, flat_range, dtype.itemsize)
+        of_dtype = self.dtypes[number]
+        dtype = DTYPES[of_dtype]
+        per_parameter = is_per_parameter(state)
+        known = ("" if per_parameter else tensor.key, shape, flat, dtype.itemsize)
         alike = arrays.alike.get(known)
         if alike is None:
-            alike = arrays.alike[known] = self._alike(ArrayKind(shape, cut, dtype.itemsize, flat_range))
+            cut = _UNCUT if per_parameter else arrays.cell.cuts[tensor.key]
+            alike = arrays.alike[known] = self._alike(ArrayKind(shape, cut, dtype.itemsize, flat))
         slot = len(arrays.rows) // 3
-        arrays.rows.extend((alike.kind, number, self.dtypes[number]))
+        arrays.rows.extend((alike.kind, number, of_dtype))
         if alike.padding is not None:
             arrays.padding[slot] = alike.padding
         return ArraySlot(slot, dtype.code, alike.shape, name)
@@ -135,15 +136,13 @@ class FileBytes:
         slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
         rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
         rows_in_file = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
-        padded = np.flatnonzero(np.isin(slot, list(arrays.padding)))
-        fills = [
+        begins = np.empty_like(byte_offset)
+        begins[slot] = byte_offset
+        padded = begins[list(arrays.padding)].tolist()
+        fills = sorted(
             (start + values, zeros)
-            for start, (values, zeros) in zip(
-                byte_offset[padded].tolist(),
-                (arrays.padding[number] for number in slot[padded].tolist()),
-                strict=True,
-            )
-        ]
+            for start, (values, zeros) in zip(padded, arrays.padding.values(), strict=True)
+        )
         return RankFile(kind, shard, size_bytes, literals, tuple(fills), rows_in_file)
 
     def add(self, path: str, layout: RankFile, tp: int) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.layouts.padding import (
@@ -40,8 +41,7 @@ class Parameter:
     chunk: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FlatSlice:
+class FlatSlice(NamedTuple):
     """``[start, stop)`` of the flattened, padded parameter."""
 
     start: int
