@@ -8,6 +8,7 @@ the target files are gathered into groups. If the bands of a group do not fit ne
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class _Atoms(NamedTuple):
     """Atoms, and the bytes that each writes and reads."""
 
     number: Ints
-    """The atom of each op."""
+    """The atom of each op; for an op that was cut and is left out, one past the last."""
     made: Ints
     read: Ints
 
@@ -63,7 +64,7 @@ class _Atoms(NamedTuple):
         """The same atoms, of which each has another number."""
         made, read = np.empty_like(self.made), np.empty_like(self.read)
         made[new], read[new] = self.made, self.read
-        return _Atoms(new[self.number], made, read)
+        return _Atoms(np.append(new, len(new))[self.number], made, read)
 
 
 class FileSizes(NamedTuple):
@@ -88,8 +89,9 @@ def group_ops(
     probes = Ops.empty()
     if (of_probes := ops["kind"] == PROBE).any():
         probes, ops = ops.split(of_probes)
+    smallest = bool((files.smallest_part > 1).any())
     ops, atoms, order, rereads = _cut_large(ops, files, memory, together)
-    if len(probes) or together is not None:
+    if len(probes) or together is not None or smallest:
         ops.reorder(order)
         atoms = atoms._replace(number=atoms.number[order])
         order = np.arange(len(probes) + len(ops))
@@ -105,8 +107,8 @@ def group_ops(
         atoms = _Atoms.measured(ops, _kept_together(ops, atoms.number, together))
     if not len(ops):
         return Grouped(ops, atoms.number, False, atoms.read)
-    atoms = atoms.renumbered(_file_order(ops, atoms.number))
-    if (files.smallest_part > 1).any():
+    atoms = atoms.renumbered(_file_order(ops, atoms))
+    if smallest:
         atoms = _Atoms.measured(ops, _joined(ops, atoms.number, copied, files))
     group = _gathered(atoms.made + atoms.read, memory.group_bytes)
     groups = group[atoms.number[order]]
@@ -145,10 +147,11 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
         apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
         number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
         file = file * (int(number.max()) + 1) + number
-    read = unions(file, start, stop)
+    tensors = ops["source_tensor"]
+    read = unions(file, start, stop, tensors[op])
     moves = np.flatnonzero(ops["kind"] == MOVE)
     low, high = (side[moves] for side in hull(ops, "target"))
-    made = unions(ops["target_file"][moves].astype(np.int64), low, high)
+    made = unions(ops["target_file"][moves].astype(np.int64), low, high, tensors[moves])
     atoms = _components(len(ops), [(op, read.number), (moves, made.number)])
     if apart.any():  # what several files read apart may overlap within an atom
         return _Atoms.measured(ops, atoms)
@@ -222,8 +225,8 @@ def _cut_large(
 ) -> tuple[Ops, _Atoms, Ints, bool]:
     """Cut atoms until each writes about half of ``memory.group_bytes``, where possible.
 
-    Returns the ops, their atoms, the order in which ops of a group are to be, and whether bytes are read several times.
-    The size of an atom that only compares is what it reads.
+    Returns the ops and their atoms, the order in which ops of a group are to be, without those that were cut, and
+    whether bytes are read several times. The size of an atom that only compares is what it reads.
 
     With groups of 64 MiB the goal is 32 MiB. An atom that moves 800 rows of 256 KiB each, 200 MiB, is cut into
     ⌈200 / 32⌉ = 7 stretches: six of ⌈800 / 7⌉ = 115 rows (28.75 MiB) and one of 110. In a target stored column by
@@ -234,7 +237,7 @@ def _cut_large(
         return ops, _Atoms(none, none, none), none, False
     found = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
     order = order_of(found.number)
-    done: list[Ops] = []
+    whole, done = ops, [Ops.empty()]
     kept: list[_Atoms] = []
     numbered, rereads = 0, False
     used = np.full(len(found.made), MAX_DIMS)
@@ -256,20 +259,24 @@ def _cut_large(
             steps[atoms[unit_of(ops, together) >= 0]] = BLOCK
             low, high = reach(ops, atoms, count)
             chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
-        if not done:
-            if not chosen.any():  # as nearly always: the ops stay where they are
-                return ops, found, order, False
-            ops.reorder(order)
-            atoms = atoms[order]
+        if not kept and not chosen.any():
+            return ops, found, order, False
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
-        keep = ~chosen[atoms]
-        numbers = np.cumsum(~chosen) - 1 + numbered
-        kept.append(_Atoms(numbers[atoms[keep]], found.made[~chosen], found.read[~chosen]))
-        numbered += len(kept[-1].made)
-        atoms = atoms[~keep]
-        enough, ops = ops.split(keep)
-        done.append(enough)
+        numbers = np.where(chosen, -1, np.cumsum(~chosen) - 1 + numbered)
+        sizes = found.made[~chosen], found.read[~chosen]
+        numbered += len(sizes[0])
+        if not kept:  # nearly all ops stay as they are: these are not moved
+            kept.append(_Atoms(numbers[atoms], *sizes))
+            of_large = chosen[atoms[order]]
+            large, order = order[of_large], order[~of_large]
+            ops, atoms = ops[large], atoms[large]
+        else:
+            keep = ~chosen[atoms]
+            kept.append(_Atoms(numbers[atoms[keep]], *sizes))
+            atoms = atoms[~keep]
+            enough, ops = ops.split(keep)
+            done.append(enough)
         if len(ops):
             dims, counts = np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1))
             pieces = _cut_evenly(ops, atoms, dims, counts, steps)
@@ -280,9 +287,10 @@ def _cut_large(
             used[atoms] = kind.dim[parents]
             del pieces, parents
             found = _Atoms.measured(ops, atoms)
-    columns = (np.concatenate(column) for column in zip(*kept, strict=True))
-    ops = Ops.joined([ops, *done])
-    return ops, _Atoms(*columns), np.arange(len(ops)), rereads
+    number, made, read = (np.concatenate(column) for column in zip(*kept, strict=True))
+    number[number < 0] = len(made)
+    order = np.concatenate([order, np.arange(len(whole), len(number))])
+    return Ops.joined([whole, *done]), _Atoms(number, made, read), order, rereads
 
 
 class _CutDims(NamedTuple):
@@ -388,7 +396,7 @@ def _kept_together(ops: Ops, atoms: Ints, together: BlockRows) -> Ints:
 # ------------------------------------------------------------------------------------- gathering atoms
 
 
-def _file_order(ops: Ops, atoms: Ints) -> Ints:
+def _file_order(ops: Ops, atoms: _Atoms) -> Ints:
     """The rank of each atom by its first target byte; atoms that write nothing follow, by their first source byte.
 
     Probes come first: a checkpoint that contradicts itself throughout is refused before anything is moved.
@@ -401,8 +409,9 @@ def _file_order(ops: Ops, atoms: Ints) -> Ints:
     file = np.where(moves, sources + ops["target_file"], ops["source_file"])
     file += (sources + targets) * ~(moves | (ops["kind"] == PROBE))
     begins = places(file, np.where(moves, ops["target_byte"], ops["source_byte"]))
-    first = np.full(int(atoms.max()) + 1, np.iinfo(np.int64).max)
-    np.minimum.at(first, atoms, begins)
+    first = np.full(len(atoms.made) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, atoms.number, begins)
+    first = first[:-1]
     rank = np.empty(len(first), dtype=np.int64)
     rank[order_of(first)] = np.arange(len(first))
     return rank
@@ -440,16 +449,16 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     >>> _gathered(np.array([40, 20, 60, 5]), 64).tolist()
     [0, 0, 1, 2]
     """
-    ends = np.cumsum(sizes)
+    ends, begins = np.cumsum(sizes), array("q")
     opens = np.zeros(len(ends), dtype=np.int64)
     # For each size that could be the first of a group, the first of the next group.
     following = np.searchsorted(ends, ends - sizes + room_bytes, side="right")
-    following = np.maximum(following, np.arange(1, len(ends) + 1)).tolist()
-    begins, begin = [], 0
-    while begin < len(following):
+    following = memoryview(np.maximum(following, np.arange(1, len(ends) + 1)))
+    begin = following[0] if len(ends) else 0
+    while begin < len(ends):
         begins.append(begin)
         begin = following[begin]
-    opens[begins[1:]] = 1
+    opens[np.frombuffer(begins, dtype=np.int64)] = 1
     return np.cumsum(opens)
 
 
