@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.columns import narrowed
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UsageError
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -28,7 +30,7 @@ from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 FORMAT = "paddle-reshard plan"
-GENERATION = 2
+GENERATION = 3
 BATCH_ROWS = 1 << 16
 """Rows per record batch: small enough that saving does not take the memory of a second plan."""
 _COMPRESSION = "lz4"
@@ -65,8 +67,9 @@ _TABLES = {
         [("source_path", pa.string()), ("target_path", pa.string()), ("size_bytes", pa.int64())]
     ),
     "literals": pa.schema(
-        [("file", pa.int64()), ("byte_offset", pa.int64()), ("content", pa.large_binary())]
+        [("template", pa.int64()), ("byte_offset", pa.int64()), ("content", pa.large_binary())]
     ),
+    "literal_files": pa.schema([("file", pa.int64()), ("template", pa.int64())]),
 }
 _SCALARS = (
     "budget_bytes",
@@ -97,14 +100,19 @@ def save_plan(plan: Plan, path: Path, statement: Mapping[str, Any] | None = None
     try:
         with path.open("wb") as file:
             _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
-            _write_ops(file, plan.ops)
+            _write_narrow(file, "ops", {_OPS[name]: column for name, column in plan.ops.narrow()})
             for name, dtype in _ROWS.items():
                 rows = np.ascontiguousarray(getattr(plan, name)).view(dtype)
-                _write(file, name, _schema_of(dtype), _batches_of_rows(rows, dtype))
+                _write_narrow(
+                    file, name, {field: narrowed(rows[field], len(rows)) for field in dtype.names or ()}
+                )
             for name, columns in _tables_of(plan).items():
                 schema = _TABLES[name]
                 _write(file, name, schema, _batches(columns, schema))
-            _write(file, "literals", _TABLES["literals"], _batches_of_literals(plan.literals))
+            templates, files = plan.literals.templates()
+            _write(file, "literals", _TABLES["literals"], _batches_of_literals(templates))
+            schema = _TABLES["literal_files"]
+            _write(file, "literal_files", schema, _batches(files, schema))
     except OSError as error:
         raise UsageError(f"{path}: the plan cannot be saved: {error}") from error
 
@@ -123,10 +131,9 @@ def _write(
             stream.write_batch(batch)
 
 
-def _write_ops(file: Any, ops: Ops) -> None:
-    """Ops, each column as narrow as its values allow."""
-    columns = dict(ops.narrow())
-    schema = pa.schema([(_OPS[name], pa.from_numpy_dtype(column.dtype)) for name, column in columns.items()])
+def _write_narrow(file: Any, table: str, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Columns of whole numbers, each as narrow as its values allow."""
+    schema = pa.schema([(name, pa.from_numpy_dtype(column.dtype)) for name, column in columns.items()])
     batches = (
         pa.RecordBatch.from_arrays(
             [
@@ -135,22 +142,9 @@ def _write_ops(file: Any, ops: Ops) -> None:
             ],
             schema=schema,
         )
-        for first in range(0, len(ops), BATCH_ROWS)
+        for first in range(0, max(map(len, columns.values())), BATCH_ROWS)
     )
-    _write(file, "ops", schema, batches)
-
-
-def _schema_of(dtype: np.dtype[Any]) -> pa.Schema:
-    """One column for each field."""
-    return pa.schema([(name, pa.from_numpy_dtype(dtype[name])) for name in dtype.names or ()])
-
-
-def _batches_of_rows(rows: Rows, dtype: np.dtype[Any]) -> Iterator[pa.RecordBatch]:
-    schema = _schema_of(dtype)
-    for first in range(0, len(rows), BATCH_ROWS):
-        block = rows[first : first + BATCH_ROWS]
-        arrays = [pa.array(np.ascontiguousarray(block[name])) for name in schema.names]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+    _write(file, table, schema, batches)
 
 
 def _batches_of_literals(literals: Literals) -> Iterator[pa.RecordBatch]:
@@ -290,7 +284,8 @@ def _read_plan(file: Any, path: str) -> Plan:
     values: dict[str, Any] = {name: facts[name] for name in _SCALARS if name in facts}
     values["ops"] = _read_ops(file, path)
     for name, dtype in _ROWS.items():
-        blocks = (_rows_of(batch, dtype) for batch in _read(file, name, _schema_of(dtype), path))
+        widest = {field: dtype[field] for field in dtype.names or ()}
+        blocks = (_rows_of(batch, dtype) for batch in _read(file, name, partial(_is_narrow, widest), path))
         values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
     for name in ("op_groups", "group_peaks"):
         values[name] = values[name]["value"]
@@ -306,7 +301,7 @@ def _read_plan(file: Any, path: str) -> Plan:
             ),
             source_files=tuple(File(*row) for row in tables["source_files"]),
             target_files=tuple(File(*row) for row in tables["target_files"]),
-            literals=Literals(tables["literals"]),
+            literals=Literals.of_templates(Literals(tables["literals"]), tables["literal_files"]),
             carried=tuple(CarriedFile(*row) for row in tables["carried"]),
             **values,
         )
@@ -340,13 +335,17 @@ def _read_header(file: Any, path: str) -> dict[str, Any]:
     if facts.pop("digest", None) != _digest(facts):
         raise _malformed(path, "its header was changed")
     if facts.get("generation") != GENERATION:
-        raise _malformed(path, f"has generation {facts.get('generation')!r}; this version reads {GENERATION}")
+        raise _malformed(
+            path,
+            f"has generation {facts.get('generation')!r}; this version reads {GENERATION}: make the plan again",
+        )
     return facts
 
 
 def _read_ops(file: Any, path: str) -> Ops:
     blocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OPS.values()}
-    for batch in _read(file, "ops", _is_of_ops, path):
+    widest = {column: OP[name].base for (name, _), column in _OPS.items()}
+    for batch in _read(file, "ops", partial(_is_narrow, widest), path):
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             blocks[name].append(column.to_numpy(zero_copy_only=False))
     none = np.zeros(0, dtype=np.int8)
@@ -355,14 +354,11 @@ def _read_ops(file: Any, path: str) -> Ops:
     )
 
 
-def _is_of_ops(schema: pa.Schema) -> bool:
-    """Whether a table has the columns of ops, none wider than in memory."""
-    widest = [pa.from_numpy_dtype(OP[name].base) for name, _ in _OPS]
-    if len(schema.types) != len(widest) or schema != pa.schema(zip(_OPS.values(), schema.types, strict=True)):
-        return False
-    return all(
-        kind in _WIDTHS and kind.bit_width <= most.bit_width
-        for kind, most in zip(schema.types, widest, strict=True)
+def _is_narrow(widest: Mapping[str, np.dtype[Any]], schema: pa.Schema) -> bool:
+    """Whether a table has these columns of whole numbers, none wider than in memory."""
+    return schema.names == list(widest) and all(
+        kind in _WIDTHS and kind.bit_width <= 8 * most.itemsize
+        for kind, most in zip(schema.types, widest.values(), strict=True)
     )
 
 

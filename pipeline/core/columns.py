@@ -66,7 +66,7 @@ class Columns:
     @classmethod
     def of_columns(cls, columns: Mapping[Column, npt.NDArray[Any]]) -> Self:
         """Rows of columns as :meth:`narrow` gives them."""
-        return cls({name: _narrow(columns[name], len(columns[name])) for name in cls.COLUMNS})
+        return cls({name: narrowed(columns[name], len(columns[name])) for name in cls.COLUMNS})
 
     def narrow(self) -> Iterator[tuple[Column, npt.NDArray[Any]]]:
         """Every column as it is held, in the smallest whole numbers that its values fit.
@@ -163,7 +163,7 @@ class Columns:
 
     def _set(self, name: str, dim: int, values: npt.NDArray[Any]) -> None:
         self._check_open()
-        self._columns[name, dim] = _narrow(values, len(self))
+        self._columns[name, dim] = narrowed(values, len(self))
 
     def _check_open(self) -> None:
         if self._frozen:
@@ -246,7 +246,7 @@ def _is_constant(column: npt.NDArray[Any]) -> bool:
     return len(column) > 0 and column.strides == (0,)
 
 
-def _narrow(values: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+def narrowed(values: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     """The same values, held as narrow as they can be; a single one is that of all."""
     low, high = _bounds(values)
     if low == high:

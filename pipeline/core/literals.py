@@ -26,6 +26,10 @@ CACHED_BLOCKS = 64
 """Blocks that are kept uncompressed while the literals of many groups are read: each group looks into several files."""
 
 
+REPEATED_BLOCKS = 16
+"""Blocks that are kept uncompressed while all literals are read: the files of several ranks repeat each other."""
+
+
 class LiteralTemplate(NamedTuple):
     """Literals with the same offsets and contents in several files."""
 
@@ -202,7 +206,7 @@ class Literals(Sequence[Literal]):
 
     def contents(self) -> Iterator[bytes]:
         """The bytes of all literals in their order, in pieces of any size."""
-        reader = _Reader(self._content)
+        reader = _Reader(self._content, REPEATED_BLOCKS)
         for _, template in self._runs:
             starts, stops = template.starts, template.stops
             if starts and stops[:-1] == starts[1:]:
@@ -210,6 +214,38 @@ class Literals(Sequence[Literal]):
                     yield reader.read(first, min(first + BLOCK_BYTES, stops[-1]))
             else:
                 yield from (reader.read(*bounds) for bounds in zip(starts, stops, strict=True))
+
+    def templates(self) -> tuple[Literals, list[tuple[int, int]]]:
+        """The literals of each template once, its number in place of a file; and the file and template of each run."""
+        templates = Literals()
+        templates._content = self._content
+        numbers: dict[int, int] = {}
+        files = []
+        for file, template in self._runs:
+            if template.offsets:
+                number = numbers.setdefault(id(template), len(numbers))
+                if number == len(templates._runs):
+                    templates._runs.append((number, template))
+                files.append((file, number))
+        return templates, files
+
+    @classmethod
+    def of_templates(cls, templates: Literals, files: Iterable[tuple[int, int]]) -> Literals:
+        """The inverse of :meth:`templates`; takes over the contents.
+
+        Raises
+        ------
+        ValueError
+            If a template does not exist.
+        """
+        known = dict(templates._runs)
+        found = cls()
+        found._content = templates._content
+        for file, number in files:
+            if number not in known:
+                raise ValueError(f"there is no template {number} of literals")
+            found.add_file(known[number], file)
+        return found
 
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""

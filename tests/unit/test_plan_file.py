@@ -106,6 +106,12 @@ def test_a_file_cut_short_or_damaged_is_refused(plan: Plan, saved: Path) -> None
         assert_same_plan(read, plan)  # a bit that means nothing, such as padding
 
 
+def test_another_generation_is_refused(plan: Plan, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_file, "GENERATION", 2)
+    with pytest.raises(FormatError, match="has generation 3; this version reads 2: make the plan again"):
+        load_plan(saved)
+
+
 def test_what_is_no_plan_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.arrow"
     with pa.OSFile(str(other), "wb") as file, pa.ipc.new_stream(file, pa.schema([("a", pa.int8())])):
