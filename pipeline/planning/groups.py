@@ -8,7 +8,6 @@ the target files are gathered into groups. If the bands of a group do not fit ne
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 import numpy as np
@@ -147,11 +146,10 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
         apart = (ops["kind"][op] == MOVE) & (stop - start <= tiny_bytes)
         number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
         file = file * (int(number.max()) + 1) + number
-    tensors = ops["source_tensor"]
-    read = unions(file, start, stop, tensors[op])
+    read = unions(file, start, stop)
     moves = np.flatnonzero(ops["kind"] == MOVE)
     low, high = (side[moves] for side in hull(ops, "target"))
-    made = unions(ops["target_file"][moves].astype(np.int64), low, high, tensors[moves])
+    made = unions(ops["target_file"][moves].astype(np.int64), low, high)
     atoms = _components(len(ops), [(op, read.number), (moves, made.number)])
     if apart.any():  # what several files read apart may overlap within an atom
         return _Atoms.measured(ops, atoms)
@@ -187,16 +185,19 @@ def _components(count: int, links: list[tuple[Ints, Ints]]) -> Ints:
     makes it ``[0, 1, 0, 1]``.
     """
     found = np.arange(count)
-    while True:
-        before = found
+    changed = True
+    while changed:
+        changed = False
         for things, common in links:
+            here = found[things]
             lowest = np.full(int(common.max(initial=-1)) + 1, count)
-            np.minimum.at(lowest, common, found[things])
-            found = found.copy()
-            np.minimum.at(found, things, lowest[common])
+            np.minimum.at(lowest, common, here)
+            lower = lowest[common]
+            if not np.array_equal(lower, here):
+                np.minimum.at(found, things, lower)
+                changed = True
         found = found[found]
-        if np.array_equal(found, before):
-            return dense_numbers(found)
+    return dense_numbers(found)
 
 
 def _made_bytes(ops: Ops, owners: Ints) -> Ints:
@@ -449,16 +450,16 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     >>> _gathered(np.array([40, 20, 60, 5]), 64).tolist()
     [0, 0, 1, 2]
     """
-    ends, begins = np.cumsum(sizes), array("q")
+    ends = np.cumsum(sizes)
     opens = np.zeros(len(ends), dtype=np.int64)
     # For each size that could be the first of a group, the first of the next group.
     following = np.searchsorted(ends, ends - sizes + room_bytes, side="right")
-    following = memoryview(np.maximum(following, np.arange(1, len(ends) + 1)))
-    begin = following[0] if len(ends) else 0
-    while begin < len(ends):
+    following = np.maximum(following, np.arange(1, len(ends) + 1)).tolist()
+    begins, begin = [], 0
+    while begin < len(following):
         begins.append(begin)
         begin = following[begin]
-    opens[np.frombuffer(begins, dtype=np.int64)] = 1
+    opens[begins[1:]] = 1
     return np.cumsum(opens)
 
 

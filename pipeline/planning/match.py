@@ -6,6 +6,7 @@ Both are boxes of the same logical tensors. Wherever two boxes overlap there is 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, Ints, by_tensor, meeting_intervals
 from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops, wide_dims
@@ -55,24 +57,86 @@ class _Pairs(NamedTuple):
 
 def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
     source_tensor = source_tensors(target["tensor"], implied)
+    dims = _telling_dims(source, target)
+    count = 1 + int(max(source["tensor"].max(initial=-1), source_tensor.max(initial=-1)))
+    a, b = (
+        _sorted(tensor, rows, dims, count)
+        for rows, tensor in ((source, source["tensor"]), (target, source_tensor))
+    )
+    alike = _first_alike(a, b)
+    chosen = [np.flatnonzero(alike[side.tensor] == side.tensor) for side in (a, b)]
     found = []
-    for source_rows, target_rows in zip(*by_tensor(source["tensor"], source_tensor), strict=True):
-        a, b = _chosen(source, source_rows), _chosen(target, target_rows)
-        dims = _telling_dims(a, b)
-        i, j = meeting_intervals(
-            Intervals(a["tensor"], {dim: _interval(a, dim) for dim in dims}),
-            Intervals(source_tensor[target_rows], {dim: _interval(b, dim) for dim in dims}),
-        )
-        found.append((source_rows[i], target_rows[j]))
+    for rows in zip(
+        *by_tensor(*(side.tensor[of_first] for side, of_first in zip((a, b), chosen, strict=True))),
+        strict=True,
+    ):
+        places = [of_first[block] for of_first, block in zip(chosen, rows, strict=True)]
+        i, j = meeting_intervals(*(side.intervals(at) for side, at in zip((a, b), places, strict=True)))
+        found.append((places[0][i], places[1][j]))
     i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
-    return _Pairs(source, target, i, j, source_tensor[j])
+    i, j = _for_all(i, j, a, b, alike)
+    return _Pairs(source, target, a.rows[i], b.rows[j], a.tensor[i].astype(np.int32))
 
 
-def _chosen(fragments: Fragments, rows: Ints) -> Fragments:
-    """The fragments of some rows, ascending; without a copy if these follow each other."""
-    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
-        return fragments[rows[0] : rows[-1] + 1]
-    return fragments[rows]
+class _Side(NamedTuple):
+    """Boxes sorted by tensor."""
+
+    rows: Ints
+    """Index of each box among the fragments."""
+    tensor: Ints
+    first: Ints
+    """Place of the first box of each tensor, and one past the last of all."""
+    along: dict[int, tuple[Ints, Ints]]
+    """Dim → start and stop of every box."""
+
+    def intervals(self, at: Ints) -> Intervals:
+        return Intervals(
+            self.tensor[at], {dim: (start[at], stop[at]) for dim, (start, stop) in self.along.items()}
+        )
+
+
+def _sorted(tensor: npt.NDArray[np.int32], boxes: Fragments, dims: Sequence[int], count: int) -> _Side:
+    rows = order_of(tensor)
+    first = np.r_[0, np.cumsum(np.bincount(tensor, minlength=count))]
+    along = {}
+    for dim in dims:
+        start, stop = _interval(boxes, dim)
+        along[dim] = (start[rows], stop[rows])
+    return _Side(rows, tensor[rows].astype(np.int64), first, along)
+
+
+def _first_alike(a: _Side, b: _Side) -> Ints:
+    """For each tensor the first that has the same boxes on both sides: the states of a parameter nearly always do."""
+    count = len(a.first) - 1
+    key = np.zeros(count, dtype=np.uint64)
+    for side in (a, b):
+        mixed = np.zeros(len(side.rows), dtype=np.uint64)
+        for column in chain.from_iterable(side.along.values()):
+            mixed = (mixed ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+        total = np.r_[np.uint64(0), np.cumsum(mixed)]
+        key = (key ^ (total[side.first[1:]] - total[side.first[:-1]])) * np.uint64(0x9E3779B97F4A7C15)
+    _, first, number = np.unique(key, return_index=True, return_inverse=True)
+    alike = first[number.ravel()]
+    for side in (a, b):  # a key may be that of several by chance
+        lengths = np.diff(side.first)
+        alike = np.where(lengths[alike] == lengths, alike, np.arange(count))
+    for side in (a, b):
+        other = np.arange(len(side.rows)) + (side.first[alike] - side.first[:-1])[side.tensor]
+        for column in chain.from_iterable(side.along.values()):
+            alike[side.tensor[column[other] != column]] = -1
+    return np.where(alike < 0, np.arange(count), alike)
+
+
+def _for_all(i: Ints, j: Ints, a: _Side, b: _Side, alike: Ints) -> tuple[Ints, Ints]:
+    """The pairs of all tensors from those of the first of all that are alike; ordered by tensor."""
+    lengths = np.bincount(a.tensor[i], minlength=len(alike))
+    begin = (np.cumsum(lengths) - lengths)[alike]
+    lengths = lengths[alike]
+    pair = np.arange(int(lengths.sum())) + np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
+    return tuple(
+        at[pair] + np.repeat(side.first[:-1] - side.first[alike], lengths) for side, at in ((a, i), (b, j))
+    )
 
 
 def _telling_dims(*boxes: Fragments) -> list[int]:

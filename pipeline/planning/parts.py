@@ -86,6 +86,8 @@ def plan_parts(
     start, stop = _shared(gaps, blocks, made, smallest, largest_fill)
     fills = _fill(gaps.file, start, stop)
     fills = fills[fills["start"] < fills["stop"]]
+    if not len(fills):
+        return blocks
     parts = np.concatenate([blocks, divided(fills, -(-part_sizes(fills) // largest_fill[fills["file"]]))])
     return in_file_order(parts)
 

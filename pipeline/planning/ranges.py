@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import BLOCK_ROWS, Flags
-from paddle_reshard.pipeline.core.geometry import Ints, by_tensor
+from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.sorting import order_of
 
 
@@ -66,54 +66,19 @@ class Unions(NamedTuple):
     """How many bytes the ranges of each number cover together."""
 
 
-def unions(keys: Ints, start: Ints, stop: Ints, owners: Ints | None = None) -> Unions:
+def unions(keys: Ints, start: Ints, stop: Ints) -> Unions:
     """What :func:`label` gives, and the sizes of what overlaps.
-
-    If the ranges of each of the ``owners`` are mostly apart from those of the others, they are swept in blocks of
-    owners, which stay in the processor's cache; numbers then are in another order.
 
     >>> unions(np.array([0, 0, 0, 1]), np.array([0, 5, 3, 0]), np.array([5, 9, 4, 9])).nbytes
     array([5, 4, 9])
     """
+    found = np.zeros(len(start), dtype=np.int64)
     if not len(start):
-        none = np.zeros(0, dtype=np.int64)
-        return Unions(none, none)
-    begin, end = _in_line(keys, start, stop, 0)
-    if owners is not None:
-        found = _unions_by_owner(begin, end, owners)
-        if found is not None:
-            return found
-    number, low, high = _unions_in_line(begin, end)
-    return Unions(number, high - low)
-
-
-def _unions_in_line(begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """The number of the union of each range in one line, and the first byte and end of each union."""
-    swept = _sweep_line(begin, end, -1)
-    number = np.empty(len(begin), dtype=np.int64)
-    number[swept.order] = np.cumsum(swept.opens) - 1
-    first = np.flatnonzero(swept.opens)
-    return number, swept.begin[first], swept.reach[np.r_[first[1:], len(begin)] - 1]
-
-
-def _unions_by_owner(begin: Ints, end: Ints, owners: Ints) -> Unions | None:
-    """The unions of ranges in one line, a block of owners at a time; ``None`` if those of two blocks overlap."""
-    number = np.empty(len(begin), dtype=np.int64)
-    sizes: list[Ints] = []
-    edges: tuple[list[Ints], list[Ints]] = ([], [])
-    done = 0
-    for (rows,) in zip(*by_tensor(owners), strict=True):
-        block = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
-        numbers, low, high = _unions_in_line(begin[block], end[block])
-        number[block] = numbers + done
-        done += len(low)
-        sizes.append(high - low)
-        apart = low[1:] > high[:-1]  # those that touch are one to compare with other blocks
-        edges[0].append(low[np.r_[True, apart]])
-        edges[1].append(high[np.r_[apart, True]])
-    # Ranges are apart exactly if each of their ends, sorted, comes before the next of their starts, sorted.
-    first, last = (np.sort(np.concatenate(each)) for each in edges)
-    return Unions(number, np.concatenate(sizes)) if (first[1:] >= last[:-1]).all() else None
+        return Unions(found, found)
+    swept = _sweep(keys, start, stop, -1)
+    found[swept.order] = np.cumsum(swept.opens) - 1
+    begin = np.flatnonzero(swept.opens)
+    return Unions(found, swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin])
 
 
 def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) -> Ints:
@@ -178,23 +143,16 @@ class _Swept(NamedTuple):
 
 
 def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> _Swept:
-    return _sweep_line(*_in_line(keys, start, stop, gap), gap)
-
-
-def _in_line(keys: Ints, start: Ints, stop: Ints, gap: int) -> tuple[Ints, Ints]:
-    """First byte and end of each range, the keys in one line: one sort and one running maximum then serve all."""
+    # One sort and one running maximum serve all keys.
     span = int(stop.max()) + 2 + abs(gap)
     fits = (int(keys.max()) + 1) * span < 1 << 63
-    end = (keys if fits else dense_numbers(keys)) * span
-    begin = start + end
-    end += stop
-    return begin, end
-
-
-def _sweep_line(begin: Ints, end: Ints, gap: int) -> _Swept:
+    shift = (keys if fits else dense_numbers(keys)) * span
+    begin = start + shift
     order = order_of(begin)
     begin = begin[order]
-    end = end[order]
+    shift += stop
+    end = shift[order]
+    del shift
     reach = np.maximum.accumulate(end)
     opens = np.ones(len(order), dtype=bool)
     np.greater(begin[1:] - gap, reach[:-1], out=opens[1:])

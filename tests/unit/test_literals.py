@@ -6,6 +6,8 @@ import pickle
 import random
 from itertools import pairwise
 
+import pytest
+
 from paddle_reshard.pipeline.core.literals import BLOCK_BYTES, Literals
 
 
