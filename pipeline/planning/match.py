@@ -64,18 +64,16 @@ def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -
         for rows, tensor in ((source, source["tensor"]), (target, source_tensor))
     )
     alike = _first_alike(a, b)
-    chosen = [np.flatnonzero(alike[side.tensor] == side.tensor) for side in (a, b)]
+    firsts = [np.flatnonzero(alike[side.tensor] == side.tensor) for side in (a, b)]
+    blocks = by_tensor(*(side.tensor[rows] for side, rows in zip((a, b), firsts, strict=True)))
     found = []
-    for rows in zip(
-        *by_tensor(*(side.tensor[of_first] for side, of_first in zip((a, b), chosen, strict=True))),
-        strict=True,
-    ):
-        places = [of_first[block] for of_first, block in zip(chosen, rows, strict=True)]
-        i, j = meeting_intervals(*(side.intervals(at) for side, at in zip((a, b), places, strict=True)))
-        found.append((places[0][i], places[1][j]))
+    for in_a, in_b in zip(*blocks, strict=True):
+        at_a, at_b = firsts[0][in_a], firsts[1][in_b]
+        i, j = meeting_intervals(a.intervals(at_a), b.intervals(at_b))
+        found.append((at_a[i], at_b[j]))
     i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
     i, j = _for_all(i, j, a, b, alike)
-    return _Pairs(source, target, a.rows[i], b.rows[j], a.tensor[i].astype(np.int32))
+    return _Pairs(source, target, a.rows[i], b.rows[j], a.tensor[i])
 
 
 class _Side(NamedTuple):
@@ -83,7 +81,7 @@ class _Side(NamedTuple):
 
     rows: Ints
     """Index of each box among the fragments."""
-    tensor: Ints
+    tensor: npt.NDArray[np.int32]
     first: Ints
     """Place of the first box of each tensor, and one past the last of all."""
     along: dict[int, tuple[Ints, Ints]]
@@ -100,36 +98,45 @@ def _sorted(tensor: npt.NDArray[np.int32], boxes: Fragments, dims: Sequence[int]
     first = np.r_[0, np.cumsum(np.bincount(tensor, minlength=count))]
     along = {}
     for dim in dims:
-        start, stop = _interval(boxes, dim)
-        along[dim] = (start[rows], stop[rows])
-    return _Side(rows, tensor[rows].astype(np.int64), first, along)
+        start, stop = (_halved(column)[rows] for column in _interval(boxes, dim))
+        along[dim] = start, stop
+    return _Side(rows, tensor[rows], first, along)
+
+
+def _halved(column: Ints) -> Ints:
+    """The same numbers in half the memory, if they fit."""
+    return column.astype(np.int32) if column.max(initial=0) <= np.iinfo(np.int32).max else column
 
 
 def _first_alike(a: _Side, b: _Side) -> Ints:
-    """For each tensor the first that has the same boxes on both sides: the states of a parameter nearly always do."""
+    """For each tensor the first that has the same boxes in the same order, on both sides.
+
+    If tensors 1, 2 and 3 are the states of a parameter, which is tensor 0, they nearly always are 0, 1, 1, 1.
+    """
     count = len(a.first) - 1
     key = np.zeros(count, dtype=np.uint64)
     for side in (a, b):
         mixed = np.zeros(len(side.rows), dtype=np.uint64)
         for column in chain.from_iterable(side.along.values()):
-            mixed = (mixed ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
             mixed ^= mixed >> np.uint64(29)
         total = np.r_[np.uint64(0), np.cumsum(mixed)]
         key = (key ^ (total[side.first[1:]] - total[side.first[:-1]])) * np.uint64(0x9E3779B97F4A7C15)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
     alike = first[number.ravel()]
-    for side in (a, b):  # a key may be that of several by chance
+    for side in (a, b):  # tensors with the same key are compared box by box
         lengths = np.diff(side.first)
         alike = np.where(lengths[alike] == lengths, alike, np.arange(count))
+    differs = np.zeros(count, dtype=bool)
     for side in (a, b):
         other = np.arange(len(side.rows)) + (side.first[alike] - side.first[:-1])[side.tensor]
         for column in chain.from_iterable(side.along.values()):
-            alike[side.tensor[column[other] != column]] = -1
-    return np.where(alike < 0, np.arange(count), alike)
+            differs[side.tensor[column[other] != column]] = True
+    return np.where(differs, np.arange(count), alike)
 
 
 def _for_all(i: Ints, j: Ints, a: _Side, b: _Side, alike: Ints) -> tuple[Ints, Ints]:
-    """The pairs of all tensors from those of the first of all that are alike; ordered by tensor."""
+    """The pairs of all tensors, made of those of the first tensor of all that are alike; ordered by tensor."""
     lengths = np.bincount(a.tensor[i], minlength=len(alike))
     begin = (np.cumsum(lengths) - lengths)[alike]
     lengths = lengths[alike]
