@@ -19,7 +19,7 @@ from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_
 from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.session import S3SessionStore
-from paddle_reshard.storage.s3.trials import CopyTrial, part_check
+from paddle_reshard.storage.s3.trials import part_check
 from paddle_reshard.storage.s3.uploads import CHECKSUM, Part, PartCheck, Upload, joined_etag
 from paddle_reshard.storage.session.ledger import (
     SESSION,
@@ -108,7 +108,6 @@ class S3Target(FsspecTarget):
         self.s3 = folder
         self.uploads: dict[str, str] = {}
         self.completed: set[str] = set()
-        self.copied: CopyTrial | None = None
         super().__init__(folder, overwrite, resume, take_over)
 
     def open_session_store(self) -> SessionStore:
@@ -134,7 +133,6 @@ class S3Target(FsspecTarget):
         if taken.md5 and taken.md5 != uploads.md5_of(wanted).hex():
             logger.info("%s copies other bytes than requested", self.location)
             return None
-        self.copied = CopyTrial(source, source.folder, largest, SMALLEST_PART_BYTES)
         return COPIES
 
     def _probe_copy(self, probe: CopyRange, source: FsspecSource, source_folder: S3Folder) -> uploads.Taken:
@@ -191,7 +189,7 @@ class S3Target(FsspecTarget):
         return S3Writer(self.s3, begun, check, bool(checked)), records
 
     def _part_check(self, with_checksums: bool) -> PartCheck:
-        return part_check(self.s3, PROBE_PREFIX + secrets.token_hex(8), self.copied, with_checksums)
+        return part_check(self.s3, PROBE_PREFIX + secrets.token_hex(8), with_checksums)
 
     def _begin(self, algorithm: str, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:

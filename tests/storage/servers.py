@@ -210,7 +210,8 @@ class Proxy:
     """Whether a body whose SHA-256 is not the one that was signed is refused, as by most stores, but not by moto."""
     checksums: str = ""
     """What the proxy makes of CRC-64/NVME. ``checked``: of a part, a wrong one is refused, and so is any in an upload
-    that was not created for checksums. ``ends``: the same, but such an upload cannot be completed."""
+    that was not created for checksums. ``ends``: the same, but such an upload cannot be completed. ``copies``: the
+    same, but nothing is copied into one."""
     created_for_checksums: set[str] = field(default_factory=set)
     """Ids of uploads."""
     with_md5: list[bool] = field(default_factory=list)
@@ -288,7 +289,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = dict(parse_qsl(urlsplit(self.path).query))
         made_for = query.get("uploadId") in self.server.proxy.created_for_checksums
         found = self.headers.get("x-amz-checksum-crc64nvme")
-        if self.command == "POST" and made_for and self.server.proxy.checksums == "ends":
+        kind = "copies" if "x-amz-copy-source" in self.headers else "ends" if self.command == "POST" else ""
+        if made_for and self.server.proxy.checksums == kind:
             return "mismatch"
         if found is None or "partNumber" not in query:
             return ""

@@ -42,7 +42,7 @@ def parts_of(proxy: Proxy) -> list[dict[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("checksums", ["checked", "ends", ""])
+@pytest.mark.parametrize("checksums", ["checked", "ends", "copies", ""])
 def test_parts_are_checked_by_what_the_store_really_checks(
     checksums: str,
     secure: Proxy,
