@@ -393,8 +393,15 @@ BOXES: dict[str, Callable[[Path], Made | Source | Recorded]] = {
 }
 
 
-SLOW = ("target: flex, averages", "source: flex, 4 ranks, experts, averages")
-"""Left to ``make exhaustive``."""
+SLOW = (
+    "target: one card",
+    "target: tp=2, sharding=2, stage1v2, averages",
+    "target: tp=2, float16",
+    "target: flex, averages",
+    "target: unified, float32",
+    "source: flex, 4 ranks, experts, averages",
+)
+"""Left to ``make exhaustive``: further states and dtypes of formats that the others have too."""
 
 
 def run(name: str, folder: Path, share: int = 1) -> Result:
