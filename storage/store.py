@@ -8,6 +8,7 @@ A *source* is read in ranges. A *target* is made in four steps, so that an unfin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -122,6 +123,10 @@ class ReadRange(Protocol):
         """Fill several buffers, or raise. Stores with high latency are asked for all of them concurrently."""
         for read in reads:
             self.read_into(read.path, read.byte_offset, read.buffer)
+
+    def kept_open(self) -> AbstractContextManager[ReadRange]:
+        """The same files for many reads by one thread, between which they may be kept open."""
+        return nullcontext(self)
 
 
 class Source(ReadRange, Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
@@ -104,15 +105,26 @@ class JoinedSource(ReadRange):
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; each store gets all of its reads at once."""
+        self.read_from([mount.source for mount in self.mounts], reads)
+
+    @contextmanager
+    def kept_open(self) -> Iterator[ReadRange]:
+        """The same files; those of each store may be kept open."""
+        with ExitStack() as held:
+            yield _KeptOpen(self, [held.enter_context(mount.source.kept_open()) for mount in self.mounts])
+
+    def read_from(self, stores: Sequence[ReadRange], reads: Sequence[Read]) -> None:
+        """Fill several buffers, from these stores in place of those of the mounts."""
+        owned: list[list[Read]] = [[] for _ in stores]
         for read in reads:
             if read.path in self.made:
                 self.read_into(read.path, read.byte_offset, read.buffer)
-        reads = [read for read in reads if read.path not in self.made]
-        numbers = [self._number(read.path) for read in reads]
-        for number, mount in enumerate(self.mounts):
-            own = [read for read, of in zip(reads, numbers, strict=True) if of == number]
+                continue
+            number = self._number(read.path)
+            owned[number].append(Read(self._inner(number, read.path), read.byte_offset, read.buffer))
+        for store, own in zip(stores, owned, strict=True):
             if own:
-                mount.source.read_many([replace(r, path=self._inner(number, r.path)) for r in own])
+                store.read_many(own)
 
     def _number(self, path: str) -> int:
         """The store of a file: the store whose prefix begins the path, else the store without a prefix."""
@@ -123,6 +135,22 @@ class JoinedSource(ReadRange):
 
     def _inner(self, number: int, path: str) -> str:
         return path.removeprefix(self.mounts[number].prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptOpen(ReadRange):
+    """A joined source whose stores keep files open."""
+
+    joined: JoinedSource
+    stores: Sequence[ReadRange]
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        self.read_many([Read(path, byte_offset, buffer)])
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers; each store gets all of its reads at once."""
+        self.joined.read_from(self.stores, reads)
 
 
 class ComputedSource(ReadRange):

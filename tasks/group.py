@@ -105,12 +105,14 @@ def summed_up(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
 
 def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
     """For each op of a group, the index of the band of its pass that holds its ``side``."""
-    found = np.zeros(len(ops), dtype=np.int64)
-    for number in np.unique(ops["pass"]):
-        first, last = np.searchsorted(bands["pass"], [number, number + 1])
-        here = ops["pass"] == number
-        found[here] = first + locate(bands[first:last], ops[here], side)
-    return found
+    # A band begins at a byte of the stretch of its pass and file; those of all stretches follow each other.
+    files = int(bands["file"].max(initial=0)) + 1
+    stretches = bands["pass"].astype(np.int64) * files + bands["file"]
+    known = stretches[np.r_[True, stretches[1:] != stretches[:-1]][: len(stretches)]]
+    of_ops = np.searchsorted(known, ops["pass"].astype(np.int64) * files + ops[f"{side}_file"])
+    span = int(bands["stop"].max(initial=0)) + 1
+    begins = np.searchsorted(known, stretches) * span + bands["start"]
+    return np.searchsorted(begins, of_ops * span + ops[f"{side}_byte"], side="right") - 1
 
 
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:

@@ -297,7 +297,7 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
         store, *inputs, request.missing, choose_indexing(request.engine, observe), True
     )
     check_optimizer(store, checkpoint)
-    comparison = plan_self_comparison(checkpoint.catalog, request.planning)
+    comparison = plan_self_comparison(checkpoint.catalog, _in_steps(request))
     report = _compared(comparison, store, [store], request, observe)
     store.check_unchanged()
     return report
@@ -423,7 +423,7 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
     pieces = max(len(side.catalog.fragments) for side in (one, two))
     if isinstance(request.engine, InlineEngine):
         check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
-    planned = plan_comparison(one.catalog, two.catalog, request.planning, request.states, request.subset)
+    planned = plan_comparison(one.catalog, two.catalog, _in_steps(request), request.states, request.subset)
     differences = planned.differences
     if request.states is None:
         differences += _small_file_differences(stores, one.lr_scheduler, two.lr_scheduler, request.subset)
@@ -432,7 +432,17 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
 
 def _spare(request: VerifyRequest) -> int:
     """Part of the footprint that is free for metadata."""
-    return spare_bytes(all(location is None or is_local(location) for location in (request.a, request.b)))
+    return spare_bytes(_all_local(request))
+
+
+def _in_steps(request: VerifyRequest) -> PlanSettings:
+    """How a comparison is planned: local files are read a little at a time."""
+    planning = request.planning
+    return replace(planning, sizes=planning.sizes.in_steps()) if _all_local(request) else planning
+
+
+def _all_local(request: VerifyRequest) -> bool:
+    return all(location is None or is_local(location) for location in (request.a, request.b))
 
 
 def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> None:

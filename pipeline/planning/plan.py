@@ -469,6 +469,9 @@ def _grouped(
     made = parts[parts["source_file"] == MADE]
     peaks = np.bincount(made["group"], weights=part_sizes(made), minlength=count).astype(np.int64)
     peaks += _accumulator_bytes(plan.mixtures, ops, groups, made, count)
+    if sizes.step_bytes is not None and not len(parts):
+        step_bytes = min(sizes.step_bytes, memory.group_bytes)
+        memory = memory._replace(group_bytes=step_bytes, pass_bytes=step_bytes)
     ops, groups = set_passes(ops, groups, peaks[:values], most_read, memory)
     bands = plan_bands(ops, groups)
     peaks += largest_passes(bands, count)

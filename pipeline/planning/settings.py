@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+STEP_BYTES = 4 << 20
+"""Both sides of a step of each of a few workers fit the third-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,12 @@ class PlanSizes:
     """What a group may always read at a time, however large its parts are."""
     fill_bytes: int = 16 << 20
     """Longer ranges of literal bytes or zeros become parts of their own."""
+    step_bytes: int | None = None
+    """What a group that only compares reads at a time; ``None`` for as much as a group may hold."""
+
+    def in_steps(self) -> PlanSizes:
+        """For comparisons of files that answer at once: what they read is compared while a processor's cache has it."""
+        return self if self.step_bytes is not None else replace(self, step_bytes=STEP_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

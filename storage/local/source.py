@@ -17,6 +17,8 @@ from paddle_reshard.storage.local.mounts import file_system
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.store import Openness, Read, ReadRange
 
+FILES_KEPT_OPEN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
@@ -102,7 +104,7 @@ class LocalSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; consecutive reads of one file share its handle."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
-            with self.opened(path) as descriptor, self._translated(path):
+            with self.opened(path) as descriptor, self.translated(path):
                 for read in of_file:
                     _read_all(descriptor, read)
 
@@ -117,12 +119,21 @@ class LocalSource(ReadRange):
         if path not in self.resolved:
             raise CheckpointError(f"{path}: did not exist when {self.location} was listed")
         with ExitStack() as held:
-            with self._translated(path):
+            with self.translated(path):
                 descriptor = held.enter_context(opened(self.resolved[path], path))
                 self._check(path, os.fstat(descriptor))
             yield descriptor
 
-    def _translated(self, path: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def kept_open(self) -> Iterator[ReadRange]:
+        """The same files; the last few that are read stay open."""
+        files = _OpenFiles(self)
+        try:
+            yield files
+        finally:
+            files.close()
+
+    def translated(self, path: str) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about a file of the source."""
         return translated_while_moving(self.resolved[path], f"{self.location}/{path}", CheckpointError)
 
@@ -137,8 +148,41 @@ class LocalSource(ReadRange):
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         for path, resolved in self.resolved.items():
-            with self._translated(path):
+            with self.translated(path):
                 self._check(path, _status(resolved))
+
+
+class _OpenFiles(ReadRange):
+    """Files of a source, of which the last few that were read stay open."""
+
+    def __init__(self, source: LocalSource) -> None:
+        self.source = source
+        self.open: dict[str, tuple[ExitStack, int]] = {}
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        self.read_many([Read(path, byte_offset, buffer)])
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers."""
+        for read in reads:
+            descriptor = self._descriptor(read.path)
+            with self.source.translated(read.path):
+                _read_all(descriptor, read)
+
+    def _descriptor(self, path: str) -> int:
+        if path not in self.open:
+            if len(self.open) == FILES_KEPT_OPEN:
+                self.open.pop(next(iter(self.open)))[0].close()
+            with ExitStack() as held:
+                descriptor = held.enter_context(self.source.opened(path))
+                self.open[path] = held.pop_all(), descriptor
+        return self.open[path][1]
+
+    def close(self) -> None:
+        """Close all files."""
+        while self.open:
+            self.open.popitem()[1][0].close()
 
 
 def _openness(files: Iterable[os.stat_result], folders: Iterable[os.stat_result]) -> Openness:

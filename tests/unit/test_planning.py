@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -182,6 +182,7 @@ def check_tiles(plan: Plan, smallest_bytes: int = 1) -> None:
 
 SMALL = PlanSizes(group_bytes=1 << 20, pass_bytes=128 << 10, fill_bytes=256 << 10)
 """A 64th of what is usual."""
+IN_STEPS = replace(SMALL, step_bytes=64 << 10)
 
 
 # --------------------------------------------------------------------------- tensors larger than the budget
@@ -275,32 +276,29 @@ def test_what_must_be_written_together_and_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "most_reads"),
+    ("one", "other", "most_reads", "sizes"),
     [
-        (columns(LARGE, 4), rows(LARGE, (7, 1_000)), 1.0),
-        (whole(LARGE, "F"), columns(LARGE, 2, "F"), 1.0),
-        (whole(LARGE, "F"), whole(LARGE), 20.0),
+        (columns(LARGE, 4), rows(LARGE, (7, 1_000)), 1.0, SMALL),
+        (columns(LARGE, 4), rows(LARGE, (7, 1_000)), 1.0, IN_STEPS),
+        (whole(LARGE, "F"), columns(LARGE, 2, "F"), 1.0, IN_STEPS),
+        (whole(LARGE, "F"), whole(LARGE), 20.0, IN_STEPS),
     ],
-    ids=["alike", "both transposed", "one transposed"],
+    ids=["alike", "in steps", "both transposed", "one transposed"],
 )
 def test_large_tensors_are_compared_within_the_budget(
-    one: list[list[Stored]], other: list[list[Stored]], most_reads: float
+    one: list[list[Stored]], other: list[list[Stored]], most_reads: float, sizes: PlanSizes
 ) -> None:
     a, b = Files(one), Files(other)
-    fragments = [fragment_rows(side.rows) for side in (a, b)]
-    fragments[1]["file"] = fragments[1]["file"] + len(a.files)
-    named = [[File(f"{side}/{f.path}", f.size_bytes) for f in s.files] for side, s in (("A", a), ("B", b))]
-    tensors = (Tensor("w0", "moment1", FLOAT32, LARGE),)
-    ops = match(*fragments, {}, kind=COMPARE)
-    plan = plan_comparisons(
-        ops, tensors, (*named[0], *named[1]), PlanSettings(FOOTPRINT_BYTES + ROOM_BYTES, sizes=SMALL)
-    )
-    assert plan.peak_bytes <= ROOM_BYTES
+    plan = comparison_of(a, b, LARGE, PlanSettings(FOOTPRINT_BYTES + ROOM_BYTES, sizes=sizes))
+    steps = np.bincount(pass_of(plan), weights=plan.bands["stop"] - plan.bands["start"])
+    assert plan.peak_bytes == steps.max() <= ROOM_BYTES
+    if sizes.step_bytes is not None and most_reads == 1:
+        assert steps.max() <= sizes.step_bytes
     assert plan.read_amplification <= most_reads
     assert (plan.read_once_budget_bytes is None) == (plan.read_amplification < 1.05)
     if plan.read_once_budget_bytes is not None:
-        settings = PlanSettings(plan.read_once_budget_bytes, sizes=SMALL)
-        enough = plan_comparisons(ops, tensors, plan.source_files, settings)
+        settings = PlanSettings(plan.read_once_budget_bytes, sizes=sizes)
+        enough = comparison_of(a, b, LARGE, settings)
         assert enough.read_amplification == 1
         assert enough.read_once_budget_bytes is None
 
@@ -311,8 +309,96 @@ def test_large_tensors_are_compared_within_the_budget(
     memory = Memory(contents, plan)
     reports = [compare_group(work, memory) for work in plan_work(plan)]
     assert sum(report.compared_elements for report in reports) == prod(LARGE)
+    assert memory.read_bytes == sum(report.read_bytes for report in reports) == plan.read_bytes
     (difference,) = [d for report in reports for d in report.differences]
     assert "element (1999, 4999)" in difference.detail
+
+
+def comparison_of(a: Files, b: Files, shape: tuple[int, ...], settings: PlanSettings) -> Plan:
+    """The comparison of one tensor in the files ``A/…`` and ``B/…``."""
+    fragments = [fragment_rows(side.rows) for side in (a, b)]
+    fragments[1]["file"] = fragments[1]["file"] + len(a.files)
+    files = tuple(
+        File(f"{name}/{file.path}", file.size_bytes)
+        for name, side in (("A", a), ("B", b))
+        for file in side.files
+    )
+    tensors = (Tensor("w0", "moment1", FLOAT32, shape),)
+    return plan_comparisons(match(*fragments, {}, kind=COMPARE), tensors, files, settings)
+
+
+def pass_of(plan: Plan) -> np.ndarray:
+    """The number of the pass of each band, among those of all groups."""
+    passes = plan.bands["group"].astype(np.int64) * len(plan.bands) + plan.bands["pass"]
+    return np.unique(passes, return_inverse=True)[1]
+
+
+def boxes(shape: tuple[int, ...], cuts: tuple[int, ...], order: str = "C") -> list[list[Stored]]:
+    """A file for each box of a grid with so many boxes along each dim."""
+    steps = [-(-extent // count) for extent, count in zip(shape, cuts, strict=True)]
+    corners = product(*(range(0, extent, step) for extent, step in zip(shape, steps, strict=True)))
+    return [
+        [
+            Stored(
+                0,
+                corner,
+                tuple(min(s, e - o) for s, e, o in zip(steps, shape, corner, strict=True)),
+                order,
+            )
+        ]
+        for corner in corners
+    ]
+
+
+@pytest.mark.parametrize("sizes", [SMALL, IN_STEPS], ids=["group by group", "in steps"])
+@pytest.mark.parametrize(
+    ("shape", "cuts", "orders"),
+    [
+        ((40_001,), ((3,), (7,)), "CC"),
+        ((250, 160), ((1, 2), (2, 5)), "CC"),
+        ((250, 160), ((1, 2), (3, 1)), "FF"),
+        ((250, 160), ((5, 2), (1, 3)), "CF"),
+        ((20, 40, 50), ((1, 2, 1), (2, 3, 2)), "CC"),
+        ((20, 40, 50), ((1, 2, 5), (1, 1, 25)), "CC"),
+        ((4, 10, 1, 20, 50), ((1, 2, 1, 1, 2), (1, 5, 1, 2, 1)), "CC"),
+    ],
+    ids=str,
+)
+def test_a_changed_bit_is_found_wherever_it_is(
+    shape: tuple[int, ...], cuts: tuple[tuple[int, ...], tuple[int, ...]], orders: str, sizes: PlanSizes
+) -> None:
+    """In runs of bytes, long and short, and in boxes that have none in common."""
+    a, b = (Files(boxes(shape, cut, order)) for cut, order in zip(cuts, orders, strict=True))
+    plan = comparison_of(a, b, shape, PlanSettings(FOOTPRINT_BYTES + ROOM_BYTES, sizes=sizes))
+    random = np.random.default_rng(3)
+    bits = random.integers(0, 1 << 32, shape, dtype=np.uint32)  # among them NaNs, which equal themselves
+    bits.flat[0] = 0x80000000  # -0.0
+    one = {f"A/{path}": content for path, content in a.contents([bits.view("<f4")]).items()}
+    changes = [(), (0,), (bits.size - 1,), *((int(at),) for at in random.integers(0, bits.size, 5))]
+    for change in changes:
+        changed = bits.copy()
+        for at in change:
+            changed.flat[at] ^= 0x80000000 if at == 0 else 1 << int(random.integers(32))
+        two = {f"B/{path}": content for path, content in b.contents([changed.view("<f4")]).items()}
+        memory = Memory(one | two, plan)
+        reports = [compare_group(work, memory) for work in plan_work(plan)]
+        assert sum(report.compared_elements for report in reports) == bits.size
+        found = [d.detail for report in reports for d in report.differences]
+        indices = [tuple(map(int, np.unravel_index(at, shape))) for at in change]
+        assert [detail.partition(" is ")[0] for detail in found] == [f"element {index}" for index in indices]
+
+
+def test_a_tensor_that_differs_everywhere_is_reported_once_for_two_files_and_a_group() -> None:
+    shape = (1_000, 1_000)
+    a, b = Files(whole(shape)), Files(columns(shape, 2))
+    plan = comparison_of(a, b, shape, PlanSettings(FOOTPRINT_BYTES + ROOM_BYTES, sizes=IN_STEPS))
+    assert len(plan.ops) > 8 * plan.groups
+    values = np.zeros(shape, dtype=np.float32)
+    contents = {f"A/{path}": content for path, content in a.contents([values]).items()}
+    contents |= {f"B/{path}": content for path, content in b.contents([values + 1]).items()}
+    for work in plan_work(plan):
+        found = compare_group(work, Memory(contents, plan)).differences
+        assert len({(d.path_a, d.path_b) for d in found}) == len(found) == 2
 
 
 # ------------------------------------------------------------------------------------------------- parts
