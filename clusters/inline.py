@@ -25,7 +25,6 @@ from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.compare_group import compare_group, measure_group
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.group import GroupReport
-from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.statistics import Tolerance
 from paddle_reshard.tasks.workspace import Workspace, Workspaces, workspace_bytes
 
@@ -51,6 +50,8 @@ class InlineEngine:
 
     def __call__(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
+        from paddle_reshard.tasks.run_group import run_group  # comparisons do without
+
         return _one_by_one(self.run(works, lambda work, mover: run_group(work, source, target, mover)))
 
     def compare(self, works: Works, source: ReadRange) -> Batches:

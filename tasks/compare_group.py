@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import DriftError, MasterDriftError, PlanError
+from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, ITEMSIZES, MOVE, PROBE, SUM, Ops, op_volumes
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -46,7 +47,7 @@ def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> Gr
     pairs = _pairs(ops, work.bands)
     found = _Found(work)
     of_bands, of_ops = work.bands["pass"], ops["pass"]
-    numbers = np.unique(of_bands)
+    numbers = distinct(of_bands)
     ends = zip(
         *(np.searchsorted(of, numbers, side="right").tolist() for of in (of_bands, of_ops)), strict=True
     )

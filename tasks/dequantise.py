@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.layouts.integers import Integers
 from paddle_reshard.pipeline.layouts.quantised import (
-    BLOCK,
     GROUP,
     GROUP_BYTES,
     Dequantised,
@@ -25,6 +24,7 @@ from paddle_reshard.pipeline.layouts.quantised import (
     Section,
     ServedFile,
 )
+from paddle_reshard.pipeline.layouts.quantising import BLOCK
 from paddle_reshard.storage.store import Read, Source
 from paddle_reshard.storage.views import ComputedSource
 from paddle_reshard.tasks.cast import bfloat16_bits

@@ -11,6 +11,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import DriftError
 from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import Parts
@@ -80,7 +81,7 @@ class Pass(NamedTuple):
 def passes(work: GroupWork) -> Iterator[Pass]:
     """The passes of a group, in order. A group whose bands fit into memory together has one."""
     of_ops = work.ops["pass"]
-    for number in np.unique(work.bands["pass"]):
+    for number in distinct(work.bands["pass"]):
         bands = work.bands[slice(*np.searchsorted(work.bands["pass"], [number, number + 1]))]
         ops = work.ops[slice(*np.searchsorted(of_ops, [number, number + 1]))]
         yield Pass(bands, ops)
@@ -118,7 +119,7 @@ def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
     """For each op, the index of the range that holds its ``side``; ``ranges`` is sorted by file and start."""
     found = np.zeros(len(ops), dtype=np.int64)
-    for file in np.unique(ops[f"{side}_file"]):
+    for file in distinct(ops[f"{side}_file"]):
         low, high = (int(np.searchsorted(ranges["file"], file, end)) for end in ("left", "right"))
         here = ops[f"{side}_file"] == file
         found[here] = low - 1 + np.searchsorted(ranges["start"][low:high], ops[f"{side}_byte"][here], "right")

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.layouts.quantised import BLOCK
-from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Piece, QuantisedFile, ScaleFile
+from paddle_reshard.pipeline.layouts.quantising import BLOCK, FLOAT_BYTES, Piece, QuantisedFile, ScaleFile
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 
 Floats = npt.NDArray[np.float32]

@@ -22,16 +22,22 @@ from paddle_reshard.pipeline.convert.request import (
     ConversionRequest,
     Locations,
     check_options,
-    parse_choice,
     parse_drop,
 )
-from paddle_reshard.pipeline.core.choices import CHECKS, CONVENTIONS, FINGERPRINTS, MASTER_WEIGHTS, REPLICAS
+from paddle_reshard.pipeline.core.choices import (
+    CHECKS,
+    CONVENTIONS,
+    FINGERPRINTS,
+    MASTER_WEIGHTS,
+    REPLICAS,
+    parse_choice,
+)
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, reread_in_words
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
@@ -61,7 +67,6 @@ from paddle_reshard.storage.locate import source_access, target_access
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
-SHOWN_AMPLIFICATION = 1.05
 ALLOWED = "missing from the source, which was allowed"
 
 
@@ -237,13 +242,6 @@ def source_in_words(source: Checkpoint) -> str:
     if source.topology is None:
         return source.format
     return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"
-
-
-def reread_in_words(amplification: float, once_bytes: int | None) -> str:
-    """How often bytes are read, if more than once, and the budget that would avoid it."""
-    often = amplification > SHOWN_AMPLIFICATION
-    again = f", {amplification:.2f} times the bytes needed" if often else ""
-    return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
 
 
 def _by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:

@@ -256,10 +256,3 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
         given["to"] = ",".join(axes)
     check_options(match["format"], given)
     return match["location"], cast(TargetOptions, given)
-
-
-def parse_choice(value: str, choices: tuple[str, ...], what: str) -> bool:
-    """Whether ``value`` is the first of several choices; an unknown value is an error."""
-    if value not in choices:
-        raise UsageError(f"unknown {what} {value!r}; known: {', '.join(choices)}")
-    return value == choices[0]

@@ -1,4 +1,7 @@
-"""Compare two checkpoints, a checkpoint with itself, or a target with its manifest."""
+"""Compare two checkpoints, or a checkpoint with itself or with fingerprints.
+
+What only some comparisons need, and takes long to load, is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +14,30 @@ from typing import Any
 from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing, observed
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.comparing import compared, differences_of, run_comparisons
-from paddle_reshard.pipeline.convert.fingerprint import (
-    fingerprints_of,
-    parse_document,
-    read_document,
-    run_reads,
-)
 from paddle_reshard.pipeline.convert.inputs import given_inputs
-from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.options import check_names, takes
-from paddle_reshard.pipeline.convert.plan import reread_in_words
-from paddle_reshard.pipeline.convert.read_options import CheckOptions, VerifyOptions
-from paddle_reshard.pipeline.convert.request import parse_choice
-from paddle_reshard.pipeline.convert.signing import (
-    manifest_of,
-    read_trusted,
-    signer_of_file,
-    signer_of_target,
-)
+from paddle_reshard.pipeline.convert.read_options import VerifyOptions
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.choices import REPLICAS
+from paddle_reshard.pipeline.core.choices import REPLICAS, parse_choice
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
 from paddle_reshard.pipeline.core.heap import trim_heap
-from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, counted, readable_bytes
+from paddle_reshard.pipeline.core.shown import (
+    SHOWN_DIFFERENCES,
+    Facts,
+    Shown,
+    counted,
+    readable_bytes,
+    reread_in_words,
+)
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.indexing.pair import Contents, index_pair
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.planning.compare import (
@@ -56,12 +50,10 @@ from paddle_reshard.pipeline.planning.compare import (
 )
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.planning.sums import plan_sums
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.storage.views import JoinedSource, Mount
-from paddle_reshard.tasks.sums import Sum, added
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -239,11 +231,8 @@ def read_verify_request(
         If an option is invalid, or options contradict each other.
     """
     check_names(options, VerifyOptions)
-    trusted = read_trusted(public_key, ca_certificate, signature)
-    if trusted is not None and against is None:
-        raise UsageError(f"{trusted.option} requires --against, or a single target with a manifest")
     budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    document = None if against is None else (against, read_document(against))
+    fingerprints, signer = _given_fingerprints(against, public_key, ca_certificate, signature)
     return VerifyRequest(
         a=os.fspath(a),
         b=None if b is None else os.fspath(b),
@@ -260,8 +249,8 @@ def read_verify_request(
         ),
         states=None if states is None else frozenset(texts_of(states)),
         subset=subset,
-        signed_by=None if document is None else signer_of_file(*document, trusted, signature),
-        against=None if document is None else parse_document(*document[::-1]),
+        signed_by=signer,
+        against=fingerprints,
         recorded=recorded,
         engine=choose_engine(
             options.get("cluster", "inline"),
@@ -271,6 +260,28 @@ def read_verify_request(
         ),
         resume=None if resume is None else Path(resume),
     )
+
+
+def _given_fingerprints(
+    against: PathLike | None,
+    public_key: PathLike | None,
+    ca_certificate: PathLike | None,
+    signature: PathLike | None,
+) -> tuple[Fingerprints | None, str | None]:
+    """The fingerprints in a file, and who signed them, if there is something to check that with."""
+    if all(given is None for given in (against, public_key, ca_certificate, signature)):
+        return None, None
+    from paddle_reshard.pipeline.convert.fingerprint import parse_document, read_document
+    from paddle_reshard.pipeline.convert.signing import read_trusted, signer_of_file
+
+    trusted = read_trusted(public_key, ca_certificate, signature)
+    if trusted is not None and against is None:
+        raise UsageError(f"{trusted.option} requires --against, or a single target with a manifest")
+    if against is None:
+        return None, None
+    data = read_document(against)
+    signer = signer_of_file(against, data, trusted, signature)
+    return parse_document(data, against), signer
 
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
@@ -291,6 +302,8 @@ def _run(request: VerifyRequest, observe: Observer) -> VerifyReport:
 
 def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
     """Compare what a checkpoint stores twice."""
+    from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
+
     store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
     checkpoint = index_checkpoint(
@@ -305,6 +318,10 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
 
 def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Observer) -> VerifyReport:
     """Compare a checkpoint with fingerprints."""
+    from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, run_reads
+    from paddle_reshard.pipeline.planning.sums import plan_sums
+    from paddle_reshard.tasks.sums import Sum, added
+
     store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
     checkpoint = index_checkpoint(store, *inputs, request.missing, choose_indexing(request.engine, observe))
@@ -361,6 +378,9 @@ def _recorded(location: str, access: Access) -> Fingerprints:
     CheckpointError
         If it has none, or not of all tensors, or if files were changed visibly.
     """
+    from paddle_reshard.pipeline.convert.integrity import check_target_quickly
+    from paddle_reshard.pipeline.convert.signing import manifest_of
+
     store = open_source(location, *access)
     manifest = manifest_of(store)[1]
     if manifest.fingerprints is None:
@@ -483,52 +503,6 @@ def _small_file_differences(
     found = [replace(entry, what=f"LR_Scheduler.{entry.what}".rstrip(".")) for entry in schedules]
     found += small_files.compare_small_files(stores[0], stores[1], subset)
     return tuple(Difference(entry.what, f"{entry.a} in A, {entry.b} in B") for entry in found)
-
-
-@takes(CheckOptions)
-def check(
-    target: PathLike,
-    *,
-    source: PathLike | None = None,
-    public_key: PathLike | None = None,
-    ca_certificate: PathLike | None = None,
-    signature: PathLike | None = None,
-    observe: Observer = ignore_events,
-    **options: Unpack[CheckOptions],
-) -> IntegrityReport:
-    """Compare a target with its manifest: every file, every part, every byte.
-
-    Parameters
-    ----------
-    source
-        The checkpoint that the target was made from, to compare with parts that the storage copied without reporting an
-        MD5. The location recorded in the manifest is never opened.
-    public_key
-        The public key of the signature of the manifest, in PEM format. Nothing is compared unless the signature is
-        right. Needs the extra ``sign``.
-    ca_certificate
-        The same with certificates of authorities, in PEM format: one of them must have issued the signer's certificate.
-    signature
-        A local file with that signature, by default ``paddle_reshard.json.sig`` of the target. See :func:`sign`.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    options
-        :class:`CheckOptions`.
-
-    Raises
-    ------
-    CheckpointError
-        If the target has no manifest, or one without checksums, or if ``source`` does not exist.
-    SignatureError
-        If the manifest has no signature, or not by the owner of ``public_key`` or of a certificate.
-    """
-    check_names(options, CheckOptions)
-    trusted = read_trusted(public_key, ca_certificate, signature)
-    store = open_source(os.fspath(target), *target_access(options))
-    made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
-    data, manifest = manifest_of(store)
-    signer = signer_of_target(store, data, trusted, signature)
-    return replace(check_target(store, manifest, made_from, observe), signed_by=signer)
 
 
 def holds_manifest(target: PathLike, **access: Any) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
+from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Catalog:
         """Pairs of stored dtype and tensor dtype that differ."""
         wanted = self.tensors.dtypes.astype(np.int64)
         stored = self.fragments["dtype"].astype(np.int64)
-        pairs = np.unique(stored * len(DTYPES) + wanted[self.fragments["tensor"]]).tolist()
+        pairs = distinct(stored * len(DTYPES) + wanted[self.fragments["tensor"]]).tolist()
         named = ((DTYPES[pair // len(DTYPES)].name, DTYPES[pair % len(DTYPES)].name) for pair in pairs)
         return frozenset((stored_as, becomes) for stored_as, becomes in named if stored_as != becomes)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, overload
 import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.sorting import distinct
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -140,7 +141,7 @@ class Columns:
 
     def set_along_each(self, name: str, dims: Ints, values: Ints) -> None:
         """Change a field of several dims, of each row along the dim that ``dims`` has for it."""
-        for dim in np.unique(dims).tolist():
+        for dim in distinct(dims).tolist():
             self._set(name, dim, np.where(dims == dim, values, self._columns[name, dim]))
 
     def set_along(self, name: str, dim: int, values: npt.ArrayLike) -> None:

@@ -7,6 +7,8 @@ Facts = list[tuple[str, str]]
 SHOWN_DIFFERENCES = 20
 """So many differences are listed where people read; JSON has all."""
 SHOWN_WORKERS = 16
+SHOWN_AMPLIFICATION = 1.05
+"""If bytes are read more often on average, that is said."""
 
 
 class Shown:
@@ -55,6 +57,13 @@ def readable_bytes(size_bytes: int) -> str:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(len(units) - 1, max(0, size_bytes.bit_length() - 1) // 10)
     return f"{size_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
+def reread_in_words(amplification: float, once_bytes: int | None) -> str:
+    """How often bytes are read, if more than once, and the budget that would avoid it."""
+    often = amplification > SHOWN_AMPLIFICATION
+    again = f", {amplification:.2f} times the bytes needed" if often else ""
+    return again if once_bytes is None else f"{again}; once with a budget of {readable_bytes(once_bytes)}"
 
 
 def readable_seconds(seconds: float) -> str:

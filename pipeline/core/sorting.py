@@ -45,6 +45,16 @@ def order_of(numbers: npt.NDArray[Any]) -> Ints:
     return order
 
 
+def distinct(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Each number once, sorted. ``numpy.unique`` does the same, but NumPy 2.3 loads its masked arrays for it.
+
+    >>> distinct(np.array([7, 2, 7])).tolist()
+    [2, 7]
+    """
+    ordered = np.sort(numbers)
+    return ordered[np.r_[True, ordered[1:] != ordered[:-1]][: len(ordered)]]
+
+
 def order_by(major: Ints, minor: Ints) -> Ints:
     """Indices that sort by ``major``, then by ``minor``, both not negative; equal pairs keep their order."""
     if not _fits(major, minor):

@@ -30,6 +30,7 @@ from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
 from paddle_reshard.pipeline.layouts import integers
 from paddle_reshard.pipeline.layouts.integers import Integers, IntegerScheme
+from paddle_reshard.pipeline.layouts.quantising import BLOCK
 from paddle_reshard.storage.formats.safetensors import (
     FP8_TAG,
     Index,
@@ -39,8 +40,6 @@ from paddle_reshard.storage.formats.safetensors import (
     format_index,
 )
 
-BLOCK: Final = 128
-"""Rows and columns of a weight that share a scale; blocks at the edges are smaller."""
 SCALES: Final = "_scale_inv"
 """What a tensor of scales has behind the key of its weight."""
 QUANTIZATION: Final = "quantization_config"

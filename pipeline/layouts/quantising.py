@@ -20,8 +20,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import Ints
-from paddle_reshard.pipeline.layouts.quantised import BLOCK
 
+BLOCK: Final = 128
+"""Rows and columns of a weight that share a scale; blocks at the edges are smaller."""
 FLOAT_BYTES: Final = 4
 """Bytes of an element as planned, for each byte as stored; and bytes of a scale."""
 

@@ -66,7 +66,8 @@ def plan_comparison(
     """
     ids_a = _chosen(a.tensors, states)
     partner = _partners(a.tensors, b.tensors)[ids_a]
-    lone = np.setdiff1d(_chosen(b.tensors, states), partner)
+    ids_b = _chosen(b.tensors, states)
+    lone = ids_b[~np.isin(ids_b, partner)]
     differences = [
         Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist() if not subset
     ]
@@ -100,7 +101,8 @@ def plan_differences(
     ids_a = _chosen(a.tensors, None if states is None else states.keys())
     found = [_partner(a.tensors, number, b.tensors, states) for number in ids_a.tolist()]
     partner = np.array(found, dtype=np.int64)
-    lone = np.setdiff1d(_chosen(b.tensors, None if states is None else set(states.values())), partner)
+    ids_b = _chosen(b.tensors, None if states is None else set(states.values()))
+    lone = ids_b[~np.isin(ids_b, partner)]
     differences = [Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist()]
     differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
     same = partner >= 0

@@ -72,7 +72,8 @@ def plan_parts(
     closes = np.r_[opens[1:], True][: len(file)]
     before = np.where(opens, 0, np.r_[0, blocks["stop"][:-1]][: len(file)])
     _check_apart(blocks, before)
-    empty = np.setdiff1d(np.flatnonzero(sizes), file)
+    filled = np.flatnonzero(sizes)
+    empty = filled[~np.isin(filled, file)]
     last = np.flatnonzero(closes)
     # A gap before every block, a gap after the last block of every file, and files without any block.
     none = np.full(len(empty), -1)

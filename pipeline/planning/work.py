@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Literal
 from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
@@ -106,7 +107,7 @@ class Works(Iterable[GroupWork]):
         ops = plan.ops[self._op_first[group] : self._op_first[group + 1]]
         bands = plan.bands[self._band_first[group] : self._band_first[group + 1]]
         parts = plan.parts[self._part_first[group] : self._part_first[group + 1]]
-        tensors = np.unique(ops["tensor"])
+        tensors = distinct(ops["tensor"])
         return GroupWork(
             group=group,
             source_paths=_paths(plan.source_files, _sources(bands, parts)),
@@ -144,7 +145,7 @@ class Works(Iterable[GroupWork]):
         of_groups = slice(first, stop + 1)
         ops = plan.ops[self._op_first[first] : self._op_first[stop]]
         bands = plan.bands[self._band_first[first] : self._band_first[stop]]
-        tensors = np.unique(ops["tensor"])
+        tensors = distinct(ops["tensor"])
         return WorkBatch(
             groups=range(first, stop),
             source_paths=_paths(plan.source_files, _sources(bands, parts)),
@@ -243,7 +244,7 @@ def plan_work(plan: Plan, done: Collection[int] = ()) -> Works:
 
 
 def _paths(files: Sequence[File], numbers: Ints) -> dict[int, str]:
-    return {number: files[number].path for number in np.unique(numbers).tolist()}
+    return {number: files[number].path for number in distinct(numbers).tolist()}
 
 
 def _ranges(parts: Parts) -> Iterator[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
     from paddle_reshard.pipeline.convert.again import plan_again
+    from paddle_reshard.pipeline.convert.checking import check
     from paddle_reshard.pipeline.convert.coverage import Coverage, prove
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
     from paddle_reshard.pipeline.convert.explain import explain
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.run import MoveReport
     from paddle_reshard.pipeline.convert.series import average
     from paddle_reshard.pipeline.convert.signing import SignReport, sign
-    from paddle_reshard.pipeline.convert.verify import VerifyReport, check, verify
+    from paddle_reshard.pipeline.convert.verify import VerifyReport, verify
     from paddle_reshard.pipeline.core.catalog import File
     from paddle_reshard.pipeline.core.errors import (
         BusyError,
@@ -240,7 +241,8 @@ _HOMES = {
     "pipeline.api": ("clean", "convert", "plan"),
     "pipeline.convert.series": ("average",),
     "pipeline.convert.signing": ("SignReport", "sign"),
-    "pipeline.convert.verify": ("VerifyReport", "check", "verify"),
+    "pipeline.convert.verify": ("VerifyReport", "verify"),
+    "pipeline.convert.checking": ("check",),
     "pipeline.planning.compare": ("Difference",),
     "pipeline.convert.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),
     "pipeline.convert.fingerprint": ("FingerprintReport", "fingerprint"),

@@ -104,7 +104,7 @@ class LocalSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; consecutive reads of one file share its handle."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
-            with self.opened(path) as descriptor, self.translated(path):
+            with self.opened(path) as descriptor, self._translated(path):
                 for read in of_file:
                     _read_all(descriptor, read)
 
@@ -119,7 +119,7 @@ class LocalSource(ReadRange):
         if path not in self.resolved:
             raise CheckpointError(f"{path}: did not exist when {self.location} was listed")
         with ExitStack() as held:
-            with self.translated(path):
+            with self._translated(path):
                 descriptor = held.enter_context(opened(self.resolved[path], path))
                 self._check(path, os.fstat(descriptor))
             yield descriptor
@@ -133,7 +133,7 @@ class LocalSource(ReadRange):
         finally:
             files.close()
 
-    def translated(self, path: str) -> AbstractContextManager[None]:
+    def _translated(self, path: str) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about a file of the source."""
         return translated_while_moving(self.resolved[path], f"{self.location}/{path}", CheckpointError)
 
@@ -148,7 +148,7 @@ class LocalSource(ReadRange):
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         for path, resolved in self.resolved.items():
-            with self.translated(path):
+            with self._translated(path):
                 self._check(path, _status(resolved))
 
 
@@ -166,9 +166,7 @@ class _OpenFiles(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers."""
         for read in reads:
-            descriptor = self._descriptor(read.path)
-            with self.source.translated(read.path):
-                _read_all(descriptor, read)
+            self.source.read_opened(self._descriptor(read.path), read)
 
     def _descriptor(self, path: str) -> int:
         if path not in self.open:

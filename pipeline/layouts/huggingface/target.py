@@ -38,8 +38,9 @@ from paddle_reshard.pipeline.layouts.huggingface.peft import adapter_config, ada
 from paddle_reshard.pipeline.layouts.huggingface.sidecars import donated_files, plan_huggingface_sidecars
 from paddle_reshard.pipeline.layouts.lora import without_base
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.quantised import BLOCK, SCALES, fp8_config
+from paddle_reshard.pipeline.layouts.quantised import SCALES, fp8_config
 from paddle_reshard.pipeline.layouts.quantising import (
+    BLOCK,
     Quantisation,
     QuantisedFile,
     QuantisedTensor,
