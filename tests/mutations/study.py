@@ -400,6 +400,8 @@ SLOW = (
     "target: flex, averages",
     "target: unified, float32",
     "source: flex, 4 ranks, experts, averages",
+    "source: unified, experts",
+    "source: recorded, unified",
 )
 """Left to ``make exhaustive``: further states and dtypes of formats that the others have too."""
 
