@@ -30,6 +30,9 @@ DISTANCE_BITS = 56
 """Distances are below ``2**56`` bytes."""
 _KEPT_MULTIPLIERS = 256
 """Each takes 16 KiB."""
+_FEW = 64
+"""So few products take less time together, octet by octet, than one octet of all after the other."""
+_OCTETS = np.arange(8)
 _KEPT_LENGTHS = 4096
 """Tensors of a model have few different sizes."""
 
@@ -53,6 +56,9 @@ class Multiplier:
     def __call__(self, remainders: Remainders) -> Remainders:
         """All products."""
         octets = np.ascontiguousarray(remainders, dtype="<u8").view(np.uint8).reshape(*remainders.shape, 8)
+        if remainders.size <= _FEW:
+            few: Remainders = np.bitwise_xor.reduce(self._tables[_OCTETS, octets], axis=-1)
+            return few
         found = self._tables[0].take(octets[..., 0])
         for number in range(1, 8):
             found ^= self._tables[number].take(octets[..., number])

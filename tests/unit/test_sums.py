@@ -44,6 +44,7 @@ def test_remainders_of_pieces_add_up(pieces: list[bytes]) -> None:
 
 
 @settings(deadline=None)
+@example(b"many", 200)
 @given(st.binary(min_size=1, max_size=60), st.integers(1, 7))
 def test_remainders_in_a_row(message: bytes, count: int) -> None:
     each = np.full(count, crc.remainder_of(bit_by_bit(message), len(message)), dtype=np.uint64)
