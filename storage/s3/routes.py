@@ -397,6 +397,8 @@ async def _learn(
     loop: Any, client: Any, operation: Operation, request: Mapping[str, Any], seen: list[Noted]
 ) -> Route | str:
     """How to repeat the last of the requests that were made (after a redirect, that one counts); or why not."""
+    if operation.method == "HEAD":
+        return "their answers name the length of a body that does not follow"
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
     if not seen or type(session) is not AIOHTTPSession:
         return "its requests go an unusual way"

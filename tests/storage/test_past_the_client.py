@@ -62,6 +62,10 @@ def test_files_of_any_name(store: Store, bucket: str) -> None:
     for number, name in enumerate(NAMES):
         folder.put(name, f"{number}".encode())
         assert folder.read_object(name) == (f"{number}".encode(), folder.listing().files[name].version)
+        assert [folder.put_new(name, content) for content in (b"another", f"{number}".encode())] == [
+            False,
+            True,
+        ]
         upload_id = requests.create_upload(folder, f"{name} whole")
         assert uploads(store, bucket) == [f"a b/100%+/{name} whole"]
         assert requests.list_uploads(folder) == [(f"{name} whole", upload_id)]
