@@ -37,7 +37,7 @@ def converted(
         "config": config,
         "allow_missing": BUFFERS,
         "allow_replica_drift": True,
-        "fingerprint": "known",
+        "fingerprint": "full",  # the disk may copy tensors by itself, which "known" leaves out
     }
     targets = {}
     for name in ways:
