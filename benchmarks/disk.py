@@ -461,7 +461,7 @@ def copied_share(answer: dict[str, Any]) -> float | None:
 def standalone(bench: Bench, module: str, *arguments: str) -> str:
     """The table of a separate benchmark, whose verdicts are added to those of ``bench``."""
     found = run([sys.executable, "-m", f"benchmarks.{module}", "--json", *arguments])
-    answer = json.loads(found.output)
+    answer = json.loads(found.output.splitlines()[-1])  # Ray may print before it
     bench.verdicts += [Verdict(**verdict) for verdict in answer["verdicts"]]
     return str(answer["table"])
 
