@@ -32,7 +32,6 @@ from paddle_reshard.storage.aligned import (
     padding_between,
 )
 from paddle_reshard.storage.local.mounts import file_system
-from paddle_reshard.storage.store import CopyRange
 
 CLONING = {"ext4": False, "xfs": True}
 """File systems of a single machine on which direct and cached writes to one file are known to agree, and whether files
@@ -99,6 +98,10 @@ class PartFile:
         self._flags: int | None = None
         """The flags of the file, while the cache is bypassed with them and ``O_DIRECT``."""
 
+    def bypasses(self, nbytes: int) -> bool:
+        """Whether writes of a size are direct."""
+        return self.direct is not None and nbytes >= SMALLEST_BYTES
+
     def write(self, byte_offset: int, buffer: memoryview) -> None:
         """Write all of ``buffer``, directly where possible."""
         first = last = byte_offset + len(buffer)
@@ -161,7 +164,7 @@ def start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
 
 
 class Blocks:
-    """Memory through which ranges of files are copied: a few blocks, whatever the number of threads.
+    """Memory from which files are written: a few blocks, whatever the number of threads.
 
     Pickled without its memory.
     """
@@ -184,14 +187,19 @@ class Blocks:
                 self._free.append(block)
 
 
-def pieces(block: memoryview, copy: CopyRange) -> Iterator[tuple[int, memoryview]]:
-    """Cut a copy into pieces: how many bytes are before each, and memory in ``block`` for it, from which all but the
-    edges of the whole copy can be written directly."""
+def pieces(
+    block: memoryview, byte_offset: int, nbytes: int, source_offset: int
+) -> Iterator[tuple[int, memoryview]]:
+    """Cut a range of a file into pieces: how many bytes come before each, and memory in ``block`` for it.
+
+    From there all but the edges of the whole range can be written directly. The memory suits content that begins as
+    many bytes after a page as ``source_offset`` tells.
+    """
     done = 0
-    while done < copy.nbytes:
-        start = copy.byte_offset + done
+    while done < nbytes:
+        start = byte_offset + done
         stop = (start + BLOCK_BYTES - EDGE_BYTES) // EDGE_BYTES * EDGE_BYTES
-        size = min(copy.nbytes - done, stop - start)
-        first = padding_between(copy.source_offset + done, start)
+        size = min(nbytes - done, stop - start)
+        first = padding_between(source_offset + done, start)
         yield done, block[first : first + size]
         done += size
