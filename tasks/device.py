@@ -7,7 +7,7 @@ bands to parts, and every part is fetched once. All movers give the same bits.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from math import prod
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.mixture import Term
 from paddle_reshard.storage.aligned import memory_for
 from paddle_reshard.tasks.boxes import cast_box, copy_box
@@ -48,6 +49,8 @@ class Mover(Protocol):
 
     on_host: bool
     """Whether bands and parts are in host memory."""
+    reuses_memory: bool
+    """Whether a part lies in memory that was used before, so that zeros must be written to it."""
 
     def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """Host memory to read a band into, which is in a file from ``byte_offset`` on."""
@@ -58,8 +61,14 @@ class Mover(Protocol):
     def load(self, band: Buffer) -> Any:
         """Copy a band to the mover's memory, or return it as it is; it is not changed."""
 
-    def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
-        """A part, all zeros, which is written to a file from ``byte_offset`` on."""
+    def zeros(
+        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
+    ) -> Any:
+        """A part, all zeros, which is written to a file from ``byte_offset`` on.
+
+        If ranges ``[start, stop)`` of it are given as ``unwritten``, all other bytes will be written, and hold anything
+        until then.
+        """
 
     def move(self, source: Box, target: Box) -> None:
         """Copy a box of a band into a part; cast it if the dtypes differ.
@@ -96,6 +105,7 @@ class HostMover:
     """Moves in host memory, with NumPy."""
 
     on_host = True
+    reuses_memory = False
 
     def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """New memory."""
@@ -108,7 +118,9 @@ class HostMover:
         """The band itself."""
         return band
 
-    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
+    def zeros(
+        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
+    ) -> Buffer:
         """A part, all zeros."""
         return self.allocate(nbytes, byte_offset)
 
@@ -149,6 +161,7 @@ class PaddleMover:
     """
 
     on_host = False
+    reuses_memory = False
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()
@@ -173,7 +186,9 @@ class PaddleMover:
         """A copy of the band on the device."""
         return self.paddle.to_tensor(band)
 
-    def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
+    def zeros(
+        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
+    ) -> Any:
         """A part on the device, all zeros."""
         return self.paddle.zeros([nbytes], dtype="uint8")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar, runtime_checkable
 
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, ignore_events
 from paddle_reshard.pipeline.layouts.reading import Readable
@@ -15,6 +16,14 @@ FILES_IN_FLIGHT = 64
 """Files indexed at a time if the store is slow to respond: each thread mostly waits."""
 LATE_SECONDS = 0.1
 """Total waiting time up to which threads are not worth starting."""
+
+
+@runtime_checkable
+class KeepsOpen(Protocol):
+    """A store whose files may stay open between the reads of one thread."""
+
+    def kept_open(self) -> AbstractContextManager[Readable]:
+        """The same files."""
 
 
 def index_here(
@@ -40,15 +49,16 @@ def _indexed(
 ) -> Iterator[tuple[str, T]]:
     pending = iter(sizes.items())
     waited = worked = 0.0
-    for path, size_bytes in pending:
-        began, began_work = time.perf_counter(), time.thread_time()
-        one = index(store, path, size_bytes)
-        work = time.thread_time() - began_work
-        worked += work
-        waited += time.perf_counter() - began - work
-        yield path, one
-        if waited > max(LATE_SECONDS, 2 * worked):
-            break
+    with store.kept_open() if isinstance(store, KeepsOpen) else nullcontext(store) as files:
+        for path, size_bytes in pending:
+            began, began_work = time.perf_counter(), time.thread_time()
+            one = index(files, path, size_bytes)
+            work = time.thread_time() - began_work
+            worked += work
+            waited += time.perf_counter() - began - work
+            yield path, one
+            if waited > max(LATE_SECONDS, 2 * worked):
+                break
     if rest := dict(pending):
         from paddle_reshard.tasks.foreseen import index_foreseen
 

@@ -33,6 +33,8 @@ class Workspace(HostMover):
     Parts are allocated before bands. Buffers are valid until :meth:`clear`, those of bands until :meth:`release`.
     """
 
+    reuses_memory = True
+
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.memory: Buffer = np.empty(0, dtype=np.uint8)
@@ -50,10 +52,13 @@ class Workspace(HostMover):
         """Make the running group fail before its next move or write."""
         self.stopped = True
 
-    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
-        """A part, all zeros."""
+    def zeros(
+        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
+    ) -> Buffer:
+        """A part, zeros where no move will write."""
         part = self._take(nbytes, byte_offset, DISK_BLOCK_BYTES if nbytes >= LARGE_BYTES else LINE_BYTES)
-        part.fill(0)
+        for start, stop in ((0, nbytes),) if unwritten is None else unwritten:
+            part[start:stop] = 0
         self.parts_bytes, self.parts_spare = self.used_bytes, self.spare_bytes
         return part
 

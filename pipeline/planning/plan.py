@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
@@ -173,9 +174,10 @@ class Plan:
     @cached_property
     def checked_parameters(self) -> tuple[int, int]:
         """How many parameters are compared with their master weights in full, and how many by samples."""
-        kinds = self.ops["kind"]
-        every, some = (np.unique(self.ops["tensor"][np.isin(kinds, k)]) for k in ((CHECK, HOLD), (PROBE,)))
-        return len(np.setdiff1d(every, some)), len(some)
+        every, some = np.zeros((2, len(self.tensors)), dtype=bool)
+        for kind, compared in ((CHECK, every), (HOLD, every), (PROBE, some)):
+            compared[self.ops["tensor"][self.ops["kind"] == kind]] = True
+        return int(np.count_nonzero(every & ~some)), int(np.count_nonzero(some))
 
     @property
     def copied_bytes(self) -> int:
