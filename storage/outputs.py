@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.storage.store import (
     OWN_PREFIX,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
+
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.part_limits import CopyLimits
@@ -213,7 +214,7 @@ class Target(Protocol):
         self,
         files: Sequence[NewFile],
         identity: Identity,
-        openness: Openness = Openness(),
+        openness: Openness = Openness(),  # noqa: B008 (frozen)
     ) -> tuple[WritePart, Sequence[Record]]:
         """Prepare all files except the manifest, or resume an earlier run; the finished units.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import readable_bytes
 
 

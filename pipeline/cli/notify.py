@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import click
 
 from paddle_reshard.pipeline.core.errors import FinishedError, ReshardError, UsageError
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import PathLike
 
 

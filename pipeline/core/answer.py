@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 SCHEMA_VERSION = 1
 """Version of the output of ``--json``; it increases when an entry is removed or changes its meaning."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 THREAD = "thread_"
 """How the names of workers in this process begin; they share its memory."""

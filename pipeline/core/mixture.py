@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True)

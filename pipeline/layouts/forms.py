@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, RuleTable, evaluate_sizes

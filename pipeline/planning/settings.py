@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 STEP_BYTES = 4 << 20
 """Both sides of a step of each of a few workers fit the third-level cache."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.watch.claims import (
     Attempt,
     Basis,

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -37,6 +37,7 @@ from botocore.parsers import ResponseParserError, ResponseParserFactory
 from botocore.serialize import create_serializer
 from fsspec.asyn import sync
 
+from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.remote.retry import DamagedBody, response_of
 from paddle_reshard.storage.s3.signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signature
 from paddle_reshard.storage.s3.wire import Answer, Connections, Server
@@ -61,8 +62,8 @@ _LASTING_CHECKSUMS = frozenset({f"{_CHECKSUM}algorithm", f"{_CHECKSUM}type"})
 """They say how a whole file is checked, not what a body amounts to."""
 _VALIDATION = f"{_CHECKSUM}mode"
 """Asks for a checksum of a body, which is not checked: ranges have none."""
-_OF_A_BODY = ("content-md5", "x-amz-sdk-checksum-algorithm", "x-amz-trailer")
-"""Headers of a body that the client checksums."""
+_OF_A_BODY = ("x-amz-sdk-checksum-algorithm", "x-amz-trailer")
+"""Headers of a body that the client checksums while it sends it."""
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ import os
 import platform
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from paddle_reshard.pipeline.core.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True)
