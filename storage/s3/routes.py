@@ -62,8 +62,8 @@ _LASTING_CHECKSUMS = frozenset({f"{_CHECKSUM}algorithm", f"{_CHECKSUM}type"})
 """They say how a whole file is checked, not what a body amounts to."""
 _VALIDATION = f"{_CHECKSUM}mode"
 """Asks for a checksum of a body, which is not checked: ranges have none."""
-_OF_A_BODY = ("x-amz-sdk-checksum-algorithm", "x-amz-trailer")
-"""Headers of a body that the client checksums while it sends it."""
+_OF_A_BODY = ("content-md5", "x-amz-sdk-checksum-algorithm", "x-amz-trailer")
+"""Headers of a body that the client checksums."""
 
 logger = logging.getLogger(__name__)
 

@@ -121,6 +121,21 @@ def test_checksums_that_the_user_has_the_client_compute_are_left_to_it(
     assert seen["CompleteMultipartUpload"] == 1
 
 
+def test_a_digest_that_a_handler_adds_to_each_body_is_not_repeated(store: Store, bucket: str) -> None:
+    """As buckets with object lock want it."""
+    folder = folder_at(bucket, {**store.options, "config_kwargs": {"user_agent_extra": "digests"}})
+    seen = watch_client(folder)
+
+    def add(params: dict[str, Any], **_: object) -> None:
+        params["headers"]["Content-MD5"] = requests.base64_md5(params["body"].getvalue())
+
+    folder.open()[0].s3.meta.events.register("before-call.s3.PutObject", add)
+    for content in (b"one", b"another"):
+        folder.request("put_object", "a", Body=content)
+        assert in_bucket(store, bucket, "") == {"a": content}
+    assert seen["PutObject"] == 2
+
+
 @pytest.mark.parametrize("kind", ["slow_down", "late", "reset", "lose"])
 def test_a_completion_that_fails_is_repeated_and_counted(
     kind: str, store: Store, bucket: str, proxy: Proxy
