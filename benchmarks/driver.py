@@ -1,12 +1,13 @@
 """How much processor time does the driver of a conversion on Ray take for each group?
 
-    python -m benchmarks.driver [--workers 2 16 64] [--groups 20000] [--full]
+    python -m benchmarks.driver [--workers 2 16 64] [--groups 20000] [--quick]
 
-The plan is that of a real conversion, of 70 billion parameters on 512 ranks or, with ``--full``, of 671 billion on
-2,048. Only its workers do nothing: they receive every group, unpack it, and answer with the receipts that it would
-have. So the driver's work is complete: groups are handed out, receipts collected, and the ledger is written to a disk.
-Its time is processor time of its own process, threads of Ray in it included, because the workers share the machine's
-cores with it; that also bounds the groups per second where there are few cores.
+The plan is that of a real conversion, of 671 billion parameters on 2,048 ranks. With ``--quick`` it is the beginning of
+one of 70 billion on 512, with 2 workers: too short for many, whose batches begin with single groups. Only its workers do
+nothing: they receive every group, unpack it, and answer with the receipts that it would have. So the driver's work is
+complete: groups are handed out, receipts collected, and the ledger is written to a disk. Its time is processor time of
+its own process, threads of Ray in it included, because the workers share the machine's cores with it; that also bounds
+the groups per second where there are few cores. The clocks start when all workers have.
 """
 
 from __future__ import annotations
@@ -40,22 +41,28 @@ from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import GroupWork
+from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Openness, ReadRange, Receipt
+from paddle_reshard.tasks.answers import Answer
 from paddle_reshard.tasks.group import GroupReport
 
 REPO = Path(__file__).parents[1]
 SMALL, FULL = 2, 3
 """Rows of ``benchmarks.planning``."""
+QUICK_GROUPS = 20_000
+START_SECONDS = 600
 
 
 @dataclass(frozen=True)
 class Nothing(ReadRange):
-    """A source of files that nobody reads."""
+    """A source of files full of zeros. Only the last group is read, in which idle workers share."""
 
     files: Mapping[str, int]
+    gate: Path
+    """A folder in which each worker notes that it is there."""
+    workers: int
     location: str = "nowhere"
     openness: Openness = Openness()
 
@@ -66,11 +73,21 @@ class Nothing(ReadRange):
         return dict.fromkeys(self.files, "1")
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        raise NotImplementedError
+        """Leave new memory as it is."""
 
 
 class IdleWorker(ReshardWorker):
-    """Says that each group is done."""
+    """Says that each group is done, as soon as all workers are there."""
+
+    def run(self, batch: WorkBatch) -> Answer:
+        source: Any = self.source
+        (source.gate / str(os.getpid())).touch()
+        deadline = time.monotonic() + START_SECONDS
+        while len(os.listdir(source.gate)) < source.workers:
+            if time.monotonic() > deadline:
+                raise SystemExit("some workers do not start")
+            time.sleep(0.05)
+        return super().run(batch)
 
     def _run(self, work: GroupWork) -> GroupReport:
         receipts = tuple(
@@ -86,8 +103,8 @@ class IdleWorker(ReshardWorker):
         return GroupReport(work.group, work.peak_bytes, written, receipts)
 
 
-def planned(number: int, groups: int) -> Plan:
-    """A plan of ``benchmarks.planning``, of which the first ``groups`` are run."""
+def planned(number: int, groups: int | None) -> Plan:
+    """A plan of ``benchmarks.planning``, of which the first ``groups`` are run, or all."""
     row = ROWS[number]
     checkpoint = catalog_of(row.dims, row.source)
     laid_out = layout_hybrid(checkpoint, row.target)
@@ -102,15 +119,16 @@ CPU_MS_GOAL, RATE_GOAL = 0.1, 5_000
 
 def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...]:
     """Run all groups, say what the driver took, and judge it."""
-    source = Nothing({file.path: file.size_bytes for file in plan.source_files})
-    conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
     engine = RayEngine(workers=workers, memory_bytes=1 << 30)
-    with tempfile.TemporaryDirectory(prefix="driver-") as folder:
+    with tempfile.TemporaryDirectory(prefix="driver-") as folder, tempfile.TemporaryDirectory() as gate:
+        files = {file.path: file.size_bytes for file in plan.source_files}
+        source = Nothing(files, Path(gate), workers)
+        conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
         target = LocalTarget(Path(folder) / "T", overwrite=False)
         marks: list[tuple[float, float]] = []
 
         def counted(*arguments: Any) -> Any:
-            """The clocks start with the first answer: Ray and the workers take their time to start."""
+            """The clocks start with the first answer, when all workers have started."""
             for report in engine(*arguments):
                 if not marks:
                     marks.append((time.process_time(), time.perf_counter()))
@@ -166,13 +184,12 @@ HEAD = ("workers", "groups", "driver CPU per group (ms)", "groups per second", "
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 16, 64])
-    parser.add_argument("--groups", type=int, default=20_000, help="run only the first of them")
-    parser.add_argument("--full", action="store_true", help="the plan of 671 billion parameters")
-    parser.add_argument("--quick", action="store_true", help="2 workers only")
+    parser.add_argument("--groups", type=int, help="run only the first of them")
+    parser.add_argument("--quick", action="store_true", help="a small plan and 2 workers only")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--profile", type=Path, help="write a profile of the driver to this file")
     given = parser.parse_args()
-    plan = planned(FULL if given.full else SMALL, given.groups)
+    plan = planned(*(SMALL, given.groups or QUICK_GROUPS) if given.quick else (FULL, given.groups))
     print(f"planned, {np.count_nonzero(plan.parts['group'] < plan.groups):,} parts", file=sys.stderr)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     actors.ReshardWorker = IdleWorker
