@@ -2,12 +2,12 @@
 
     python -m benchmarks.driver [--workers 2 16 64] [--groups 20000] [--quick]
 
-The plan is that of a real conversion, of 671 billion parameters on 2,048 ranks. With ``--quick`` it is the beginning of
-one of 70 billion on 512, with 2 workers: too short for many, whose batches begin with single groups. Only its workers do
-nothing: they receive every group, unpack it, and answer with the receipts that it would have. So the driver's work is
-complete: groups are handed out, receipts collected, and the ledger is written to a disk. Its time is processor time of
-its own process, threads of Ray in it included, because the workers share the machine's cores with it; that also bounds
-the groups per second where there are few cores. The clocks start when all workers have.
+The plan is that of a real conversion, of 671 billion parameters on 2,048 ranks. With ``--quick`` it is the beginning
+of one of 70 billion on 512, with 2 workers: too short for many, whose batches begin with single groups. Only its
+workers do nothing: they receive every group, unpack it, and answer with the receipts that it would have. So the
+driver's work is complete: groups are handed out, receipts collected, and the ledger is written to a disk. Its time is
+processor time of its own process, threads of Ray in it included, because the workers share the machine's cores with
+it; that also bounds the groups per second where there are few cores. The clocks start when all workers have.
 """
 
 from __future__ import annotations
