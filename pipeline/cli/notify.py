@@ -10,7 +10,6 @@ import base64
 import json
 import logging
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +115,8 @@ class Program:
 
     def send(self, message: bytes) -> None:
         """Run it, without its output."""
+        import subprocess
+
         quiet = subprocess.DEVNULL
         try:
             done = subprocess.run(

@@ -13,8 +13,6 @@ from functools import partial
 
 from paddle_reshard.clusters.choose import choose_engine, choose_indexing, observed
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.aoa.conventions import to_convention
-from paddle_reshard.pipeline.aoa.rewrite import rewrite
 from paddle_reshard.pipeline.convert.asked import stated_request
 from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_complete
@@ -70,7 +68,6 @@ from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
-from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.index import index_here
 
@@ -122,13 +119,16 @@ def plan_request(
     index_files: IndexFiles,
     in_process: bool = False,
     limits: PartLimits = PartLimits(),
+    outputs: Outputs | None = None,
 ) -> ConversionPlan:
     """Index the source, lay out the targets and plan the conversion; nothing is moved.
 
-    ``limits`` are those of the targets' stores, if the request names no targets.
+    ``limits`` are those of the targets' stores, if the request names no targets; ``outputs`` are its targets, if they
+    are open already.
     """
     locations = request.locations
-    outputs = open_targets(locations, settings.resume) if locations.targets else None
+    if outputs is None and locations.targets:
+        outputs = open_targets(locations, settings.resume)
     filling = read_filling(locations.fill, request.allow_missing, locations.reading)
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules, request.convention), load_config(request.config)
@@ -146,15 +146,21 @@ def plan_request(
         store, checkpoint = merge_into(base_store, base, store, checkpoint)
     of_source = checkpoint.model.config
     if program is not None:
+        from paddle_reshard.pipeline.aoa.rewrite import rewrite
+
         checkpoint = rewrite(
             checkpoint, program, tables if needs_rule_table(request.target_requests) else None, config
         )
     if request.convention is not None:
+        from paddle_reshard.pipeline.aoa.conventions import to_convention
+
         checkpoint = to_convention(checkpoint, request.convention, tables, config)
         checkpoint = replace(checkpoint, rewritten=trainer_state_for(own, request.convention))
     checkpoint = replace(checkpoint, former_config=of_source)
     donor = None
     if locations.like is not None:
+        from paddle_reshard.storage.views import JoinedSource, Mount
+
         donor_store = open_source(locations.like, *locations.reading)
         donor = read_donor(SourceFiles(donor_store, None, index_here, index_files))
         store = JoinedSource((Mount("", store), Mount(DONOR, donor_store)))
@@ -216,14 +222,14 @@ def resumed_request(
     raise FinishedError(f"{outputs.location}: already finished, and matches its manifest; nothing to do")
 
 
-MakePlan = Callable[[IndexFiles, bool], ConversionPlan]
-"""Makes a plan, given a function that indexes files, and whether groups will run in this process."""
+MakePlan = Callable[[Outputs, IndexFiles, bool], ConversionPlan]
+"""Makes a plan, given the targets, a function that indexes files, and whether groups will run in this process."""
 
 
 def plan_and_run(
     make_plan: MakePlan, request: ConversionRequest, settings: RunSettings, observe: Observer
 ) -> ConversionReport:
-    """Make a plan, open the targets and run the plan; ``observe`` receives all events."""
+    """Open the targets, make a plan and run it; ``observe`` receives all events."""
     engine = choose_engine(
         settings.cluster,
         settings.workers,
@@ -236,7 +242,8 @@ def plan_and_run(
     started = time.monotonic()
     counted, index_files = count_retries(), choose_indexing(engine, observe)
     observe(StepStarted("plan"))
-    conversion = make_plan(index_files, isinstance(engine, InlineEngine))
+    outputs = open_targets(request.locations, settings.resume, settings.take_over)
+    conversion = make_plan(outputs, index_files, isinstance(engine, InlineEngine))
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     decisions = [decision for target in conversion.targets for decision in target.spec.decisions]
     decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
@@ -248,7 +255,6 @@ def plan_and_run(
         engine = engine.reserving_metadata(
             tensors, conversion.pieces, conversion.plan.peak_bytes, conversion.spare_bytes
         )
-    outputs = open_targets(request.locations, settings.resume, settings.take_over)
     moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(
@@ -266,8 +272,8 @@ def convert_with(
     request = read_request((source,), target, options, settings.sizes)
     asked = stated_request(target, options)
 
-    def make_plan(index_files: IndexFiles, in_process: bool) -> ConversionPlan:
-        made = plan_request(request, settings.run, index_files, in_process)
+    def make_plan(outputs: Outputs, index_files: IndexFiles, in_process: bool) -> ConversionPlan:
+        made = plan_request(request, settings.run, index_files, in_process, outputs=outputs)
         if settings.run.expected_plan is not None:
             from paddle_reshard.pipeline.convert.plan_file import check_is_saved
 

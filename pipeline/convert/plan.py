@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, cast
 
-from paddle_reshard.pipeline.aoa.conventions import configured_for
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
 from paddle_reshard.pipeline.convert.options import (
     TARGET_OPTIONS,
@@ -337,6 +336,8 @@ def _as_requested(source: Checkpoint, request: ConversionRequest) -> tuple[Check
         source = without_mtp(source)
         wanted = configured_without_mtp(source)
     if request.convention is not None:
+        from paddle_reshard.pipeline.aoa.conventions import configured_for
+
         wanted = configured_for(wanted, request.convention)
     if request.vocab_pad is not None:
         wanted = resize_vocabulary(wanted, request.vocab_pad, grow=True)

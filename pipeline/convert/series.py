@@ -53,6 +53,7 @@ from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_fo
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.ema import Averaging, factors
@@ -294,12 +295,11 @@ def average_request(
     stated: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Run a request made by :func:`read_average`; its manifest states it as in ``stated``."""
-    return plan_and_run(
-        lambda index_files, _: replace(plan_average(request, weighting, settings, index_files), asked=stated),
-        request,
-        settings,
-        observe,
-    )
+
+    def make_plan(outputs: Outputs, index_files: IndexFiles, in_process: bool) -> ConversionPlan:
+        return replace(plan_average(request, weighting, settings, index_files, outputs), asked=stated)
+
+    return plan_and_run(make_plan, request, settings, observe)
 
 
 def read_average(
@@ -331,10 +331,12 @@ def plan_average(
     weighting: Weighting,
     settings: RunSettings,
     index_files: IndexFiles = index_here,
+    outputs: Outputs | None = None,
 ) -> ConversionPlan:
-    """Plan what :func:`average` does, without moving anything."""
+    """Plan what :func:`average` does, without moving anything; ``outputs`` are its targets, if open already."""
     locations = request.locations
-    outputs = open_targets(locations, settings.resume)
+    if outputs is None:
+        outputs = open_targets(locations, settings.resume)
     stores = [open_checkpoint(source, locations.reading) for source in locations.sources]
     tables, config = load_tables(request.rules), load_config(request.config)
     missing = MissingPolicy(allowed=request.allow_missing)

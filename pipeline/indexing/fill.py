@@ -9,10 +9,8 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
-from paddle_reshard.storage.formats.safetensors import parse_safetensors
 from paddle_reshard.storage.locate import Access, open_file
 from paddle_reshard.storage.store import Source
-from paddle_reshard.storage.views import JoinedSource, Mount
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,8 @@ class Filling:
         """The checkpoint joined with the given file, under the path that ``policy`` uses."""
         if self.given is None or self.policy.file is None:
             return source
+        from paddle_reshard.storage.views import JoinedSource, Mount
+
         store, name = self.given
         prefix = self.policy.file.path.removesuffix(name)
         return JoinedSource((Mount("", source), Mount(prefix, store)))
@@ -51,6 +51,8 @@ def read_filling(location: str | None, allowed: Sequence[str], access: Access) -
     """
     if location is None:
         return Filling(MissingPolicy(allowed=texts_of(allowed)))
+    from paddle_reshard.storage.formats.safetensors import parse_safetensors
+
     store, name = open_file(location, access.options, access.schemes)
     size_bytes = store.sizes()[name]
     shown = f"--fill {store.location}/{name}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def user_at_host() -> str:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):
         user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
+    return f"{user}@{platform.node()}"
 
 
 def this_process() -> Holder:
@@ -61,7 +60,7 @@ def this_process() -> Holder:
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     return Holder(
-        host=socket.gethostname() or platform.node(),
+        host=platform.node(),
         machine=hashlib.sha256(machine.read_bytes()).hexdigest()[:8] if machine.exists() else "",
         boot=boot.read_text().strip() if boot.exists() else "",
         pid_space=os.readlink(space) if space.exists() else "",

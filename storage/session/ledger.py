@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import secrets
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -334,7 +334,7 @@ def acquire_lock(store: SessionStore, location: str, take_over: bool) -> bool:
         return False
     record, now = SessionRecord.parse(found[0], store.location), time.time()
     refuse_busy(record, location, take_over, now)
-    lock = Lock(this_process(), secrets.token_hex(8), now, LEASE_SECONDS, True)
+    lock = Lock(this_process(), os.urandom(8).hex(), now, LEASE_SECONDS, True)
     if store.write(replace(record, lock=lock).data(), found[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
@@ -385,7 +385,7 @@ class Session:
             If another run holds it, or if it exists and ``resume`` is not set.
         """
         now, me = clock(), this_process()
-        lock = Lock(me, secrets.token_hex(8), now, LEASE_SECONDS, True)
+        lock = Lock(me, os.urandom(8).hex(), now, LEASE_SECONDS, True)
         found = store.read()
         if found is None:
             record, version, records = SessionRecord(identity, lock, Phase.MOVE, now, me.boot), None, []

@@ -19,7 +19,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -160,7 +159,9 @@ class DiskSessionStore:
     def remove_alone(self) -> None:
         """The same, for a caller that holds the lock."""
         if self.files.is_dir():
-            shutil.rmtree(self.files)
+            from shutil import rmtree
+
+            rmtree(self.files)
         for path in (self.lines, _new(self.lines), self.session):
             path.unlink(missing_ok=True)
         self._remove_folder()

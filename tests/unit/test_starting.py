@@ -119,6 +119,30 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
     assert not ours & {"storage.formats.safetensors", "storage.formats.dist_metadata"}
 
 
+def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
+    modules = loaded("convert", DEMO, tmp_path / "T", "--to", "tp=2", "--quiet")
+    assert "awscrt" in modules  # for checksums
+    assert not modules & {
+        *(HEAVY - {"numpy", "awscrt"}),
+        "numpy.ma",
+        "socket",
+        "secrets",
+        "shutil",
+        "subprocess",
+    }
+    ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
+    assert "pipeline.convert.conversion" in ours
+    assert not ours & {
+        "pipeline.aoa",
+        "pipeline.convert.series",
+        "pipeline.layouts.flex.target",
+        "pipeline.layouts.huggingface.target",
+        "storage.formats.safetensors",
+        "storage.views",
+        "tasks.quantise",
+    }
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_loads_no_further_command(command: str) -> None:
     declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
