@@ -59,6 +59,7 @@ from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Sou
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.index import index_here
+from paddle_reshard.tasks.quantise import QuantisingWriter, scale_file
 from paddle_reshard.tasks.sums import Sum, added
 
 COPY_BYTES = 8 << 20
@@ -278,8 +279,6 @@ def _move(
     writer, records = outputs.begin(_new_files(plan), identify(conversion), source.openness)
     stored = writer
     if plan.quantised is not None:
-        from paddle_reshard.tasks.quantise import QuantisingWriter
-
         writer = QuantisingWriter(writer, plan.quantised.files)
     # Groups with drift that this run does not allow are run again.
     done = {
@@ -370,8 +369,6 @@ def _write_scales(
     path: str, file: ScaleFile, receipts: Sequence[Receipt], plan: Plan, writer: WritePart
 ) -> list[Receipt]:
     """Write a file of scales, given the receipts of all quantised parts."""
-    from paddle_reshard.tasks.quantise import scale_file
-
     content = memoryview(
         scale_file(path, file, {} if plan.quantised is None else plan.quantised.files, receipts)
     )

@@ -139,7 +139,6 @@ def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
         "pipeline.layouts.huggingface.target",
         "storage.formats.safetensors",
         "storage.views",
-        "tasks.quantise",
     }
 
 
