@@ -8,10 +8,10 @@ object stores.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, TENSOR_FOLDERS
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
 from paddle_reshard.storage.formats.manifest import own_manifest
 

@@ -12,13 +12,13 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import SignatureError, UsageError
 from paddle_reshard.pipeline.core.extras import require
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 
 KEYS = "an unencrypted elliptic-curve key in PEM format, on P-256, P-384 or P-521"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 USUAL_NAME_BYTES = 255
 

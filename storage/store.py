@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.part_limits import CopyLimits
@@ -214,7 +213,7 @@ class Target(Protocol):
         self,
         files: Sequence[NewFile],
         identity: Identity,
-        openness: Openness = Openness(),  # noqa: B008 (frozen)
+        openness: Openness = Openness(),
     ) -> tuple[WritePart, Sequence[Record]]:
         """Prepare all files except the manifest, or resume an earlier run; the finished units.
 

@@ -7,10 +7,10 @@ fast as objects, and each path and each figure of the worker is sent once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from paddle_reshard.pipeline.core.errors import DriftError, ReshardError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.store import Receipt
 from paddle_reshard.tasks.figures import WorkerFigures
 from paddle_reshard.tasks.group import GroupReport

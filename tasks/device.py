@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from typing import Any, Protocol
@@ -16,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.mixture import Term
 from paddle_reshard.storage.aligned import memory_for
 from paddle_reshard.tasks.boxes import cast_box, copy_box

@@ -7,11 +7,12 @@ sum).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 Floats = npt.NDArray[np.float32]
 STARTS = ("weights", "zero")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Fragments, hulls
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.storage.views import ComputedSource

@@ -10,12 +10,11 @@ a rounded 1 / 448, and the last bit of a scale may differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts.quantising import BLOCK, FLOAT_BYTES, Piece, QuantisedFile, ScaleFile
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 

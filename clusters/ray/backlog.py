@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.core.errors import GroupFailedError, MemoryBudgetError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import WorkBatch, Works
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -12,7 +13,6 @@ from paddle_reshard.clusters.ray.actors import SIDE_BY_SIDE
 from paddle_reshard.clusters.ray.backlog import Attempt
 from paddle_reshard.clusters.ray.exchange import band_bytes, split_group
 from paddle_reshard.clusters.ray.state import Running, Worker
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import one_line
 from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 

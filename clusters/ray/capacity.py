@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from paddle_reshard.clusters.ray.labels import Labels, LabelSelector, labels_in_words
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 

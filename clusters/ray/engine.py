@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.clusters.ray.actors import Actors, live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
@@ -45,7 +45,6 @@ from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.group import GroupReport

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -26,7 +27,6 @@ from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_node
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.remote.retry_counts import count_retries, note_retry

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from paddle_reshard.clusters.ray import environment
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 PACKAGE = Path(__file__).parents[2]
 POLL_SECONDS = 1.0

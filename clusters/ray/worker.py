@@ -13,12 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.clusters.container import check_memory_limit
 from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import one_line
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES

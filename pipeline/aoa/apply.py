@@ -11,13 +11,13 @@ concatenated tensors become copies of a single one, which the plan compares bit 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.aoa.follow import target_catalog
 from paddle_reshard.pipeline.aoa.language import AoaProgram
 from paddle_reshard.pipeline.aoa.run import Run
 from paddle_reshard.pipeline.aoa.sources import Source
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.tensors import Cast
 
 

@@ -8,13 +8,12 @@ columns [2, 3) of ``a`` at offset (0, 0) and columns [0, 1) of ``b`` at offset (
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.aoa.language import Fused
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,7 +39,6 @@ from paddle_reshard.pipeline.convert.request import check_options, read_settings
 from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.choices import UPLOADS
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:

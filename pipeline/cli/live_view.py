@@ -9,10 +9,10 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from paddle_reshard.pipeline.core.events import THREAD, Event
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.run_state import EndedStep, RunState, WorkerState
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 

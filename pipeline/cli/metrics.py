@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.run_state import RunState
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -21,7 +21,6 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import click
 
 from paddle_reshard.pipeline.core.errors import FinishedError, ReshardError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport

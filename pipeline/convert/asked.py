@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from paddle_reshard.pipeline.convert.options import (
@@ -33,7 +33,6 @@ from paddle_reshard.pipeline.convert.resuming import (
 )
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import FormatError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed

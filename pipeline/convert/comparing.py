@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from paddle_reshard.clusters.choose import Engine
@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, Waiting
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.work import Works, plan_work

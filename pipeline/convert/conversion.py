@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from paddle_reshard.clusters.choose import choose_engine, choose_indexing, observed
@@ -43,7 +43,6 @@ from paddle_reshard.pipeline.core.events import (
     ignore_events,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import (
     SHOWN_DIFFERENCES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -11,7 +12,6 @@ import numpy as np
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut
 from paddle_reshard.pipeline.core.catalog import Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.layouts.files import LaidOut

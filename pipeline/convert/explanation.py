@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.core.tensors import DTYPES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from paddle_reshard.pipeline.core.crc import checksum_of
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, Waiting, ignore_events
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.tensor_columns import Tensors

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paddle_reshard.pipeline.core.frozen import dataclass
+from dataclasses import dataclass
+
 from paddle_reshard.pipeline.core.units import PathLike
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
@@ -15,7 +15,6 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SCHEDULER
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
 from paddle_reshard.pipeline.core.topology import Topology

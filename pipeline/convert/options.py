@@ -9,6 +9,7 @@ sessions, jobs and schedules. Nothing heavy is imported here, because help and c
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
@@ -23,7 +24,6 @@ from paddle_reshard.pipeline.core.choices import (
     MASTER_WEIGHTS,
     REPLICAS,
 )
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,6 @@ from paddle_reshard.pipeline.convert.options import (
     is_complete,
 )
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_count, texts_of
 from paddle_reshard.storage.formats.typed_json import EntryError, typed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paddle_reshard.pipeline.convert.fingerprint import read_document
@@ -16,7 +17,6 @@ from paddle_reshard.pipeline.convert.integrity import check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, SignatureError, TargetError, UsageError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, SIGNATURE_SUFFIX
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.storage.formats.fingerprints import parse_fingerprints

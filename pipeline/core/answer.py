@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 SCHEMA_VERSION = 1
 """Version of the output of ``--json``; it increases when an entry is removed or changes its meaning."""

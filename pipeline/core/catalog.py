@@ -11,7 +11,7 @@ The columns are NumPy arrays, because the planner also runs inside training jobs
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
-
-from paddle_reshard.pipeline.core.frozen import dataclass
+from dataclasses import dataclass, field
 
 THREAD = "thread_"
 """How the names of workers in this process begin; they share its memory."""

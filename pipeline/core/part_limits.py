@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddle_reshard.pipeline.core.frozen import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

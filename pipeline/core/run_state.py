@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.core.events import (
     THREAD,
@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.core.events import (
     Waiting,
     WorkerAssigned,
 )
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 MOST_STEPS = 64
 """Steps that are kept after their end."""

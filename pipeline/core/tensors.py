@@ -6,10 +6,10 @@ moment. Dtypes are what the values mean; ``code`` is how NumPy spells the stored
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape
 
 PARAM = "param"

@@ -6,11 +6,10 @@ of one pipeline rank into chunks, and is kept beside the axes.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from math import prod
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.limits import MAX_PARTS, MAX_RANKS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 

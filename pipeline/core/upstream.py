@@ -11,10 +11,10 @@ only what a file holds; what it says beyond the proven versions is named where i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 

@@ -7,6 +7,7 @@ recorded checksum. A part is written when all of its blocks are complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
@@ -15,7 +16,6 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, MemoryBudgetError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.delta.batches import (
     BATCH_BYTES,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.pipeline.core.file_names import DELTA, TENSOR_FOLDERS
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.delta.coding import BLOCK_BYTES, ITEM_BYTES, Coding, most_written_bytes
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, shown, typed

@@ -12,6 +12,7 @@ import tempfile
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, MemoryBudgetError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.delta.batches import (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.delta.coding import Coding, decode, encode
 
 CODEC = "zstd"

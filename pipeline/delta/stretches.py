@@ -10,10 +10,9 @@ bytes. A file whose tensors cannot be located is compared as plain bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.delta.coding import BLOCK_BYTES, ITEM_BYTES
 from paddle_reshard.storage.formats.paddle_pickle import ITEM_BYTES as BYTES_OF_CODE
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray, parse_pickle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.convert.options import check_names
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.delta.batches import in_order
 from paddle_reshard.pipeline.delta.options import DeltaOptions

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.tasks.ema import AverageProgress, Averaging
 
 

@@ -7,9 +7,8 @@ assignment to ranks and the metadata follow from the boxes of all ranks, so ever
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.layouts.flex.names import EMA_STATE, METADATA
 from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata

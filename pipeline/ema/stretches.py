@@ -9,12 +9,11 @@ The average of a rank is one array of float32; each tensor begins at a multiple 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.ema.flex import FlexRank
 from paddle_reshard.pipeline.ema.resume import Piece, RankPieces, Wanted

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.storage.locate import Access, open_file

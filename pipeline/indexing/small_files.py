@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.pipeline.layouts.transformers_config import agreed_config
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef

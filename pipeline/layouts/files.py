@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import Cast
 from paddle_reshard.pipeline.layouts.quantising import Quantisation

@@ -7,9 +7,8 @@ Code outside a format's folder never checks which format it deals with: all diff
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog

@@ -15,11 +15,11 @@ stores 8 bits as they are, as ``weight``, without ``weight_shape``. Both are as 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
 
 METHOD: Final = "compressed-tensors"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import Topology
 
 _TP_ENTRY: Final = "tensor_model_parallel_size"

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, dtype_of_meta, phi_code
 from paddle_reshard.pipeline.core.topology import Topology

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
@@ -17,7 +18,6 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import FRAGMENT, FragmentRow, Fragments
 from paddle_reshard.pipeline.core.errors import RuleError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
     Ints,

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts import integers
 from paddle_reshard.pipeline.layouts.integers import Integers, IntegerScheme
 from paddle_reshard.pipeline.layouts.quantising import BLOCK

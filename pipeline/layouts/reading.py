@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_META, SCHEDULER
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
 from paddle_reshard.pipeline.layouts.checkpoint import checked_schedule
 from paddle_reshard.pipeline.layouts.lora_config import Adapter, parse_adapter

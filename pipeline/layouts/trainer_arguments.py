@@ -8,9 +8,9 @@ and the jobs of ``tests/parity`` resume with theirs; both are compared with thes
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.formats import FORMATS
 

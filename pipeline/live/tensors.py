@@ -9,6 +9,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from typing import Any, ClassVar, Protocol
@@ -16,7 +17,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, dtype_of_code
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key

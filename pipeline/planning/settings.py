@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from paddle_reshard.pipeline.core.frozen import dataclass
+from dataclasses import dataclass, replace
 
 STEP_BYTES = 4 << 20
 """Both sides of a step of each of a few workers fit the third-level cache."""

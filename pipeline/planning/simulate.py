@@ -9,13 +9,13 @@ several times faster than any store.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import inf
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Ints
 from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
 from paddle_reshard.pipeline.planning.plan import Plan

@@ -7,10 +7,9 @@ several ranks share, such as the parameters of a sharding group, belongs to the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.formats import rank_of_file
 

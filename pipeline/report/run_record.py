@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from paddle_reshard.pipeline.core.events import (
@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.core.events import (
     Waiting,
     ignore_events,
 )
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 MOST_STRETCHES = 4096
 MOST_SAMPLES = 1024

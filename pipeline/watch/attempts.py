@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.watch.claims import (
     Attempt,
     Basis,

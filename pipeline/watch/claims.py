@@ -10,12 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.session.holder import Holder

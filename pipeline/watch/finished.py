@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.trainer_files import is_of_training
 
 _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.watch.claims import Action, Attempt, Cause, Decision, State
 from paddle_reshard.pipeline.watch.finished import Incomplete
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
 from paddle_reshard.pipeline.convert.options import check_names, takes
@@ -12,7 +13,6 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.watch.claims import steps_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from paddle_reshard.pipeline import api
@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.core.errors import (
     error_class,
 )
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
 from paddle_reshard.pipeline.delta.making import delta_of_one_model
 from paddle_reshard.pipeline.delta.options import DeltaOptions

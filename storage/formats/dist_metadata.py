@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
@@ -43,7 +43,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.storage.formats.dist_metadata_rows import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +13,6 @@ import numpy as np
 from paddle_reshard.pipeline.core.crc import ALGORITHM
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json

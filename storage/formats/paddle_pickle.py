@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, NoReturn, TypeAlias, TypeGuard
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.limits import (
     FREE_VALUES,
     LISTS_AS_CONTAINERS,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import struct
 from array import array as numbers_of
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import prod
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.formats.framed_pickle import FramedPickle
 from paddle_reshard.storage.formats.paddle_pickle import (
     ITEM_BYTES,

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, truncated
 from paddle_reshard.storage.formats.paddle_pickle_writer import EncodedFile
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json

@@ -20,11 +20,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.aligned import (
     DISK_BLOCK_BYTES,
     SECTOR_BYTES,

@@ -6,12 +6,12 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.local.entries import look, opened
 from paddle_reshard.storage.local.mounts import file_system
 from paddle_reshard.storage.os_errors import translated, translated_while_moving

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -21,7 +21,6 @@ from typing import ClassVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.checksum import Checksum
 from paddle_reshard.storage.local.direct import (

@@ -13,9 +13,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.remote.retry_counts import note_retry
 
 P = ParamSpec("P")

@@ -15,6 +15,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -22,7 +23,6 @@ from typing import ClassVar
 from paddle_reshard.pipeline.core import trainer_files
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
 from paddle_reshard.storage.formats.strict_json import parse_json

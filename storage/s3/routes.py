@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -37,7 +37,6 @@ from botocore.parsers import ResponseParserError, ResponseParserFactory
 from botocore.serialize import create_serializer
 from fsspec.asyn import sync
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.remote.retry import DamagedBody, response_of
 from paddle_reshard.storage.s3.signing import EMPTY_SHA256, UNSIGNED_PAYLOAD, Signature
 from paddle_reshard.storage.s3.wire import Answer, Connections, Server

@@ -9,9 +9,8 @@ import hashlib
 import hmac
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 EMPTY_SHA256 = hashlib.sha256().hexdigest()

@@ -6,11 +6,11 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.remote import retry

@@ -11,12 +11,12 @@ import hashlib
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.store import CopyRange, Receipt

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from botocore.exceptions import (
     BotoCoreError,
@@ -27,8 +27,6 @@ from botocore.exceptions import (
     ReadTimeoutError,
     SSLError,
 )
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 HEAD_BYTES = 64 << 10
 """A longer head of an answer is refused."""

@@ -6,9 +6,8 @@ import hashlib
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-
-from paddle_reshard.pipeline.core.frozen import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol
@@ -37,7 +37,6 @@ from paddle_reshard.pipeline.core.errors import (
     TargetError,
     UnsupportedError,
 )
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, parse_memory
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import typed

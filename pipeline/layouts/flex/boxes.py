@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.formats.dist_metadata import LOCATION_COLUMNS, PIECE_COLUMNS, DistMetadata
 

@@ -8,7 +8,7 @@ lacks some of its layers is refused. Small files of the model that the checkpoin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.catalog import (
@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.core.catalog import (
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor

@@ -12,11 +12,11 @@ split before it is moved::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.errors import RuleError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.layouts.forms import Span, form_of, spans_of
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from array import array as numbers_of
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Identities, Identity, Numbered
 from paddle_reshard.pipeline.core.tensors import DType, dtype_of_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array as numbers_of
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -12,7 +13,6 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Ints, Shape
 from paddle_reshard.pipeline.core.literals import Literals, LiteralTemplate
 from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter

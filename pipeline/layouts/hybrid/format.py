@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import STRATEGIES
 from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, TARGET_META, FormatOption
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN

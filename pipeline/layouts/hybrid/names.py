@@ -15,9 +15,9 @@ A part is left out where its degree is 1, but for ``moe``: the data-parallel ran
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 
 MODEL_STATE = "model_state"

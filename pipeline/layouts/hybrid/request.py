@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology

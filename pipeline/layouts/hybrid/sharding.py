@@ -18,9 +18,9 @@ Checked against Paddle 3.3.1 by ``tests/unit/test_sharding_rules.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.layouts.padding import (
     padded_elements,

@@ -12,12 +12,12 @@ Everything is a function of the arrays' shapes and files.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray

@@ -7,12 +7,11 @@ padding. Names, order of keys and padding are those of the trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, overload
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts.rules.entries import (
     Config,
     config_entry,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.layouts.rules import (
     NOT_KNOWN,
     HuggingFaceForm,
@@ -250,7 +249,7 @@ def stored_table(
     keys: Iterable[StoredKey],
     config: Config,
     ordered: bool,
-    job: StoredJob = StoredJob(),  # noqa: B008 (frozen)
+    job: StoredJob = StoredJob(),
     convention: str | None = None,
     of_family: RuleTable | None = None,
     known: str = NOT_KNOWN,

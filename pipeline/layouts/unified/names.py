@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensors import WRITTEN_NAMES
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload

@@ -8,12 +8,12 @@ each kind (``load_save_single_card.py``); tensor-parallel ranks write a file eac
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.core.catalog import File, FragmentRow, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.errors import PlanError, UsageError
 from paddle_reshard.pipeline.core.file_names import SCHEDULER
-from paddle_reshard.pipeline.core.frozen import dataclass
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
