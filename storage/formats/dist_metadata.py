@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,15 +45,14 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
-from paddle_reshard.storage.formats.dist_metadata_rows import (
+from paddle_reshard.storage.formats.dist_metadata_rows import IndexColumns, IndexRows, PieceRows
+from paddle_reshard.storage.formats.dist_metadata_values import (
     DEFAULTS,
     INDEX,
     INDEX_FIELDS,
     PIECE,
     PIECE_FIELDS,
-    IndexRows,
     Memo,
-    PieceRows,
 )
 from paddle_reshard.storage.formats.framed_pickle import FramedPickle
 from paddle_reshard.storage.formats.paddle_pickle import ARRAY_GLOBALS, Global, Instance, Machine, Window
@@ -248,7 +247,9 @@ class _Numbers:
         return list(self.ids)[number]
 
 
-def _columns_of(root: object, machine: _Machine) -> tuple[IdColumns, IdColumns, dict[str, tuple[str, ...]]]:
+def _columns_of(
+    root: object, machine: _Machine
+) -> tuple[IdColumns, IndexColumns, dict[str, tuple[str, ...]]]:
     """Pieces and indexes as columns of value ids, and the paths in the nested dict, from the unpickled root."""
     path = machine.window.path
     if not isinstance(root, Instance) or root.kind != METADATA or root.state is None:
@@ -298,11 +299,10 @@ def _piece_columns(table: object, machine: _Machine) -> IdColumns:
     if len(counted) < len(lane.keys):
         twice = counted.most_common(1)[0][0]
         _bad(path, "duplicate_key", f"the key {_printable(twice)} appears twice in one dict")
-    return dict(zip(("key", *lane.fields), lane.columns(slow), strict=True))
+    return lane.columns(slow)
 
 
-def _index_columns(table: object, machine: _Machine) -> IdColumns:
-    """The attributes of an index, and ``file``."""
+def _index_columns(table: object, machine: _Machine) -> IndexColumns:
     lane = machine.indexes
     if table is None:
         table = {}
@@ -312,7 +312,7 @@ def _index_columns(table: object, machine: _Machine) -> IdColumns:
         (*_attributes(index, INDEX, lane.fields, machine), machine.values.add(file))
         for index, file in table.items()
     ]
-    return dict(zip((*lane.fields, "file"), lane.columns(slow), strict=True))
+    return lane.columns(slow)
 
 
 def _attributes(instance: object, kind: str, fields: Sequence[str], machine: _Machine) -> Iterator[int]:
@@ -389,6 +389,14 @@ class _Distinct:
         return value
 
 
+class _Locations(NamedTuple):
+    """Which piece is in which file, a row per index."""
+
+    piece: Ids
+    file: Ids
+    replica: Ids
+
+
 class _Assembly:
     """Columns of value ids → checked columns of the result."""
 
@@ -397,7 +405,10 @@ class _Assembly:
         self.distinct = _Distinct(path)
 
     def result(
-        self, piece_columns: IdColumns, index_columns: IdColumns, flat_mapping: Mapping[str, tuple[str, ...]]
+        self,
+        piece_columns: IdColumns,
+        index_columns: IndexColumns,
+        flat_mapping: Mapping[str, tuple[str, ...]],
     ) -> DistMetadata:
         pieces = self._pieces(piece_columns)
         locations = self._locations(pieces, index_columns)
@@ -431,15 +442,10 @@ class _Assembly:
         _check_geometry(pieces, distinct)
         return pieces
 
-    def _locations(self, pieces: Columns, rows: IdColumns) -> Columns:
+    def _locations(self, pieces: Columns, rows: IndexColumns) -> _Locations:
         column, distinct = self._column, self.distinct
-        locations = np.empty(len(rows["file"]), dtype=LOCATION_COLUMNS)
-        locations["replica"] = column(rows["replica_id"], distinct.replica)
-        locations["file"] = column(rows["file"], distinct.file)
-        # The replicas of a piece are consecutive: only the first of each run is looked up.
-        named = {name: ids for name, ids in rows.items() if name not in ("replica_id", "file")}
-        firsts, lengths = _runs(list(named.values()))
-        named = {name: ids[firsts] for name, ids in named.items()}
+        replica, file = column(rows.replica, distinct.replica), column(rows.file, distinct.file)
+        named = rows.named
         key = column(named["tensor_key"], distinct.key)
         offset = column(named["global_offset"], distinct.shape)
         local = column(named["local_shape"], distinct.shape_or_none)
@@ -453,7 +459,12 @@ class _Assembly:
             own.append(_packed(pieces["local_shape"], pieces["flattened_range"]))
             wanted.append(_packed(local, flat))
         found = _find_pieces(pieces["key"], *_numbered(own, wanted), key, distinct)
-        locations["piece"] = np.repeat(found, lengths)
+        lost = np.ones(len(pieces), dtype=bool)
+        lost[found] = False
+        if lost.any():
+            name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
+            _bad(self.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
+        locations = _Locations(np.repeat(found.astype(np.int32), rows.lengths), file, replica)
         _check_locations(pieces, locations, distinct)
         return locations
 
@@ -502,25 +513,21 @@ def _find_pieces(
     return order[at]
 
 
-def _check_locations(pieces: Columns, locations: Columns, distinct: _Distinct) -> None:
-    """Check that every piece is in a file, once for each replica and file."""
-    lost = np.bincount(locations["piece"], minlength=len(pieces)) == 0
-    if lost.any():
-        name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
-        _bad(distinct.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
-    by_key = pieces["key"][locations["piece"]]
-    for reason, pairs in (
-        ("duplicate_index", _packed(locations["piece"], locations["replica"])),
-        ("two_pieces_in_one_file", _packed(by_key, locations["file"])),
+def _check_locations(pieces: Columns, locations: _Locations, distinct: _Distinct) -> None:
+    """Check that every replica of a piece occurs once, and that no file holds two pieces of a key."""
+    key = pieces["key"][locations.piece]
+    for reason, owner, number in (
+        ("duplicate_index", locations.piece, locations.replica),
+        ("two_pieces_in_one_file", key, locations.file),
     ):
-        twice = _first_double(pairs)
+        twice = _first_double(_packed(owner, number))
         if twice is not None:
-            name = distinct.keys[by_key[twice]]
+            name = distinct.keys[key[twice]]
             _bad(distinct.path, reason, f"a piece of {_shown(name)} appears twice in storage_metadata")
 
 
 def _in_order(
-    distinct: _Distinct, pieces: Columns, locations: Columns, flat_mapping: Mapping[str, tuple[str, ...]]
+    distinct: _Distinct, pieces: Columns, locations: _Locations, flat_mapping: Mapping[str, tuple[str, ...]]
 ) -> DistMetadata:
     """Sort values and rows, so that the result does not depend on which entries were parsed in runs."""
     keys, key_order = _ascending(distinct.keys)
@@ -530,29 +537,21 @@ def _in_order(
     pieces["key"], pieces["dtype"] = key_order[pieces["key"]], dtype_order[pieces["dtype"]]
     for name in _SHAPES:
         pieces[name] = shape_order[pieces[name]]
-    locations["file"] = file_order[locations["file"]]
     first = _packed(pieces["key"], pieces["global_offset"])
     second = _packed(pieces["local_shape"], pieces["flattened_range"])
     order = np.lexsort((second, first))
     moved = np.empty(len(order), dtype=np.int32)
     moved[order] = np.arange(len(order))
-    locations["piece"] = moved[locations["piece"]]
-    location_order = np.argsort(_packed(locations["piece"], locations["file"]), kind="stable")
-    return DistMetadata(keys, dtypes, shapes, files, pieces[order], locations[location_order], flat_mapping)
+    piece, file = moved[locations.piece], file_order[locations.file]
+    location_order = np.argsort(_packed(piece, file), kind="stable")
+    rows = np.empty(len(piece), dtype=LOCATION_COLUMNS)
+    for name, column in (("piece", piece), ("file", file), ("replica", locations.replica)):
+        rows[name] = column[location_order]
+    return DistMetadata(keys, dtypes, shapes, files, pieces[order], rows, flat_mapping)
 
 
 def _bad(path: str, reason: str, detail: str) -> NoReturn:
     raise FormatError(reason, path, None, detail)
-
-
-def _runs(columns: Sequence[Ids]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First row and length of every run of equal rows."""
-    count = len(columns[0])
-    changes = np.zeros(max(count - 1, 0), dtype=bool)
-    for column in columns:
-        changes |= column[1:] != column[:-1]
-    firsts = np.concatenate([np.zeros(min(count, 1), np.int64), np.flatnonzero(changes) + 1])
-    return firsts, np.diff(firsts, append=count)
 
 
 def _as_matrix(shapes: Sequence[Shape]) -> npt.NDArray[np.int64]:
@@ -565,7 +564,11 @@ def _as_matrix(shapes: Sequence[Shape]) -> npt.NDArray[np.int64]:
 
 def _packed(high: Ids, low: Ids) -> npt.NDArray[np.int64]:
     """Two columns of ids from -1 on as one column."""
-    return (high.astype(np.int64) << 32) + (low.astype(np.int64) + 1)
+    packed = high.astype(np.int64)
+    packed <<= 32
+    packed += low  # in place: these columns are as long as the file
+    packed += 1
+    return packed
 
 
 def _numbered(
@@ -584,6 +587,8 @@ def _numbered(
 
 
 def _first_double(values: npt.NDArray[np.int64]) -> int | None:
+    if (values[1:] > values[:-1]).all():
+        return None
     ascending = np.sort(values)
     if (ascending[1:] != ascending[:-1]).all():
         return None

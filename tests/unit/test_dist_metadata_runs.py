@@ -1,0 +1,112 @@
+"""Entries of a ``.metadata`` file that are taken in runs say what they say opcode by opcode, and what ``pickle`` finds.
+
+Blocks are small here, so that small files have stencils: the first block is walked over, and the ones after it fit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paddle_reshard.pipeline.core.errors import FormatError
+from paddle_reshard.storage.formats import dist_metadata_rows, dist_metadata_stencils
+from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
+from tests.conftest import case_files
+from tests.dist_metadata_oracle import classes_of, dumped, entries, expected, flattened, loaded, replicated
+
+CLASSES = classes_of("3.3")
+
+
+def parse(data: bytes) -> DistMetadata:
+    return parse_dist_metadata(lambda at, nbytes: data[at : at + nbytes], len(data), "0.metadata")
+
+
+@pytest.fixture
+def fitted(monkeypatch) -> list[int]:
+    """Small blocks; and how many entries fitted a stencil, per comparison."""
+    monkeypatch.setattr(dist_metadata_rows, "_FIRST_BLOCK_ENTRIES", 4)
+    monkeypatch.setattr(dist_metadata_rows, "_BLOCK_ENTRIES", 128)
+    monkeypatch.setattr(dist_metadata_rows, "_FEWEST_ENTRIES", 1)
+    counts: list[int] = []
+    fitting = dist_metadata_stencils.Stencil.fitting
+
+    def counted(stencil, rows):
+        fits = fitting(stencil, rows)
+        counts.append(int(np.count_nonzero(fits)))
+        return fits
+
+    monkeypatch.setattr(dist_metadata_stencils.Stencil, "fitting", counted)
+    return counts
+
+
+def one_by_one(data: bytes) -> DistMetadata:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist_metadata_rows._Rows, "_ready", lambda rows: False)
+        return parse(data)
+
+
+def content(found: DistMetadata) -> tuple[object, ...]:
+    return (
+        found.keys, found.dtypes, found.shapes, found.files, dict(found.flat_mapping), found.remarks,
+        found.pieces.tobytes(), found.locations.tobytes(),
+    )  # fmt: skip
+
+
+def answer(read, data: bytes) -> object:
+    """What the file says; an error counts as none."""
+    try:
+        return content(read(data))
+    except FormatError:
+        return None
+
+
+def real_files():
+    return case_files(("dense", "moe"), "checkpoint-*/*/*.metadata")
+
+
+def test_real_files_say_the_same_in_runs_and_one_by_one(fitted):
+    files = real_files()
+    for path in files:
+        data = path.read_bytes()
+        assert content(parse(data)) == content(one_by_one(data)), path
+    assert len(files) >= 28
+    assert sum(fitted) > 1000
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("python", [False, True], ids=["C", "Python"])
+def test_real_files_say_the_same_in_every_protocol(protocol, python, fitted):
+    """Protocols 2 and 3 number what they store in the memo (BINPUT, LONG_BINPUT) and have no runs."""
+    data = max((path.read_bytes() for path in real_files()), key=len)
+    again = dumped(loaded(data, CLASSES), CLASSES, protocol, python)
+    found = content(parse(again))
+    assert (sum(fitted) > 300) == (protocol >= 4)
+    assert found == content(one_by_one(again)) == content(parse(data))
+
+
+@pytest.mark.parametrize("make", [replicated, flattened])
+def test_large_files_say_the_same_in_runs_and_one_by_one(make, fitted):
+    """Frames, batches of 1000 items, and references of both lengths."""
+    data = dumped(make(CLASSES, 12, 200), CLASSES)
+    assert content(parse(data)) == content(one_by_one(data))
+    assert sum(fitted) > 2000
+
+
+def mutable():
+    """Files with few entries: of one layout, and with numpy numbers and texts."""
+    return [dumped(replicated(CLASSES, 1, 24), CLASSES), dumped(flattened(CLASSES, 1, 12), CLASSES)]
+
+
+@pytest.mark.parametrize("base", mutable(), ids=["replicated", "flattened"])
+def test_other_bytes_change_what_both_say_in_the_same_way(base, fitted):
+    """Bytes in turn, with another bit: every byte of an entry in one entry or another, its opcodes included."""
+    read = 0
+    for at in range(len(base) // 2, len(base) - 512, 5):
+        data = base[:at] + bytes([base[at] ^ 1 << at % 8]) + base[at + 1 :]
+        found = answer(parse, data)
+        assert found == answer(one_by_one, data), at
+        read += found is not None
+        if found is not None:
+            assert entries(parse(data)) == expected(loaded(data, CLASSES)), at
+    assert read > 3
+    assert sum(fitted) > 300
