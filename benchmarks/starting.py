@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 
 CHECKPOINT = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
+TARGET = "TARGET"
+"""Stands for a folder that does not exist when a command starts."""
 RUN = [sys.executable, "-c", "from paddle_reshard.pipeline.cli.main import main; main()"]
 """What the installed command runs."""
 COMMANDS = {
@@ -21,14 +23,17 @@ COMMANDS = {
     "convert --help": [*RUN, "convert", "--help"],
     "wrong usage": [*RUN, "convert", "a", "b", "--to", "mp=2"],
     "inspect": [*RUN, "inspect", str(CHECKPOINT)],
+    "convert 3 MB": [*RUN, "convert", str(CHECKPOINT), TARGET, "--to", "tp=2,pp=1,sharding=4", "--quiet"],
 }
 
 
 def seconds(command: list[str], environment: dict[str, str]) -> float:
     """Processor time of a command."""
     null = subprocess.DEVNULL
-    process = subprocess.Popen(command, env=environment, stdout=null, stderr=null)
-    _, status, used = os.wait4(process.pid, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"{folder}/T" if word == TARGET else word for word in command]
+        process = subprocess.Popen(words, env=environment, stdout=null, stderr=null)
+        _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return used.ru_utime + used.ru_stime
 
