@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
-from itertools import islice
+from functools import cache, cached_property
+from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,10 +129,26 @@ def _comparisons(ops: Ops) -> Ops:
     return ops if chosen.all() else ops[chosen]
 
 
+class _Rows:
+    """Ops as rows, which are made when the first is asked for: few comparisons ask."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def __getitem__(self, number: int) -> Any:
+        return self._made[number]
+
+    @cached_property
+    def _made(self) -> npt.NDArray[np.void]:
+        return self.ops.rows()
+
+
 class _Pair(NamedTuple):
     """The two sides of an op: the band that holds each, where in the band it begins, and its runs of bytes."""
 
-    op: np.void
+    rows: _Rows
+    number: int
+    """Which of ``rows`` is the op."""
     bands: tuple[int, int]
     begins: tuple[int, int]
     run: int
@@ -156,7 +172,8 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
         (a, a_begins), (b, b_begins) = sides
         yield from map(
             _Pair,
-            block.rows(),
+            repeat(_Rows(block)),
+            count(),
             zip(a, b, strict=True),
             zip(a_begins, b_begins, strict=True),
             *_runs(block),
@@ -196,6 +213,9 @@ class _Found:
         self.owners = set[tuple[int, ...]]()
         """Those of all differences."""
         self.scratch: Sequence[Buffer] = ()
+        """Memory for the runs of either side."""
+        self.scratch_at: Sequence[int] = ()
+        """Its addresses."""
 
     def compare(self, pairs: Iterable[_Pair], buffers: Sequence[Buffer], first: int) -> None:
         """Compare pairs of boxes in ``buffers``, those of the bands from number ``first`` on."""
@@ -203,47 +223,51 @@ class _Found:
         addresses = [_address_of(buffer) for buffer in buffers]
         for pair in pairs:
             a, b = (band - first for band in pair.bands)
+            at = addresses[a] + pair.begins[0], addresses[b] + pair.begins[1]
             if pair.run and pair.extents:
-                equal = self._same_runs(pair, buffers[a], buffers[b])
+                equal = self._same_runs(pair, (buffers[a], buffers[b]), at)
             else:
-                begins = pair.begins
-                at = addresses[a] + begins[0], addresses[b] + begins[1]
                 equal = pair.run > 0 and not memcmp(*at, pair.run)
             if not equal:
                 self._look(pair, buffers[a], buffers[b])
 
-    def _same_runs(self, pair: _Pair, *buffers: Buffer) -> bool:
-        """Whether all runs of two boxes are equal bit for bit.
+    def _same_runs(self, pair: _Pair, buffers: tuple[Buffer, Buffer], at: tuple[int, int]) -> bool:
+        """Whether all runs of two boxes, which begin ``at`` these addresses, are equal bit for bit.
 
         Tensors begin at any byte of a file, where NumPy would copy each block before it compares it. Runs of bytes are
-        copied to one piece as they are, and compared there, which takes half of the time.
+        copied to one piece as they are, unless they are in one, and compared there, which takes half of the time.
         """
         kind = np.dtype((np.void, pair.run))
-        a, b = (
+        sides = [
             np.ndarray(pair.extents, kind, *side)
             for side in zip(buffers, pair.begins, pair.strides, strict=True)
-        )
-        most = max(1, SCRATCH_BYTES // pair.run)
+        ]
+        whole = [side.flags.c_contiguous for side in sides]
         if not self.scratch or len(self.scratch[0]) < pair.run:
             room = np.empty((2, max(SCRATCH_BYTES, pair.run)), dtype=np.uint8)
             self.scratch = room[0], room[1]
-        if a.size <= most:
-            return self._same(a, b)
-        return all(self._same(a[block], b[block]) for block in blocks(pair.extents, most))
-
-    def _same(self, *runs: npt.NDArray[np.void]) -> bool:
-        a, b = (
-            _address_of(side if side.flags.c_contiguous else _copied(side, scratch))
-            for side, scratch in zip(runs, self.scratch, strict=True)
-        )
-        return not _memcmp()(a, b, runs[0].nbytes)
+            self.scratch_at = _address_of(room[0]), _address_of(room[1])
+        most = max(1, SCRATCH_BYTES // pair.run)
+        memcmp, done = _memcmp(), 0
+        for block in [()] if sides[0].size <= most else blocks(pair.extents, most):
+            one, two = (
+                begin + done if in_one else _copied(side[block], scratch, address)
+                for begin, in_one, side, scratch, address in zip(
+                    at, whole, sides, self.scratch, self.scratch_at, strict=True
+                )
+            )
+            nbytes = sides[0][block].nbytes
+            if memcmp(one, two, nbytes):
+                return False
+            done += nbytes
+        return True
 
     def _look(self, pair: _Pair, *buffers: Buffer) -> None:
         """Compare a pair of boxes element by element, unless the tensor is known to differ in their files.
 
         Large boxes are compared in pieces, of which thousands may differ.
         """
-        op = pair.op
+        op = pair.rows[pair.number]
         owner = tuple(int(op[name]) for name in ("tensor", "kind", "source_file", "target_file"))
         if owner in self.owners:
             return
@@ -259,11 +283,10 @@ class _Found:
             self.differences.append(_difference(self.work, op, (one[index], two[index]), index, dtype))
 
 
-def _copied(runs: npt.NDArray[np.void], scratch: Buffer) -> npt.NDArray[np.void]:
-    """The same in one piece, in memory of ``scratch``."""
-    copy = np.ndarray(runs.shape, runs.dtype, scratch)
-    np.copyto(copy, runs)
-    return copy
+def _copied(runs: npt.NDArray[np.void], scratch: Buffer, address: int) -> int:
+    """Copy runs to one piece in ``scratch``, which is at ``address``; the same address."""
+    np.copyto(np.ndarray(runs.shape, runs.dtype, scratch), runs)
+    return address
 
 
 def _difference(

@@ -110,8 +110,11 @@ class LocalSource(ReadRange):
 
     def read_opened(self, descriptor: int, read: Read) -> None:
         """The same for a file that :meth:`opened` has opened."""
-        with self._translated(read.path):
+        try:
             _read_all(descriptor, read)
+        except OSError:
+            with self._translated(read.path):  # entered only for an error, because many reads are short
+                raise
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:

@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.os_errors import may_succeed_elsewhere
+from paddle_reshard.storage.store import ReadRange
 from tests.conftest import REPO
 from tests.sized import in_groups
 from tests.storage.contents import ONE_CARD, SMALL
@@ -95,11 +96,21 @@ def test_a_source_that_fails_while_it_is_read_is_named(
     assert paddle_reshard.check(tmp_path / "t").intact
 
 
-def _error_of(source: LocalSource, code: int) -> ReshardError:
+def _error_of(source: ReadRange, code: int) -> ReshardError:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as failed:
         patch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
         source.read("config.json", 0, 1)
     return failed.value
+
+
+def test_files_that_stay_open_fail_as_others_do() -> None:
+    source = LocalSource(SMALL)
+    known = _error_of(source, errno.EIO)
+    with source.kept_open() as files:
+        files.read("config.json", 0, 1)
+        found = _error_of(files, errno.EIO)
+    assert (str(found), found.retryable) == (str(known), True)
+    assert may_succeed_elsewhere(found)
 
 
 def test_another_machine_is_asked_where_it_may_see_the_disk_otherwise() -> None:
