@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Event
 from paddle_reshard.pipeline.layouts.reading import Readable
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Read
 from paddle_reshard.tasks.index import FILES_IN_FLIGHT, LATE_SECONDS, index_here
 
@@ -62,6 +66,28 @@ def test_a_store_that_answers_late_is_asked_for_many_files_at_a_time() -> None:
 
 def test_no_files_are_no_error() -> None:
     assert index_here(length, Store(0), {}) == {}
+
+
+class Counting(LocalSource):
+    """A folder that counts how often each file is opened."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.times: Counter[str] = Counter()
+
+    def opened(self, path: str) -> AbstractContextManager[int]:
+        self.times[path] += 1
+        return super().opened(path)
+
+
+def test_a_file_on_a_disk_is_opened_once_however_often_it_is_read(tmp_path: Path) -> None:
+    places = {f"file-{number:02d}": list(range(10, 400, 10 + number)) for number in range(20)}
+    for path, content in Chains(places, dict.fromkeys(places, 500)).files.items():
+        (tmp_path / path).write_bytes(content)
+    store, before = Counting(tmp_path), len(os.listdir("/proc/self/fd"))
+    assert index_here(follow, store, store.sizes()) == places
+    assert store.times == Counter(places.keys())
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 class Chains:
