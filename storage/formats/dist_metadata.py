@@ -412,7 +412,12 @@ class _Assembly:
     ) -> DistMetadata:
         pieces = self._pieces(piece_columns)
         locations = self._locations(pieces, index_columns)
-        return _in_order(self.distinct, pieces, locations, flat_mapping)
+        found = _in_order(self.distinct, pieces, locations, flat_mapping)
+        # Here and not before, because the files of a key are nearly ascending once they are in order.
+        key = found.pieces["key"][found.locations["piece"]]
+        pairs = _packed(key, found.locations["file"])
+        _no_doubles("two_pieces_in_one_file", self.path, found.keys, key, pairs)
+        return found
 
     def _column(self, ids: Ids, convert: Callable[[object], int]) -> Ids:
         """``convert`` of every value, called once for each distinct id."""
@@ -465,7 +470,8 @@ class _Assembly:
             name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
             _bad(self.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
         locations = _Locations(np.repeat(found.astype(np.int32), rows.lengths), file, replica)
-        _check_locations(pieces, locations, distinct)
+        pairs = _packed(locations.piece, locations.replica)
+        _no_doubles("duplicate_index", self.path, distinct.keys, pieces["key"][locations.piece], pairs)
         return locations
 
 
@@ -513,17 +519,14 @@ def _find_pieces(
     return order[at]
 
 
-def _check_locations(pieces: Columns, locations: _Locations, distinct: _Distinct) -> None:
-    """Check that every replica of a piece occurs once, and that no file holds two pieces of a key."""
-    key = pieces["key"][locations.piece]
-    for reason, owner, number in (
-        ("duplicate_index", locations.piece, locations.replica),
-        ("two_pieces_in_one_file", key, locations.file),
-    ):
-        twice = _first_double(_packed(owner, number))
-        if twice is not None:
-            name = distinct.keys[key[twice]]
-            _bad(distinct.path, reason, f"a piece of {_shown(name)} appears twice in storage_metadata")
+def _no_doubles(
+    reason: str, path: str, keys: Sequence[str] | _Numbers, key: Ids, pairs: npt.NDArray[np.int64]
+) -> None:
+    """Check that no pair occurs twice; ``key`` is the key of each."""
+    twice = _first_double(pairs)
+    if twice is not None:
+        name = keys[int(key[twice])]
+        _bad(path, reason, f"a piece of {_shown(name)} appears twice in storage_metadata")
 
 
 def _in_order(

@@ -58,7 +58,8 @@ _MOST_STENCILS: Final = 8
 """Stencils of entries of one length; those that fit most entries stay."""
 _FEWEST_ENTRIES: Final = 32
 """Entries of one length in a block for which a stencil pays."""
-_LONGEST_ENTRY_BYTES: Final = (1 << 16) - 1
+_LONGEST_ENTRY_BYTES: Final = (1 << 16) - 2
+"""Longest entry that can have a stencil: lengths, and one for all longer ones, take two bytes."""
 
 
 class _Block(NamedTuple):
@@ -251,26 +252,24 @@ class _Rows:
 
     def _fit_any(self, scan: Scan, block: _Block, entries: Longs, stencils: Sequence[Stencil]) -> Longs:
         """Find entries of one length by stencils. Returns those that fit none."""
-        words = rows_at(scan.data, block.begins[entries], stencils[0].nbytes)
-        left = np.ones(len(entries), dtype=bool)
         for stencil in stencils:
+            words = rows_at(scan.data, block.begins[entries], stencil.nbytes)
             fits = stencil.fitting(words)[: len(entries)]
-            count = np.count_nonzero(fits)
+            count = int(np.count_nonzero(fits))
             if not count:
                 continue
-            mine = words[: len(entries)]
-            rows = entries
-            if count < len(entries):
-                some = np.flatnonzero(fits)
-                mine, rows = mine.take(some, axis=0), entries[some]
+            words = words[: len(entries)]
+            some = slice(None) if count == len(entries) else np.flatnonzero(fits)
+            words[~fits] = words[fits.argmax()]  # those that do not fit are few: nothing of them is looked up
+            rows = entries[some]
             block.kinds[rows] = stencil.kind
             for codes, hole in zip(block.codes, stencil.holes, strict=False):
-                codes[rows] = self._coder.fitted(mine, hole) if hole.code is None else hole.code
+                codes[rows] = self._coder.fitted(words, hole)[some] if hole.code is None else hole.code
             stencil.fits += count
-            left &= ~fits
-            if not left.any():
+            entries = entries[~fits]
+            if not len(entries):
                 break
-        return entries[left]
+        return entries
 
     def _walk_over(self, scan: Scan, block: _Block, entries: Longs) -> None:
         """Find entries by a walk, and make stencils of layouts that occur often."""
