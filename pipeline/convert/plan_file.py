@@ -125,7 +125,8 @@ def _write(
     facts: str = "{}",
 ) -> None:
     described = schema.with_metadata({"table": name, "facts": facts})
-    options = pa.ipc.IpcWriteOptions(compression=_COMPRESSION)
+    # Waking threads for the columns of each batch would take longer than compressing them.
+    options = pa.ipc.IpcWriteOptions(compression=_COMPRESSION, use_threads=False)
     with pa.ipc.new_stream(file, described, options=options) as stream:
         for batch in batches:
             stream.write_batch(batch)
