@@ -7,7 +7,7 @@ four small numbers, and a key is stored once for all its states.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
@@ -82,6 +82,20 @@ class Identities:
             return None
         number = self._numbers[of_state][of_key]
         return None if number < 0 else number
+
+    def finder(self, state: str) -> Callable[[str], int | None]:
+        """The function that :meth:`find` is for one state."""
+        of_state = self._states.numbers.get(state)
+        numbers = array("i") if of_state is None else self._numbers[of_state]
+        keys, count = self._keys.numbers, len(numbers)
+
+        def find(key: str) -> int | None:
+            of_key = keys.get(key, count)
+            if of_key >= count or (number := numbers[of_key]) < 0:
+                return None
+            return number
+
+        return find
 
     def order(self, numbers: Ints) -> Ints:
         """Indices that sort ``numbers`` by key and then by state."""
@@ -169,6 +183,10 @@ class Tensors(Sequence[Tensor]):
     def find(self, key: str, state: str) -> int | None:
         """The number of a tensor, or ``None``."""
         return self._identities.find(key, state)
+
+    def finder(self, state: str) -> Callable[[str], int | None]:
+        """The function that :meth:`find` is for one state; tensors that are added later may be missing."""
+        return self._identities.finder(state)
 
     def identity(self, number: int) -> Identity:
         """Key and state of a tensor."""

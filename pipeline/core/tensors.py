@@ -110,6 +110,7 @@ _PHI_CODES = {
     1: "bool", 2: "uint8", 3: "int8", 5: "int16", 7: "int32", 9: "int64",
     10: "float32", 11: "float64", 15: "float16", 16: "bfloat16",
 }  # fmt: skip
+_PHI_CODE_OF = {name: code for code, name in _PHI_CODES.items()}
 _VARTYPE_CODES = {4: "float16", 6: "float64", 22: "bfloat16"}
 
 
@@ -139,7 +140,7 @@ def dtype_of_meta(code: int, where: str) -> DType:
 
 def phi_code(dtype: DType) -> int:
     """The code of a dtype in the ``model_meta.json`` of Paddle 3.0 and later."""
-    return next(code for code, name in _PHI_CODES.items() if name == dtype.name)
+    return _PHI_CODE_OF[dtype.name]
 
 
 @dataclass(frozen=True, slots=True)

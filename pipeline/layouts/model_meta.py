@@ -178,8 +178,12 @@ def format_model_meta(convention: str, topology: Topology, cells: Mapping[str, C
         "sharding_degree": topology.sharding,
         **(experts if former else {"vpp_degree": 1}),
     }
-    metas = {name: _format_cell(cell, former) for name, cell in cells.items()}
-    return json.dumps({"parallel_config": parallel_config, "sharding_metas": metas})
+    texts: dict[int, str] = {}  # ranks of tp share the object that describes their cells
+    for cell in cells.values():
+        if id(cell) not in texts:
+            texts[id(cell)] = json.dumps(_format_cell(cell, former))
+    metas = ", ".join(f"{json.dumps(name)}: {texts[id(cell)]}" for name, cell in cells.items())
+    return f'{{"parallel_config": {json.dumps(parallel_config)}, "sharding_metas": {{{metas}}}}}'
 
 
 def _format_cell(cell: CellMeta, former: bool) -> dict[str, Any]:

@@ -39,7 +39,17 @@ def split_accumulator_key(key: str, parameter_names: Container[str]) -> tuple[st
 
 def accumulator_key(parameter_name: str, accumulator: str, master: bool) -> str:
     """The key that the first optimizer of a process gives an accumulator."""
-    return f"{parameter_name}{'_fp32_master_0' if master else ''}_{written_name(accumulator)}_0"
+    name = master_tensor_name(parameter_name) if master else parameter_name
+    return name + accumulator_ending(accumulator)
+
+
+def accumulator_ending(accumulator: str) -> str:
+    """What follows the name of a parameter, or of its master weight, in the key of an accumulator.
+
+    >>> accumulator_ending("moment1")
+    '_moment1_0'
+    """
+    return f"_{written_name(accumulator)}_0"
 
 
 def master_tensor_name(parameter_name: str) -> str:

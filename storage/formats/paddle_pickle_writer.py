@@ -166,9 +166,10 @@ class _Encoder:
         while batch := tuple(islice(remaining, _BATCH)):
             self.emit(b"(")
             for key, item in batch:
-                self._open += plain_opcodes(_checked_key(key))
+                opcodes = plain_opcodes(_checked_key(key))
+                self._open += opcodes
                 if type(item) is ArraySlot:  # as nearly all are
-                    self._array(item)
+                    self._array(item, opcodes if item.name is key else None)
                 else:
                     self.value(item, depth + 1)
             self.emit(b"u")
@@ -188,14 +189,17 @@ class _Encoder:
             self.value(item, depth + 1)
         self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) <= 3 else b"t")
 
-    def _array(self, slot: ArraySlot) -> None:
-        alike = self._alike.get((slot.dtype, slot.shape))
-        if alike is None or (slot.name is not None and "tuple" not in self._memo):
+    def _array(self, slot: ArraySlot, called: bytes | None = None) -> None:
+        """Write an array; ``called`` are the opcodes of its name, if they are known."""
+        _, dtype, shape, name = slot
+        alike = self._alike.get((dtype, shape))
+        if alike is None or (name is not None and "tuple" not in self._memo):
             self._first_array(slot)
             return
         opcodes, nbytes = alike
-        if slot.name is not None:
-            self._open += self._memo["tuple"] + plain_opcodes(slot.name)
+        if name is not None:
+            self._open += self._memo["tuple"]
+            self._open += called or plain_opcodes(name)
         self._open += opcodes
         self._payload(slot, nbytes)
 
@@ -242,13 +246,16 @@ class _Encoder:
 
     def _payload(self, slot: ArraySlot, nbytes: int) -> None:
         """The bytes of an array, which are left out, and the end of the array."""
+        number, _, _, name = slot
         byte_offset = self._literal_ends()
-        self.slots.extend((slot.slot, byte_offset, nbytes))
+        self.slots.extend((number, byte_offset, nbytes))
         self._start = byte_offset + nbytes
-        if len(self._open) >= _COLLECTED_BYTES:
+        begin = len(self._open)
+        if begin >= _COLLECTED_BYTES:
             self._hand_over()
-        self._begin = len(self._open)
-        self._open += b"tb" if slot.name is None else b"tb\x86\x85R"
+            begin = 0
+        self._begin = begin
+        self._open += b"tb" if name is None else b"tb\x86\x85R"
 
 
 class _FramedEncoder:

@@ -47,6 +47,8 @@ def test_tensors_are_found_by_key_and_state() -> None:
     for identity in (("a", "moment1"), ("c", MASTER_WEIGHT), ("d", PARAM), ("a", "velocity")):
         assert identity not in index
         assert index.get(identity) is None
+        assert Tensors(GIVEN).finder(identity[1])(identity[0]) is None
+    assert [Tensors(GIVEN).finder(state)(key) for key, state in index] == list(range(len(GIVEN)))
 
 
 def test_none_has_more_dims_than_a_box() -> None:

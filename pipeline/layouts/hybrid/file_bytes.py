@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array as numbers_of
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, Ten
 from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, Entries, write_pickle
 
 _UNCUT = TensorCut(1, None)
+AddArray: TypeAlias = Callable[[str, FlatSlice | None, str | None], ArraySlot]
+"""Takes the key of a parameter, a slice of its flattening or ``None`` for all of it, and the name of the array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class _Alike(NamedTuple):
     """What arrays have in common."""
 
     kind: int
+    code: str
+    """numpy code of the dtype."""
     shape: Shape
     """As stored."""
     padding: tuple[int, int] | None
@@ -57,8 +61,9 @@ class FileArrays:
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self.alike: dict[tuple[str, Shape, FlatSlice | None, int], _Alike] = {}
-        """What the arrays of a tensor's states have in common that have the same slice and bytes for an element."""
+        self.alike: dict[tuple[str, FlatSlice | None, int], _Alike] = {}
+        """What the arrays of a parameter's states have in common that have the same slice and dtype. The states that
+        are one number for each parameter have no key."""
         self.rows = numbers_of("q")
         """Flat rows of (kind of array, tensor, index of the dtype)."""
         self.padding: dict[int, tuple[int, int]] = {}
@@ -83,42 +88,44 @@ class FileBytes:
         """Whether the source has a state of a tensor."""
         return self.tensors.find(self.identity[tensor.key], state) is not None
 
-    def array(
-        self,
-        arrays: FileArrays,
-        tensor: ModelTensor,
-        state: str,
-        shape: Shape,
-        flat: FlatSlice | None,
-        name: str | None,
-    ) -> ArraySlot:
-        """Add an array to a file: all of ``shape``, or a slice of its flattening."""
-        number = self.tensors.find(self.identity[tensor.key], state)
-        if number is None:
-            raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
-        of_dtype = self.dtypes[number]
-        dtype = DTYPES[of_dtype]
-        per_parameter = is_per_parameter(state)
-        known = ("" if per_parameter else tensor.key, shape, flat, dtype.itemsize)
-        alike = arrays.alike.get(known)
-        if alike is None:
-            cut = _UNCUT if per_parameter else arrays.cell.cuts[tensor.key]
-            alike = arrays.alike[known] = self._alike(ArrayKind(shape, cut, dtype.itemsize, flat))
-        slot = len(arrays.rows) // 3
-        arrays.rows.extend((alike.kind, number, of_dtype))
-        if alike.padding is not None:
-            arrays.padding[slot] = alike.padding
-        return ArraySlot(slot, dtype.code, alike.shape, name)
+    def adder(self, arrays: FileArrays, state: str) -> AddArray:
+        """A function that adds an array of a ``state`` to a file: all that the cell has of a tensor, or a slice of its
+        flattening.
 
-    def _alike(self, array: ArrayKind) -> _Alike:
-        kind = self.placements.kind(array)
-        if array.flat is None:
-            return _Alike(kind, array.local_shape, None)
-        start, stop = array.flat
-        elements = max(0, min(stop, prod(array.local_shape)) - start)
+        What is the same for all arrays of a state is looked up once, because there may be very many.
+        """
+        find = self.tensors.finder(state)
+        identity, dtypes, rows, known = self.identity, self.dtypes, arrays.rows, arrays.alike
+        per_parameter = is_per_parameter(state)
+
+        def add(key: str, flat: FlatSlice | None, name: str | None) -> ArraySlot:
+            number = find(identity[key])
+            if number is None:
+                raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
+            of_dtype = dtypes[number]
+            kind = ("", None, of_dtype) if per_parameter else (key, flat, of_dtype)
+            alike = known.get(kind)
+            if alike is None:
+                alike = known[kind] = self._alike(arrays.cell, *kind)
+            slot = len(rows) // 3
+            rows.extend((alike.kind, number, of_dtype))
+            if alike.padding is not None:
+                arrays.padding[slot] = alike.padding
+            return ArraySlot(slot, alike.code, alike.shape, name)
+
+        return add
+
+    def _alike(self, cell: Cell, key: str, flat: FlatSlice | None, of_dtype: int) -> _Alike:
+        dtype = DTYPES[of_dtype]
+        shape, cut = (cell.local_shapes[key], cell.cuts[key]) if key else ((1,), _UNCUT)
+        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat))
+        if flat is None:
+            return _Alike(kind, dtype.code, shape, None)
+        start, stop = flat
+        elements = max(0, min(stop, prod(shape)) - start)
         lacking = stop - start - elements
-        padding = (elements * array.itemsize, lacking * array.itemsize) if lacking > 0 else None
-        return _Alike(kind, (stop - start,), padding)
+        padding = (elements * dtype.itemsize, lacking * dtype.itemsize) if lacking > 0 else None
+        return _Alike(kind, dtype.code, (stop - start,), padding)
 
     def add_literal(self, path: str, content: bytes) -> None:
         """Add a file that contains no tensor values."""

@@ -12,7 +12,6 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
-    is_per_parameter,
 )
 from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
@@ -31,11 +30,11 @@ from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.optimizer_keys import (
     MASTER_WEIGHTS,
     SLICE_PREFIX,
-    accumulator_key,
+    accumulator_ending,
     master_tensor_name,
 )
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
-from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, Entries
+from paddle_reshard.storage.formats.paddle_pickle_writer import Entries
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
@@ -101,13 +100,11 @@ class HybridWriter:
 
     def _model_state(self, cell: Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> RankFile:
         arrays = FileArrays(cell)
+        add = self.bytes.adder(arrays, PARAM)
 
         def entries() -> Iterator[tuple[object, object]]:
             for t in tensors:
-                yield (
-                    self.saved[t.key],
-                    self.bytes.array(arrays, t, PARAM, cell.local_shapes[t.key], None, None),
-                )
+                yield self.saved[t.key], add(t.key, None, None)
             yield STRUCTURED_NAMES, {self.saved[t.key]: cell.names[t.key] for t in tensors}
 
         kind = LORA_MODEL_STATE if self.planner.with_lora else MODEL_STATE
@@ -119,19 +116,21 @@ class HybridWriter:
         held = cell.of_shard(shard)
         with_master = any(t.master for t in held)
         arrays = FileArrays(cell)
-        keys = (
-            (a, t, self._accumulator_key(cell, t, a, shard))
-            for a in accumulators
+        pieces = [
+            (t.key, t.accumulators, self._key_of_states(cell, t, shard), cell.shares[t.key][shard])
             for t in held
-            if a in t.accumulators
-        )
+        ]
 
         def entries() -> Iterator[tuple[object, object]]:
             unnamed = {}
-            for accumulator, tensor, key in keys:
-                yield key, self._piece(arrays, tensor, accumulator, shard, key if with_master else None)
-                if not with_master:
-                    unnamed[key] = key
+            for accumulator in accumulators:
+                add, ending = self.bytes.adder(arrays, accumulator), accumulator_ending(accumulator)
+                for tensor, held_by, begins, flat in pieces:
+                    if accumulator in held_by:
+                        key = begins + ending
+                        yield key, add(tensor, flat, key if with_master else None)
+                        if not with_master:
+                            unnamed[key] = key
             if with_master:
                 yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
             if self.checkpoint.lr_scheduler is not None:
@@ -150,10 +149,12 @@ class HybridWriter:
         def entries() -> Iterator[tuple[object, object]]:
             yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
             unnamed = {}
+            add = {a: self.bytes.adder(arrays, a) for tensor in held for a in tensor.accumulators}
             for tensor in held:
+                flat = cell.shares[tensor.key][shard]
                 for accumulator in tensor.accumulators:
-                    key = self._accumulator_key(cell, tensor, accumulator, shard)
-                    yield key, self._piece(arrays, tensor, accumulator, shard, key if with_master else None)
+                    key = self._key_of_states(cell, tensor, shard) + accumulator_ending(accumulator)
+                    yield key, add[accumulator](tensor.key, flat, key if with_master else None)
                     if not with_master:
                         unnamed[key] = key
             if not with_master:
@@ -170,10 +171,10 @@ class HybridWriter:
 
         def entries() -> Iterator[tuple[object, object]]:
             yield MASTER_WEIGHTS, self._master_weights(arrays, shard, EMA_MASTER_WEIGHT)
+            add = self.bytes.adder(arrays, EMA_PARAM)
             for tensor in plain:
                 name = cell.names[tensor.key] if with_master else None
-                shape = cell.local_shapes[tensor.key]
-                yield self.written[tensor.key], self.bytes.array(arrays, tensor, EMA_PARAM, shape, None, name)
+                yield self.written[tensor.key], add(tensor.key, None, name)
             if not with_master:
                 yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in plain}
 
@@ -181,6 +182,7 @@ class HybridWriter:
 
     def _master_weights(self, arrays: FileArrays, shard: int, state: str) -> Entries:
         cell = arrays.cell
+        add = self.bytes.adder(arrays, state)
 
         def entries() -> Iterator[tuple[object, object]]:
             for tensor in cell.of_shard_by_master(shard, self.target.strategy):
@@ -189,7 +191,7 @@ class HybridWriter:
                 name = cell.names[tensor.key]
                 entry = f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
                 tensor_name = master_tensor_name(name) if self._separate_master_names() else name
-                yield entry, self._piece(arrays, tensor, state, shard, tensor_name)
+                yield entry, add(tensor.key, cell.shares[tensor.key][shard], tensor_name)
 
         return Entries(entries())
 
@@ -200,19 +202,9 @@ class HybridWriter:
     def _is_stage3_slice(self, cell: Cell, tensor: ModelTensor, shard: int) -> bool:
         return self.target.strategy == "stage3" and cell.shares[tensor.key][shard] is not None
 
-    def _accumulator_key(self, cell: Cell, tensor: ModelTensor, accumulator: str, shard: int) -> str:
+    def _key_of_states(self, cell: Cell, tensor: ModelTensor, shard: int) -> str:
+        """What the keys of a parameter's states begin with."""
         name = cell.names[tensor.key]
-        if not tensor.master and self._is_stage3_slice(cell, tensor, shard):
-            name = f"{SLICE_PREFIX}{name}"
-        return accumulator_key(name, accumulator, tensor.master and self._separate_master_names())
-
-    def _piece(
-        self, arrays: FileArrays, tensor: ModelTensor, state: str, shard: int, name: str | None
-    ) -> ArraySlot:
-        """The slice of a parameter's state that a rank of the sharding group stores."""
-        if is_per_parameter(state):
-            return self.bytes.array(arrays, tensor, state, (1,), None, name)
-        cell = arrays.cell
-        return self.bytes.array(
-            arrays, tensor, state, cell.local_shapes[tensor.key], cell.shares[tensor.key][shard], name
-        )
+        if tensor.master:
+            return master_tensor_name(name) if self._separate_master_names() else name
+        return f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
