@@ -26,9 +26,24 @@ def order_of(numbers: npt.NDArray[Any]) -> Ints:
     >>> order_of(np.array([7, 2, 7, 0])).tolist()
     [3, 1, 0, 2]
     """
+    return _sorted(numbers)[0]
+
+
+def in_order(numbers: Ints) -> tuple[Ints, Ints]:
+    """The order of numbers, as :func:`order_of`, and the numbers in it.
+
+    >>> in_order(np.array([7, 2, 7, 0]))
+    (array([3, 1, 0, 2]), array([0, 2, 7, 7]))
+    """
+    order, ordered = _sorted(numbers)
+    return order, numbers[order] if ordered is None else ordered
+
+
+def _sorted(numbers: npt.NDArray[Any]) -> tuple[Ints, npt.NDArray[Any] | None]:
+    """The order of numbers; and the numbers in it, if they were needed."""
     count = len(numbers)
     if count < _FEW or np.count_nonzero(numbers[1:] < numbers[:-1]) <= count // _NEARLY_SORTED:
-        return np.argsort(numbers, kind="stable")
+        return np.argsort(numbers, kind="stable"), None
     index_bits = (count - 1).bit_length()
     dropped = max(0, int(numbers.max()).bit_length() + index_bits - 64)
     words = numbers.astype(np.uint64)
@@ -38,11 +53,13 @@ def order_of(numbers: npt.NDArray[Any]) -> Ints:
     words.sort()
     words &= np.uint64((1 << index_bits) - 1)
     order = words.view(np.int64)
-    if dropped:
-        nearly = numbers[order]
-        if (nearly[1:] < nearly[:-1]).any():
-            order = order[np.argsort(nearly, kind="stable")]
-    return order
+    if not dropped:
+        return order, None
+    nearly = numbers[order]
+    if (nearly[1:] < nearly[:-1]).any():
+        mended = np.argsort(nearly, kind="stable")
+        return order[mended], nearly[mended]
+    return order, nearly
 
 
 def distinct(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
-from paddle_reshard.pipeline.core.sorting import order_of, places
+from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 from paddle_reshard.pipeline.layouts.quantising import BLOCK, BlockRows
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
@@ -88,11 +88,12 @@ def group_ops(
     if (of_probes := ops["kind"] == PROBE).any():
         probes, ops = ops.split(of_probes)
     smallest = bool((files.smallest_part > 1).any())
-    ops, atoms, order, rereads = _cut_large(ops, files, memory, together)
+    ops, atoms, rank, rereads = _cut_large(ops, files, memory, together)
     if len(probes) or together is not None or smallest:
+        order = order_of(rank)[: np.count_nonzero(atoms.number < len(atoms.made))]
         ops.reorder(order)
         atoms = atoms._replace(number=atoms.number[order])
-        order = np.arange(len(probes) + len(ops))
+        rank = np.zeros(len(probes) + len(ops), dtype=np.int64)
     if len(probes):
         alone = _Atoms.measured(probes, np.arange(len(probes)))
         atoms = _Atoms(
@@ -109,10 +110,11 @@ def group_ops(
     if smallest:
         atoms = _Atoms.measured(ops, _joined(ops, atoms.number, copied, files))
     group = _gathered(atoms.made + atoms.read, memory.group_bytes)
-    groups = group[atoms.number[order]]
-    by_group = order_of(groups)
-    ops.reorder(order[by_group])
-    return Grouped(ops, groups[by_group], rereads, _sums(group, atoms.read, int(group[-1]) + 1))
+    count = int(group[-1]) + 1
+    groups = np.append(group, count)[atoms.number]
+    lengths = np.bincount(groups, minlength=count)[:count]
+    ops.reorder(order_by(groups, rank)[: lengths.sum()])
+    return Grouped(ops, np.repeat(np.arange(count), lengths), rereads, _sums(group, atoms.read, count))
 
 
 # ----------------------------------------------------------------------------------------------- atoms
@@ -146,10 +148,13 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
         number = np.where(apart, ops["target_file"][op].astype(np.int64) + 1, 0)
         file = file * (int(number.max()) + 1) + number
     read = unions(file, start, stop)
-    moves = np.flatnonzero(ops["kind"] == MOVE)
-    low, high = (side[moves] for side in hull(ops, "target"))
-    made = unions(ops["target_file"][moves].astype(np.int64), low, high)
-    atoms = _components(len(ops), [(op, read.number), (moves, made.number)])
+    del file, start, stop
+    moves = _rows(ops["kind"] == MOVE)
+    made = unions(ops["target_file"][moves].astype(np.int64), *(side[moves] for side in hull(ops, "target")))
+    first, further = slice(0, len(ops)), op[len(ops) :]
+    reads: list[tuple[Ints | slice, Ints]]
+    reads = [(first, read.number[: len(ops)]), (further, read.number[len(ops) :])]
+    atoms = _components(len(ops), [reads, [(moves, made.number)]])
     if apart.any():  # what several files read apart may overlap within an atom
         return _Atoms.measured(ops, atoms)
     # Ranges that overlap are of one atom: it reads and writes what these cover together.
@@ -163,6 +168,12 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
     )
 
 
+def _rows(chosen: Flags) -> Ints | slice:
+    """The rows that are chosen; if these come before all others, as a slice, which copies nothing."""
+    count = np.count_nonzero(chosen)
+    return slice(0, count) if chosen[:count].all() else np.flatnonzero(chosen)
+
+
 def _owners(numbers: Ints, atoms: Ints) -> Ints:
     """The atom of each number; all ranges of a number are of one."""
     owners = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
@@ -173,28 +184,34 @@ def _owners(numbers: Ints, atoms: Ints) -> Ints:
 def _clusters(ops: Ops, groups: Ints) -> Ints:
     """The number of each op's cluster: ops of one group that overlap in a source file share one."""
     op, file, start, stop = source_ranges(ops)
-    return _components(len(ops), [(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))])
+    return _components(len(ops), [[(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))]])
 
 
-def _components(count: int, links: list[tuple[Ints, Ints]]) -> Ints:
+def _components(count: int, links: list[list[tuple[Ints | slice, Ints]]]) -> Ints:
     """Number ``count`` items from 0 so that linked items share a number.
 
-    Each link is ``(items, labels)``: items with the same label are linked, directly or through others. With 4 items
-    and the link ``([0, 1, 2, 3], [7, 8, 7, 9])`` the result is ``[0, 1, 0, 2]``; a second link ``([1, 3], [5, 5])``
-    makes it ``[0, 1, 0, 1]``.
+    Each link is columns ``(items, labels)``: items with the same label are linked, directly or through others. With 4
+    items and the link ``[([0, 1, 2, 3], [7, 8, 7, 9])]`` the result is ``[0, 1, 0, 2]``; a second link
+    ``[([1, 3], [5, 5])]`` makes it ``[0, 1, 0, 1]``.
     """
     found = np.arange(count)
+    labels = [1 + max(int(common.max(initial=-1)) for _, common in link) for link in links]
     changed = True
     while changed:
         changed = False
-        for things, common in links:
-            here = found[things]
-            lowest = np.full(int(common.max(initial=-1)) + 1, count)
-            np.minimum.at(lowest, common, here)
-            lower = lowest[common]
-            if not np.array_equal(lower, here):
-                np.minimum.at(found, things, lower)
+        for link, number in zip(links, labels, strict=True):
+            lowest = np.full(number, count)
+            for things, common in link:
+                np.minimum.at(lowest, common, found[things])
+            for things, common in link:
+                lower = lowest[common]
+                if np.array_equal(lower, found[things]):
+                    continue
                 changed = True
+                if isinstance(things, slice):
+                    found[things] = lower
+                else:
+                    np.minimum.at(found, things, lower)
         found = found[found]
     return dense_numbers(found)
 
@@ -225,8 +242,8 @@ def _cut_large(
 ) -> tuple[Ops, _Atoms, Ints, bool]:
     """Cut atoms until each writes about half of ``memory.group_bytes``, where possible.
 
-    Returns the ops and their atoms, the order in which ops of a group are to be, without those that were cut, and
-    whether bytes are read several times. The size of an atom that only compares is what it reads.
+    Returns the ops and their atoms; the rank of each op among those of its group, the largest for ops that were cut and
+    are left out; and whether bytes are read several times. The size of an atom that only compares is what it reads.
 
     With groups of 64 MiB the goal is 32 MiB. An atom that moves 800 rows of 256 KiB each, 200 MiB, is cut into
     ⌈200 / 32⌉ = 7 stretches: six of ⌈800 / 7⌉ = 115 rows (28.75 MiB) and one of 110. In a target stored column by
@@ -236,7 +253,7 @@ def _cut_large(
     if not len(ops):
         return ops, _Atoms(none, none, none), none, False
     found = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
-    order = order_of(found.number)
+    rank, pieces_rank = found.number, len(found.made)
     whole, done = ops, [Ops.empty()]
     kept: list[_Atoms] = []
     numbered, rereads = 0, False
@@ -260,7 +277,7 @@ def _cut_large(
             low, high = reach(ops, atoms, count)
             chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
         if not kept and not chosen.any():
-            return ops, found, order, False
+            return ops, found, rank, False
         rereads |= bool((chosen & kind.rereads).any())
         goal = np.where(kind.rereads, max(most, 1), goal)
         numbers = np.where(chosen, -1, np.cumsum(~chosen) - 1 + numbered)
@@ -268,9 +285,10 @@ def _cut_large(
         numbered += len(sizes[0])
         if not kept:  # nearly all ops stay as they are: these are not moved
             kept.append(_Atoms(numbers[atoms], *sizes))
-            of_large = chosen[atoms[order]]
-            large, order = order[of_large], order[~of_large]
+            large = np.flatnonzero(chosen[atoms])
+            large = large[order_of(atoms[large])]
             ops, atoms = ops[large], atoms[large]
+            rank[large] = pieces_rank + 1
         else:
             keep = ~chosen[atoms]
             kept.append(_Atoms(numbers[atoms[keep]], *sizes))
@@ -289,8 +307,8 @@ def _cut_large(
             found = _Atoms.measured(ops, atoms)
     number, made, read = (np.concatenate(column) for column in zip(*kept, strict=True))
     number[number < 0] = len(made)
-    order = np.concatenate([order, np.arange(len(whole), len(number))])
-    return Ops.joined([whole, *done]), _Atoms(number, made, read), order, rereads
+    rank = np.concatenate([rank, np.full(len(number) - len(whole), pieces_rank)])
+    return Ops.joined([whole, *done]), _Atoms(number, made, read), rank, rereads
 
 
 class _CutDims(NamedTuple):
@@ -390,7 +408,7 @@ def _kept_together(ops: Ops, atoms: Ints, together: BlockRows) -> Ints:
     low, high = (side[moves] - first for side in hull(ops, "target"))
     low, high = first + low // unit * unit, first - (-high // unit) * unit
     shared = label(ops["target_file"][moves].astype(np.int64), low, high)
-    return _components(len(ops), [(np.arange(len(ops)), atoms), (moves, shared)])
+    return _components(len(ops), [[(slice(0, len(ops)), atoms)], [(moves, shared)]])
 
 
 # ------------------------------------------------------------------------------------- gathering atoms
@@ -450,16 +468,22 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     [0, 0, 1, 2]
     """
     ends = np.cumsum(sizes)
-    opens = np.zeros(len(ends), dtype=np.int64)
+    opens = np.ones(len(ends), dtype=bool)
+    # Neighbours that do not fit together are apart. Most of what lies between two such places fits together.
+    np.greater(sizes[1:] + sizes[:-1], room_bytes, out=opens[1:])
+    first = np.flatnonzero(opens)
+    stop = np.append(first[1:], len(ends))
+    before = ends - sizes
+    long = (stop - first > 1) & (ends[stop - 1] - before[first] > room_bytes)
+    rows = np.flatnonzero(np.repeat(long, stop - first))
     # For each size that could be the first of a group, the first of the next group.
-    following = np.searchsorted(ends, ends - sizes + room_bytes, side="right")
-    following = np.maximum(following, np.arange(1, len(ends) + 1)).tolist()
+    following = np.searchsorted(ends[rows], before[rows] + room_bytes, side="right").tolist()
     begins, begin = [], 0
     while begin < len(following):
         begins.append(begin)
         begin = following[begin]
-    opens[begins[1:]] = 1
-    return np.cumsum(opens)
+    opens[rows[begins]] = True
+    return np.cumsum(opens) - 1
 
 
 # ---------------------------------------------------------------------------------------------- passes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -73,19 +73,23 @@ def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -
         found.append((at_a[i], at_b[j]))
     i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
     i, j = _for_all(i, j, a, b, alike)
-    return _Pairs(source, target, a.rows[i], b.rows[j], a.tensor[i])
+    return _Pairs(source, target, a.of_rows(i), b.of_rows(j), a.tensor[i])
 
 
 class _Side(NamedTuple):
     """Boxes sorted by tensor."""
 
-    rows: Ints
-    """Index of each box among the fragments."""
+    rows: Ints | None
+    """Index of each box among the fragments; ``None`` if these are sorted."""
     tensor: npt.NDArray[np.int32]
     first: Ints
     """Place of the first box of each tensor, and one past the last of all."""
     along: dict[int, tuple[Ints, Ints]]
     """Dim → start and stop of every box."""
+
+    def of_rows(self, at: Ints) -> Ints:
+        """Indices of some of the boxes among the fragments."""
+        return at if self.rows is None else self.rows[at]
 
     def intervals(self, at: Ints) -> Intervals:
         return Intervals(
@@ -94,12 +98,16 @@ class _Side(NamedTuple):
 
 
 def _sorted(tensor: npt.NDArray[np.int32], boxes: Fragments, dims: Sequence[int], count: int) -> _Side:
-    rows = order_of(tensor)
     first = np.r_[0, np.cumsum(np.bincount(tensor, minlength=count))]
     along = {}
     for dim in dims:
-        start, stop = (_halved(column)[rows] for column in _interval(boxes, dim))
+        start, stop = map(_halved, _interval(boxes, dim))
         along[dim] = start, stop
+    if (tensor[1:] >= tensor[:-1]).all():
+        return _Side(None, tensor, first, along)
+    rows = order_of(tensor)
+    for dim, (start, stop) in along.items():
+        along[dim] = start[rows], stop[rows]
     return _Side(rows, tensor[rows], first, along)
 
 
@@ -115,24 +123,49 @@ def _first_alike(a: _Side, b: _Side) -> Ints:
     """
     count = len(a.first) - 1
     key = np.zeros(count, dtype=np.uint64)
-    for side in (a, b):
-        mixed = np.zeros(len(side.rows), dtype=np.uint64)
-        for column in chain.from_iterable(side.along.values()):
-            mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    words = [_packed(list(chain.from_iterable(side.along.values()))) for side in (a, b)]
+    for side, columns in zip((a, b), words, strict=True):
+        mixed = np.ones(len(side.tensor), dtype=np.uint64)
+        for column in columns:
+            mixed ^= column
+            mixed *= np.uint64(0x9E3779B97F4A7C15)
             mixed ^= mixed >> np.uint64(29)
-        total = np.r_[np.uint64(0), np.cumsum(mixed)]
-        key = (key ^ (total[side.first[1:]] - total[side.first[:-1]])) * np.uint64(0x9E3779B97F4A7C15)
+        total = np.append(np.uint64(0), np.cumsum(mixed))[side.first]
+        key = (key ^ (total[1:] - total[:-1])) * np.uint64(0x9E3779B97F4A7C15)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
     alike = first[number.ravel()]
     for side in (a, b):  # tensors with the same key are compared box by box
         lengths = np.diff(side.first)
         alike = np.where(lengths[alike] == lengths, alike, np.arange(count))
     differs = np.zeros(count, dtype=bool)
-    for side in (a, b):
-        other = np.arange(len(side.rows)) + (side.first[alike] - side.first[:-1])[side.tensor]
-        for column in chain.from_iterable(side.along.values()):
+    for side, columns in zip((a, b), words, strict=True):
+        other = np.arange(len(side.tensor))
+        other += np.repeat(side.first[alike] - side.first[:-1], np.diff(side.first))
+        for column in columns:
             differs[side.tensor[column[other] != column]] = True
     return np.where(differs, np.arange(count), alike)
+
+
+def _packed(columns: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[np.uint64]]:
+    """As few columns of words as hold the numbers of all these; a column of one number is left out.
+
+    >>> [column.tolist() for column in _packed([np.array([1, 2]), np.array([7, 7]), np.array([3, 0])])]
+    [[7, 8]]
+    """
+    found: list[npt.NDArray[np.uint64]] = []
+    room = 0
+    for column in columns:
+        if not len(column) or column.min() == column.max():
+            continue
+        bits = int(column.max()).bit_length()
+        if bits > room:
+            found.append(column.astype(np.uint64))
+            room = 64 - bits
+        else:
+            found[-1] <<= np.uint64(bits)
+            found[-1] |= column.astype(np.uint64)
+            room -= bits
+    return found
 
 
 def _for_all(i: Ints, j: Ints, a: _Side, b: _Side, alike: Ints) -> tuple[Ints, Ints]:
@@ -248,9 +281,10 @@ def plan_ops(
             (CHECK, _meeting(primary, unmoved, implied)),
         ]
     )
-    moved = np.zeros(len(source.tensors), dtype=bool)
-    moved[ops["tensor"][: len(fed)]] = True
-    ops["again"] = ops["again"] | ((ops["kind"] == CHECK) & moved[ops["tensor"]])
+    if len(unmoved):
+        moved = np.zeros(len(source.tensors), dtype=bool)
+        moved[ops["tensor"][: len(fed)]] = True
+        ops["again"] = ops["again"] | ((ops["kind"] == CHECK) & moved[ops["tensor"]])
     _check_casts(ops[: len(fed)], source.tensors, casts)
     done = 0
     for pairs, wanted in steps:

@@ -41,7 +41,17 @@ from paddle_reshard.pipeline.planning.groups import (
 )
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
 from paddle_reshard.pipeline.planning.once import count_once
-from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, ITEMSIZES, MOVE, PROBE, Ops, hull, op_volumes
+from paddle_reshard.pipeline.planning.ops import (
+    CHECK,
+    HOLD,
+    ITEMSIZES,
+    MOVE,
+    PROBE,
+    Ops,
+    hull,
+    itemsizes,
+    op_volumes,
+)
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
@@ -466,8 +476,8 @@ def _grouped(
     values = int(groups.max(initial=-1)) + 1
     parts["group"] = _groups_of_parts(parts, values, sizes.fill_bytes, copy_group_bytes)
     count = max(values, int(parts["group"].max(initial=-1)) + 1)
-    parts = parts[order_of(parts["group"].astype(np.int64))]  # those of a group stay in order
-    made = parts[parts["source_file"] == MADE]
+    parts = parts.take(order_of(parts["group"].astype(np.int64)))  # those of a group stay in order
+    made = parts.take(np.flatnonzero(parts["source_file"] == MADE))
     peaks = np.bincount(made["group"], weights=part_sizes(made), minlength=count).astype(np.int64)
     peaks += _accumulator_bytes(plan.mixtures, ops, groups, made, count)
     if sizes.step_bytes is not None and not len(parts):
@@ -525,7 +535,7 @@ def _groups_of_parts(parts: Parts, first: int, fill_bytes: int, copy_group_bytes
         (ungrouped & (parts["source_file"] == MADE), fill_bytes, len(parts)),
         (ungrouped & (parts["source_file"] != MADE), copy_group_bytes, COPY_GROUP_PARTS),
     ):
-        sizes = part_sizes(parts[chosen])
+        sizes = part_sizes(parts.take(np.flatnonzero(chosen)))
         portion = (np.cumsum(sizes) - sizes) // most_bytes
         number = np.arange(len(sizes)) // max(most_parts, 1)
         both = portion * (len(sizes) + 1) + number
@@ -594,11 +604,10 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
         finished = source_tensors(ops["tensor"], {t: m.terms[-1].tensor for t, m in source.mixtures.items()})
         moves &= ~np.isin(ops["tensor"], list(source.mixtures)) | (ops["source_tensor"] == finished)
     count = len(target.files)
-    covered = np.bincount(
-        ops["target_file"][moves],
-        weights=(op_volumes(ops) * ITEMSIZES[ops["target_dtype"]])[moves],
-        minlength=count,
-    )
+    written = op_volumes(ops)
+    written *= itemsizes(ops, "target_dtype")
+    written *= moves
+    covered = np.bincount(np.where(moves, ops["target_file"], 0), weights=written, minlength=count)
     boxes = target.fragments
     beyond = (volumes(boxes) - volumes_inside(boxes, tensors)) * ITEMSIZES[boxes["dtype"]]
     covered += np.bincount(boxes["file"], weights=beyond, minlength=count)

@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import BLOCK_ROWS, Flags
 from paddle_reshard.pipeline.core.geometry import Ints
-from paddle_reshard.pipeline.core.sorting import order_of
+from paddle_reshard.pipeline.core.sorting import in_order
 
 
 def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints, Ints]:
@@ -72,13 +72,18 @@ def unions(keys: Ints, start: Ints, stop: Ints) -> Unions:
     >>> unions(np.array([0, 0, 0, 1]), np.array([0, 5, 3, 0]), np.array([5, 9, 4, 9])).nbytes
     array([5, 4, 9])
     """
-    found = np.zeros(len(start), dtype=np.int64)
     if not len(start):
-        return Unions(found, found)
+        return Unions(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     swept = _sweep(keys, start, stop, -1)
-    found[swept.order] = np.cumsum(swept.opens) - 1
     begin = np.flatnonzero(swept.opens)
-    return Unions(found, swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin])
+    nbytes = swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin]
+    # The memory of what was swept serves the numbers too: new pages cost more than a pass over known ones.
+    number, found = swept.reach, swept.end
+    np.copyto(number, swept.opens)
+    np.cumsum(number, out=number)
+    number -= 1
+    found[swept.order] = number
+    return Unions(found, nbytes)
 
 
 def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) -> Ints:
@@ -147,13 +152,10 @@ def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> _Swept:
     span = int(stop.max()) + 2 + abs(gap)
     fits = (int(keys.max()) + 1) * span < 1 << 63
     shift = (keys if fits else dense_numbers(keys)) * span
-    begin = start + shift
-    order = order_of(begin)
-    begin = begin[order]
+    order, begin = in_order(start + shift)
     shift += stop
     end = shift[order]
-    del shift
-    reach = np.maximum.accumulate(end)
+    reach = np.maximum.accumulate(end, out=shift)
     opens = np.ones(len(order), dtype=bool)
     np.greater(begin[1:] - gap, reach[:-1], out=opens[1:])
     return _Swept(order, opens, begin, end, reach)

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.layouts.files import TargetFiles
+from paddle_reshard.pipeline.planning.groups import _gathered
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
@@ -502,3 +503,17 @@ def test_another_order_is_not_copied() -> None:
     plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
     assert plan.copied_bytes == 0
     run(plan, source, target, [shape])
+
+
+@pytest.mark.parametrize("largest", [3, 20, 100])
+def test_sizes_are_gathered_one_after_the_other(largest: int) -> None:
+    random = np.random.default_rng(largest)
+    for room in (1, 10, 64, 500):
+        sizes = random.integers(0, largest, 60)
+        expected, group, held = [], 0, 0
+        for number, size in enumerate(sizes.tolist()):
+            if number and held + size > room:
+                group, held = group + 1, 0
+            held += size
+            expected.append(group)
+        assert _gathered(sizes, room).tolist() == expected

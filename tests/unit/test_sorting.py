@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
+from paddle_reshard.pipeline.core.sorting import in_order, order_by, order_of, places
 
 
 @pytest.mark.parametrize("largest", [3, 1 << 20, 1 << 50, (1 << 63) - 1])
@@ -20,6 +20,9 @@ def test_the_order_is_that_of_a_stable_sort(kind: str, largest: int) -> None:
         numbers = np.sort(numbers)
         numbers[[5, 500]] = numbers[[500, 5]]
     np.testing.assert_array_equal(order_of(numbers), np.argsort(numbers, kind="stable"))
+    order, ordered = in_order(numbers)
+    np.testing.assert_array_equal(order, np.argsort(numbers, kind="stable"))
+    np.testing.assert_array_equal(ordered, np.sort(numbers))
 
 
 @pytest.mark.parametrize("largest", [1 << 20, 1 << 60])
