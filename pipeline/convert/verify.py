@@ -458,10 +458,7 @@ def _spare(request: VerifyRequest) -> int:
 def _in_steps(request: VerifyRequest) -> PlanSettings:
     """How a comparison is planned: local files are read a little at a time."""
     planning = request.planning
-    if not _all_local(request):
-        return planning
-    sizes = planning.sizes.in_steps(in_one_process=isinstance(request.engine, InlineEngine))
-    return replace(planning, sizes=sizes)
+    return replace(planning, sizes=planning.sizes.in_steps()) if _all_local(request) else planning
 
 
 def _all_local(request: VerifyRequest) -> bool:

@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 
 STEP_BYTES = 4 << 20
 """Both sides of a step of each of a few workers fit the third-level cache."""
-STEPPED_GROUP_FACTOR = 2
-"""How much larger groups that read in steps are in a single process. Each costs about a millisecond, and takes the
-memory of a step however much it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +21,9 @@ class PlanSizes:
     step_bytes: int | None = None
     """What a group that only compares reads at a time; ``None`` for as much as a group may hold."""
 
-    def in_steps(self, in_one_process: bool) -> PlanSizes:
-        """For comparisons of files that answer at once: what they read is compared while a processor's cache has it.
-
-        On a cluster groups stay small, so that all workers end together.
-        """
-        if self.step_bytes is not None:
-            return self
-        factor = STEPPED_GROUP_FACTOR if in_one_process else 1
-        return replace(self, group_bytes=factor * self.group_bytes, step_bytes=STEP_BYTES)
+    def in_steps(self) -> PlanSizes:
+        """For comparisons of files that answer at once: what they read is compared while a processor's cache has it."""
+        return self if self.step_bytes is not None else replace(self, step_bytes=STEP_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
