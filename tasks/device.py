@@ -7,7 +7,6 @@ bands to parts, and every part is fetched once. All movers give the same bits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
@@ -49,8 +48,6 @@ class Mover(Protocol):
 
     on_host: bool
     """Whether bands and parts are in host memory."""
-    reuses_memory: bool
-    """Whether a part lies in memory that was used before, so that zeros must be written to it."""
 
     def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """Host memory to read a band into, which is in a file from ``byte_offset`` on."""
@@ -61,14 +58,8 @@ class Mover(Protocol):
     def load(self, band: Buffer) -> Any:
         """Copy a band to the mover's memory, or return it as it is; it is not changed."""
 
-    def zeros(
-        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
-    ) -> Any:
-        """A part, all zeros, which is written to a file from ``byte_offset`` on.
-
-        If ranges ``[start, stop)`` of it are given as ``unwritten``, all other bytes will be written, and hold anything
-        until then.
-        """
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
+        """A part, all zeros, which is written to a file from ``byte_offset`` on."""
 
     def move(self, source: Box, target: Box) -> None:
         """Copy a box of a band into a part; cast it if the dtypes differ.
@@ -105,7 +96,6 @@ class HostMover:
     """Moves in host memory, with NumPy."""
 
     on_host = True
-    reuses_memory = False
 
     def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """New memory."""
@@ -118,9 +108,7 @@ class HostMover:
         """The band itself."""
         return band
 
-    def zeros(
-        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
-    ) -> Buffer:
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """A part, all zeros."""
         return self.allocate(nbytes, byte_offset)
 
@@ -161,7 +149,6 @@ class PaddleMover:
     """
 
     on_host = False
-    reuses_memory = False
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()
@@ -186,9 +173,7 @@ class PaddleMover:
         """A copy of the band on the device."""
         return self.paddle.to_tensor(band)
 
-    def zeros(
-        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
-    ) -> Any:
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
         """A part on the device, all zeros."""
         return self.paddle.zeros([nbytes], dtype="uint8")
 

@@ -37,7 +37,6 @@ from paddle_reshard.tasks.group import (
 )
 from paddle_reshard.tasks.quantise import NotFiniteError
 from paddle_reshard.tasks.sums import Piece, Sums, Whole, added, better
-from paddle_reshard.tasks.unwritten import unwritten
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -70,13 +69,8 @@ def _make(
     work: GroupWork, load: Callable[[Bands], list[Buffer]], target: WritePart, mover: Mover
 ) -> GroupReport:
     """Make and write the parts that are not copied; ``load`` reads the bands of one pass."""
-    gaps = unwritten(work.parts, work.ops, work.mixtures) if mover.reuses_memory else None
     made = {
-        int(i): mover.zeros(
-            int(part_sizes(work.parts[i : i + 1])[0]),
-            int(work.parts["start"][i]),
-            None if gaps is None else gaps[int(i)],
-        )
+        int(i): mover.zeros(int(part_sizes(work.parts[i : i + 1])[0]), int(work.parts["start"][i]))
         for i in np.flatnonzero(
             (work.parts["source_file"] == MADE) & (work.parts["start"] < work.parts["stop"])
         )

@@ -12,15 +12,13 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.storage.aligned import DISK_BLOCK_BYTES, LINE_BYTES, padding, private_memory
+from paddle_reshard.storage.aligned import LINE_BYTES, padding, private_memory
 from paddle_reshard.tasks.device import Box, Buffer, HostMover
 
 GRAIN_BYTES = 8 << 20
 """Workspace sizes are multiples of this, so that groups of about one size can reuse a workspace."""
-PADDING_BYTES = DISK_BLOCK_BYTES << 7
-"""What a workspace has in addition, so that its buffers can begin where the processor and disks copy fast."""
-LARGE_BYTES = 256 << 10
-"""Smaller parts are never written without the kernel's cache."""
+PADDING_BYTES = LINE_BYTES << 13
+"""What a workspace has in addition, so that its buffers can begin where the processor copies fast."""
 
 
 class Stopped(Exception):
@@ -32,8 +30,6 @@ class Workspace(HostMover):
 
     Parts are allocated before bands. Buffers are valid until :meth:`clear`, those of bands until :meth:`release`.
     """
-
-    reuses_memory = True
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -52,13 +48,10 @@ class Workspace(HostMover):
         """Make the running group fail before its next move or write."""
         self.stopped = True
 
-    def zeros(
-        self, nbytes: int, byte_offset: int = 0, unwritten: Sequence[tuple[int, int]] | None = None
-    ) -> Buffer:
-        """A part, zeros where no move will write."""
-        part = self._take(nbytes, byte_offset, DISK_BLOCK_BYTES if nbytes >= LARGE_BYTES else LINE_BYTES)
-        for start, stop in ((0, nbytes),) if unwritten is None else unwritten:
-            part[start:stop] = 0
+    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
+        """A part, all zeros."""
+        part = self._take(nbytes, byte_offset)
+        part.fill(0)
         self.parts_bytes, self.parts_spare = self.used_bytes, self.spare_bytes
         return part
 
@@ -80,9 +73,9 @@ class Workspace(HostMover):
         self._check()
         return part
 
-    def _take(self, nbytes: int, byte_offset: int, unit_bytes: int = LINE_BYTES) -> Buffer:
+    def _take(self, nbytes: int, byte_offset: int) -> Buffer:
         self._check()
-        if (skipped := padding(self.used_bytes, byte_offset, unit_bytes)) <= self.spare_bytes:
+        if (skipped := padding(self.used_bytes, byte_offset)) <= self.spare_bytes:
             self.used_bytes += skipped
             self.spare_bytes -= skipped
         start, self.used_bytes = self.used_bytes, self.used_bytes + nbytes
