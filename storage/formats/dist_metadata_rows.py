@@ -317,6 +317,8 @@ class _Rows:
         wrong = (found.highest[first:stop] >= first_index) | self._misplaced(found.kinds[first:stop])
         if wrong.any():
             stop = first + int(wrong.argmax())
+        frame_stop = at + self.machine.frame_stop - self.machine.window.position
+        stop = first + int(np.searchsorted(found.ends[first:stop], frame_stop, side="right"))
         if stop == first:
             return False
         memo.extend(found.slots[found.first_slot[first] : found.first_slot[stop]])

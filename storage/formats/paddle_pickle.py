@@ -18,6 +18,7 @@ the file that are not payload, of which many opcodes and containers need many, a
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -59,6 +60,7 @@ _MAX_RANK: Final = 64
 _MAX_DIMENSION: Final = 1 << 63
 _INLINE_BYTES: Final = 64
 _OPCODES_BETWEEN_LOOKS: Final = 256
+_NO_FRAME: Final = sys.maxsize
 
 _STRUCT_CODE: Final[Mapping[str, str]] = {
     "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
@@ -315,6 +317,7 @@ class Machine:
 
     __slots__ = (
         "containers",
+        "frame_stop",
         "globals",
         "marks",
         "memo",
@@ -334,6 +337,7 @@ class Machine:
         self.memo: list[object] = []
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # many arrays share one
         self.protocol, self.opcode_offset, self.text_bytes, self.containers = 0, 0, 0, 0
+        self.frame_stop = _NO_FRAME
 
     def run(self) -> tuple[object, int]:
         """Take every opcode; return the root as it was built, and how many opcodes that took."""
@@ -342,6 +346,8 @@ class Machine:
         for count in range(MAX_OPCODES):
             at = window._at
             self.opcode_offset = window._base + at
+            if self.opcode_offset >= self.frame_stop:
+                self._leave_frame()
             if count % _OPCODES_BETWEEN_LOOKS == 0:
                 self._check_size(count)
             if at < len(window._data):  # here and not in a call: there are millions of opcodes
@@ -359,6 +365,14 @@ class Machine:
             except IndexError:  # the lists a step indexes are the stack and the marks
                 self.bad("stack_underflow", f"opcode 0x{opcode:02x} needs more values than the stack holds")
         self.bad("too_many_opcodes", f"more than {MAX_OPCODES} opcodes")
+
+    def _leave_frame(self) -> None:
+        """Refuse an opcode that reaches beyond its frame: ``pickle`` loses what it has read ahead of it."""
+        if self.opcode_offset > self.frame_stop:
+            self.bad(
+                "frame_cut", f"a frame ends at byte {self.frame_stop}, within the opcode before this one"
+            )
+        self.frame_stop = _NO_FRAME
 
     def _check_size(self, opcodes: int) -> None:
         """Refuse a file that takes more memory than arrays with so many bytes other than payloads can need."""
@@ -604,8 +618,11 @@ def _memoize(m: Machine) -> None:
 
 
 def _frame(m: Machine) -> None:
-    """A frame is only a hint to read ahead (PEP 3154); its length must still be true."""
-    m.window.length(8)
+    """A frame is only a hint to read ahead (PEP 3154), but it must hold whole opcodes, and no other frame."""
+    nbytes = m.window.length(8)
+    if m.frame_stop != _NO_FRAME:
+        m.bad("frame_cut", f"a frame begins within another one, which ends at byte {m.frame_stop}")
+    m.frame_stop = m.window.position + nbytes
 
 
 def _global(m: Machine) -> None:

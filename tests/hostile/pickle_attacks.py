@@ -25,6 +25,10 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
+def frame(nbytes: int) -> bytes:
+    return b"\x95" + struct.pack("<Q", nbytes)
+
+
 def named(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
@@ -244,7 +248,7 @@ def _lengths() -> list[Attack]:
         "short text past the end": b"\x8c\xffabc",
         "text of 2**32 - 1 bytes": b"X\xff\xff\xff\xff",
         "a frame of 2**60 bytes": b"\x95" + huge,
-        "a frame one byte too long": b"\x95" + struct.pack("<Q", 3) + b"N",
+        "a frame one byte too long": frame(3) + b"N",
     }
     found = [Attack(idea, PROTO + data + STOP, "length_beyond_end") for idea, data in claims.items()]
     wrapped = b"\x8a\x05\x00\x00\x00\x00\x01" * 2 + b"\x86"
@@ -396,6 +400,8 @@ def _streams() -> list[Attack]:
         Attack("a call without a function", PROTO + b")R.", "stack_underflow"),
         Attack("items without a mark", PROTO + b"}Nu.", "stack_underflow"),
         Attack("items without a dict", PROTO + b"(u.", "stack_underflow"),
+        Attack("a frame that ends within an opcode", PROTO + frame(2) + text("ab") + b".", "frame_cut"),
+        Attack("a frame within a frame", PROTO + frame(11) + b"N" + frame(1) + b"\x85.", "frame_cut"),
         Attack("a tuple of what is not there", PROTO + b"N\x87.", "stack_underflow"),
         Attack("a tuple reaching below a mark", PROTO + b"N(\x85t.", "stack_underflow"),
         Attack("state for nothing", PROTO + b"Nb.", "stack_underflow"),

@@ -11,7 +11,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pickle_attacks import ATTACKS, PROTO, STOP, named, payload, text
 
@@ -267,6 +267,7 @@ LARGE = [
 
 @FUZZ
 @given(st.sampled_from(LARGE), st.integers(0, 2**32), st.integers(1, 3))
+@example(LARGE[2], 29887, 1)  # the length of a frame
 def test_damaged_files_are_refused_or_read_as_pickle_reads_them(base, seed, count):
     rng = random.Random(seed)
     data = bytearray(base)
