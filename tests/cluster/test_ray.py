@@ -217,7 +217,7 @@ def test_bands_beyond_the_object_store_are_not_exchanged(
 
     def nodes(store_bytes: float) -> list[object]:
         resources = {"CPU": 8.0, "memory": 1e12, "object_store_memory": store_bytes}
-        return [{"Alive": True, "Resources": resources}]
+        return [{"Alive": True, "Resources": resources, "Labels": {}}]
 
     answers = iter([nodes(1e9)] if late else [])
     monkeypatch.setattr(ray, "nodes", lambda: next(answers, nodes(100.0)))
