@@ -190,7 +190,7 @@ class Bench:
             "`cp -r`, then fsync": self.command("sh", "-c", durable),
             **{c.name: self.ours(c) for c in AGAINST_COPY},
         }
-        self.command("sh", "-c", durable)()  # whoever writes first after the source takes twice as long
+        self.command("sh", "-c", durable)()  # whoever writes first after the source takes longer
         runs = alternate(contenders, self.rounds, say)
         plain, synced = list(runs.values())[:2]
         rows = [

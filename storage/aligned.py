@@ -70,5 +70,5 @@ def memory_in_huge_pages(nbytes: int) -> memoryview:
 
 def memory_for(nbytes: int, byte_offset: int) -> memoryview:
     """New memory for ``nbytes`` bytes of a file from ``byte_offset`` on, all zeros."""
-    first = padding(0, byte_offset, DISK_BLOCK_BYTES)  # the mapping begins with a page
+    first = padding(0, byte_offset)  # the mapping begins with a page
     return memoryview(private_memory(first + nbytes))[first : first + nbytes]

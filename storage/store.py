@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.part_limits import CopyLimits
@@ -107,6 +107,7 @@ class Read:
     buffer: memoryview
 
 
+@runtime_checkable
 class ReadRange(Protocol):
     """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, ignore_events
 from paddle_reshard.pipeline.layouts.reading import Readable
+from paddle_reshard.storage.store import ReadRange
 
 T = TypeVar("T")
 
@@ -16,14 +17,6 @@ FILES_IN_FLIGHT = 64
 """Files indexed at a time if the store is slow to respond: each thread mostly waits."""
 LATE_SECONDS = 0.1
 """Total waiting time up to which threads are not worth starting."""
-
-
-@runtime_checkable
-class KeepsOpen(Protocol):
-    """A store whose files may stay open between the reads of one thread."""
-
-    def kept_open(self) -> AbstractContextManager[Readable]:
-        """The same files."""
 
 
 def index_here(
@@ -49,7 +42,9 @@ def _indexed(
 ) -> Iterator[tuple[str, T]]:
     pending = iter(sizes.items())
     waited = worked = 0.0
-    with store.kept_open() if isinstance(store, KeepsOpen) else nullcontext(store) as files:
+    held: AbstractContextManager[Readable]
+    held = store.kept_open() if isinstance(store, ReadRange) else nullcontext(store)
+    with held as files:
         for path, size_bytes in pending:
             began, began_work = time.perf_counter(), time.thread_time()
             one = index(files, path, size_bytes)

@@ -77,14 +77,10 @@ class Identities:
 
     def find(self, key: str, state: str) -> int | None:
         """The number of a pair, or ``None``."""
-        of_key, of_state = self._keys.numbers.get(key), self._states.numbers.get(state)
-        if of_key is None or of_state is None or of_key >= len(self._numbers[of_state]):
-            return None
-        number = self._numbers[of_state][of_key]
-        return None if number < 0 else number
+        return self.finder(state)(key)
 
     def finder(self, state: str) -> Callable[[str], int | None]:
-        """The function that :meth:`find` is for one state."""
+        """The same for one state and many keys; pairs that are added later may be missing."""
         of_state = self._states.numbers.get(state)
         numbers = array("i") if of_state is None else self._numbers[of_state]
         keys, count = self._keys.numbers, len(numbers)
@@ -185,7 +181,7 @@ class Tensors(Sequence[Tensor]):
         return self._identities.find(key, state)
 
     def finder(self, state: str) -> Callable[[str], int | None]:
-        """The function that :meth:`find` is for one state; tensors that are added later may be missing."""
+        """The same for one state and many keys; tensors that are added later may be missing."""
         return self._identities.finder(state)
 
     def identity(self, number: int) -> Identity:

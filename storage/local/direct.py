@@ -23,11 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from paddle_reshard.storage.aligned import (
     DISK_BLOCK_BYTES,
-    SECTOR_BYTES,
     memory_in_huge_pages,
     padding_between,
 )
@@ -48,7 +45,7 @@ MOST_BLOCKS = 8
 EDGE_BYTES = 64 << 10
 """A multiple of the unit of every file system."""
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}
-"""Errors of a file system or disk that cannot write directly what it was given."""
+"""Errors of a file system or disk that cannot write directly what it was given, or not from where that is in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class PartFile:
         """The flags of the file, while the cache is bypassed with them and ``O_DIRECT``."""
 
     def bypasses(self, nbytes: int) -> bool:
-        """Whether writes of a size are direct."""
+        """Whether a write of this size is direct, but for its edges."""
         return self.direct is not None and nbytes >= SMALLEST_BYTES
 
     def write(self, byte_offset: int, buffer: memoryview) -> None:
@@ -108,7 +105,7 @@ class PartFile:
         if self.direct is not None:
             start, stop = self.direct.whole_units(byte_offset, len(buffer))
             middle = buffer[start - byte_offset : stop - byte_offset]
-            if len(middle) >= SMALLEST_BYTES and _address(middle) % SECTOR_BYTES == 0:
+            if len(middle) >= SMALLEST_BYTES:
                 first, last = start, start + self._write_directly(start, middle)
         self._write_to_cache(byte_offset, buffer[: first - byte_offset])
         self._write_to_cache(last, buffer[last - byte_offset :])
@@ -147,10 +144,6 @@ class PartFile:
             block = buffer[done : done + WRITE_BYTES]
             done += os.pwrite(self.descriptor, block, byte_offset + done)
         start_writeback(self.descriptor, byte_offset, len(buffer))
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def start_writeback(descriptor: int, byte_offset: int, nbytes: int) -> None:
@@ -192,8 +185,8 @@ def pieces(
 ) -> Iterator[tuple[int, memoryview]]:
     """Cut a range of a file into pieces: how many bytes come before each, and memory in ``block`` for it.
 
-    From there all but the edges of the whole range can be written directly. The memory suits content that begins as
-    many bytes after a page as ``source_offset`` tells.
+    From there all but the edges of the whole range can be written directly. The content is copied there fast if it is
+    at ``source_offset`` in a file, or in memory as many bytes after a page.
     """
     done = 0
     while done < nbytes:

@@ -91,7 +91,8 @@ class LocalWriter:
     def _write_through_block(
         self, target: PartFile, byte_offset: int, buffer: memoryview, whole: Checksum
     ) -> None:
-        """Write from memory of which the disk takes large pieces, which costs less than to copy into it."""
+        """Copy the part to a block and write it from there. A block is in huge pages, which a disk takes in one piece;
+        that saves more time than copying costs."""
         content = np.frombuffer(buffer, dtype=np.uint8)
         with self.blocks.block() as block:
             for done, piece in pieces(block, byte_offset, len(buffer), byte_offset):
