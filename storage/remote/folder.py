@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
 from paddle_reshard.storage.replaceable import Entry, Kind
+from paddle_reshard.storage.schemes import S3_SCHEMES
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -264,9 +265,8 @@ class FsspecFolder:
             attempts = f"; gave up after {error.attempts} attempts"
             error = error.cause
         code = retry.code_of(error)
-        sentence = _SENTENCES.get(code) or (
-            "the response body was corrupted" if code == "DamagedBody" else f"{code}: {self.redacted(error)}"
-        )
+        told = "the response body was corrupted" if code == "DamagedBody" else code
+        sentence = _SENTENCES.get(code) or f"{told}: {self.redacted(error)}"
         if code in _DENIED and (operation := retry.operation_of(error)):
             sentence = f"{sentence} ({operation})"
         location = f"{self.location}/{name}" if name else self.location
@@ -362,13 +362,14 @@ def below(url: str, path: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL that is safe to show: without user, password and query."""
+    """A URL that is safe to show: without user, password and, except on S3, query."""
     if "::" in url and "://" in url:
         return "::".join(without_secrets(link) for link in url.split("::"))
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
-    rest = rest.split("?", 1)[0].split("#", 1)[0]
+    if scheme not in S3_SCHEMES:  # there, they are part of names
+        rest = rest.split("?", 1)[0].split("#", 1)[0]
     host, slash, path = rest.partition("/")
     return f"{scheme}://{host.rsplit('@', 1)[-1]}{slash}{path}"
 
@@ -377,7 +378,8 @@ def secrets_of(url: str, options: Mapping[str, Any]) -> set[str]:
     """All strings in a URL or its options that must not be shown."""
     found: set[str] = set()
     for parts in map(urlsplit, url.split("::")):
-        found |= {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(parts.query))}
+        query = "" if parts.scheme in S3_SCHEMES else parts.query
+        found |= {parts.username or "", parts.password or "", *(value for _, value in parse_qsl(query))}
     found.update(_secret_values(options, False))
     return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
 

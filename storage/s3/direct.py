@@ -19,7 +19,9 @@ from s3fs.errors import translate_boto_error
 
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.s3 import routes
+from paddle_reshard.storage.s3.answers import text_of
 from paddle_reshard.storage.s3.routes import GET, UPLOAD, Own, Route, client_of, learnt
+from paddle_reshard.storage.s3.wire import Answer
 
 _CHUNK_BYTES = 1 << 20
 _LARGE_BYTES = 1 << 20
@@ -31,6 +33,8 @@ _ANSWERED = {
     "x-amz-server-side-encryption-customer-algorithm": "SSECustomerAlgorithm",
 }
 """Header of the answer to a part → its name in the client's answer."""
+_OF_A_BODY = {"ETag": "etag", "ContentRange": "content-range"}
+"""What is said of the body of an answer → its header."""
 _OF_A_PART = {"ContentMD5": "content-md5", "ChecksumCRC64NVME": "x-amz-checksum-crc64nvme"}
 """Parameter of a part → its header."""
 _ALTERED = ("BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
@@ -62,8 +66,8 @@ def request(file_system: Any, method: str, parameters: Mapping[str, Any]) -> dic
         raise translate_boto_error(error) from error
 
 
-def read(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> str:
-    """Fill ``buffer`` with the body of the answer to a request; the file's ETag.
+def read(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> dict[str, Any]:
+    """Fill ``buffer`` with the body of the answer to a request; what the answer says of it, as the client does.
 
     Parameters
     ----------
@@ -81,20 +85,26 @@ def read(file_system: Any, request: Mapping[str, str], buffer: memoryview) -> st
     """
     client, route = _route(file_system, GET, request["Bucket"])
     if route is None:
-        version: str = sync(file_system.loop, _read_by_client, file_system, client, request, buffer)
-        return version
+        told: dict[str, Any] = sync(file_system.loop, _read_by_client, file_system, client, request, buffer)
+        return told
     answer = route.send(request["Key"], _of_a_range(request), into=buffer)
     found = answer.filled or len(answer.body)
     if found != len(buffer):
         raise DamagedBody(f"the response has {found} of the requested {len(buffer)} bytes")
     if answer.body:  # its length was not known in advance
         buffer[:] = answer.body
-    return answer.headers.get("etag", "")
+    return _told(answer)
+
+
+def _told(answer: Answer) -> dict[str, Any]:
+    """What the client would say of the body of an answer."""
+    said = {name: answer.headers.get(header) for name, header in _OF_A_BODY.items()}
+    return {**said, "ResponseMetadata": {"HTTPStatusCode": answer.status}}
 
 
 def read_together(
     file_system: Any, requests: Sequence[Mapping[str, str]], buffers: Sequence[memoryview]
-) -> list[str | None]:
+) -> list[dict[str, Any] | None]:
     """As :func:`read`, over several connections at a time; ``None`` for a buffer that could not be filled.
 
     The requests are about one bucket.
@@ -104,9 +114,7 @@ def read_together(
         return [None] * len(requests)
     wanted = [(request["Key"], _of_a_range(request)) for request in requests]
     return [
-        answer.headers.get("etag", "")
-        if answer is not None and answer.status < 300 and answer.filled == len(buffer)
-        else None
+        _told(answer) if answer is not None and answer.status < 300 and answer.filled == len(buffer) else None
         for answer, buffer in zip(route.send_together(wanted, buffers), buffers, strict=True)
     ]
 
@@ -135,7 +143,7 @@ def read_object(file_system: Any, bucket: str, key: str) -> tuple[bytes, str]:
         answer = route.send(key, Own({}, {}), most=_OBJECT_BYTES)
     except ClientError as error:
         raise translate_boto_error(error) from error
-    return answer.body, answer.headers.get("etag", "")
+    return answer.body, text_of(_told(answer), "ETag")
 
 
 def upload_part(file_system: Any, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,10 +209,7 @@ def _upload(route: Route, request: Mapping[str, Any], sha256: str | None = None)
         {header: request[name] for name, header in _OF_A_PART.items() if name in request},
     )
     answer = route.send(request["Key"], own, memoryview(request["Body"]).cast("B"), sha256=sha256)
-    found = {name: answer.headers[header] for header, name in _ANSWERED.items() if header in answer.headers}
-    if "ETag" not in found:
-        raise DamagedBody("the response to a part has no ETag")
-    return found
+    return {name: answer.headers[header] for header, name in _ANSWERED.items() if header in answer.headers}
 
 
 class _Sent(io.RawIOBase):
@@ -244,7 +249,7 @@ def _route(file_system: Any, operation: str, bucket: str) -> tuple[Any, Route | 
 
 async def _read_by_client(
     file_system: Any, client: Any, request: Mapping[str, str], buffer: memoryview
-) -> str:
+) -> dict[str, Any]:
     async with learnt(client).large if len(buffer) > _LARGE_BYTES else nullcontext():
         answer = await routes.learning(file_system, client, "get_object", request)
         body = answer["Body"]
@@ -252,14 +257,14 @@ async def _read_by_client(
             await _fill(buffer, body)
         finally:
             body.close()
-    return str(answer["ETag"])
+    return answer
 
 
 async def _object_by_client(file_system: Any, client: Any, request: Mapping[str, str]) -> tuple[bytes, str]:
     answer = await routes.learning(file_system, client, "get_object", request)
     body = answer["Body"]
     try:
-        return await body.read(), str(answer["ETag"])
+        return await body.read(), text_of(answer, "ETag")
     finally:
         body.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,11 @@ from botocore.exceptions import BotoCoreError
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing, ObjectStamp
-from paddle_reshard.storage.remote.retry import RetryPolicy
+from paddle_reshard.storage.remote.retry import DamagedBody, RetryPolicy
+from paddle_reshard.storage.remote.retry_counts import note_retry
 from paddle_reshard.storage.s3 import direct
-from paddle_reshard.storage.s3.uploads import (
-    abort_upload,
-    base64_md5,
-    create_upload,
-    md5_of,
-    pages,
-)
+from paddle_reshard.storage.s3.answers import check_range, is_version, number_of, pages, text_of
+from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload, md5_of
 
 _CONFIG = {
     # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
@@ -99,33 +95,44 @@ class S3Folder(FsspecFolder):
         _, prefix = self.key("")
         files: dict[str, ObjectStamp] = {}
         folders: list[str] = []
+        listed = partial(self.request_below, "list_objects_v2", Delimiter="/")
+        attempt = partial(self.attempt, "", policy=policy)
 
         def ask(**more: str) -> dict[str, Any]:
-            request = partial(self.request_below, "list_objects_v2", Delimiter="/", **more)
-            return self.attempt("", request, policy=policy)
+            return {**(page := listed(**more)), "Found": found_below(prefix, page)}
 
-        for page in pages(ask, ContinuationToken="NextContinuationToken"):
-            for entry in page.get("Contents", []):
-                if name := entry["Key"][len(prefix) :]:
-                    files[name] = ObjectStamp(entry["Size"], entry.get("ETag", ""))
-            folders += [entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", [])]
+        for page in pages(ask, attempt, ContinuationToken="NextContinuationToken"):
+            files |= page["Found"].files
+            folders += page["Found"].folders
         return Listing(files, tuple(folders))
 
     def read_range(self, name: str, stamp: ObjectStamp, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` straight from the connection, if the file is still the version that was listed."""
+        """Fill ``buffer`` straight from the connection, if the file is still the version that was listed.
+
+        An answer with another version, which the store should have refused, is asked for once more before the file is
+        said to have changed.
+        """
+        if not len(buffer):
+            return
         file_system, _ = self.open()
-        version = direct.read(file_system, self._range(name, stamp, byte_offset, len(buffer)), buffer)
-        if not _is_version(stamp, version):
-            raise self.failure(f"{self.location}/{name}: changed while it was read")
+        asked = self._range(name, stamp, byte_offset, len(buffer))
+        for again in (False, True):
+            if again:
+                note_retry("DamagedBody")
+            answer = direct.read(file_system, asked, buffer)
+            if is_version(stamp.version, str(answer.get("ETag", ""))):
+                check_range(answer, byte_offset, len(buffer), stamp.size_bytes)
+                return
+        raise self.failure(f"{self.location}/{name}: changed while it was read")
 
     def read_ranges(self, wanted: Sequence[tuple[str, ObjectStamp, int, memoryview]]) -> list[bool]:
         """As :meth:`read_range`, over several connections at a time."""
         file_system, _ = self.open()
         requests = [self._range(name, stamp, start, len(buffer)) for name, stamp, start, buffer in wanted]
-        versions = direct.read_together(file_system, requests, [buffer for *_, buffer in wanted])
+        answers = direct.read_together(file_system, requests, [buffer for *_, buffer in wanted])
         return [
-            version is not None and _is_version(stamp, version)
-            for (_, stamp, *_), version in zip(wanted, versions, strict=True)
+            answer is not None and _is_right(answer, stamp, start, len(buffer))
+            for (_, stamp, start, buffer), answer in zip(wanted, answers, strict=True)
         ]
 
     def _range(self, name: str, stamp: ObjectStamp, byte_offset: int, nbytes: int) -> dict[str, str]:
@@ -184,7 +191,7 @@ class S3Folder(FsspecFolder):
         code = ""
         for condition in conditions:
             try:
-                made = str(self.request("put_object", name, **body, **condition)["ETag"])
+                made = text_of(self.request("put_object", name, **body, **condition), "ETag")
                 self.__dict__["_plain_tags"] = condition.get("IfMatch", version) != version
                 return made
             except OSError as error:
@@ -198,10 +205,10 @@ class S3Folder(FsspecFolder):
                 return None
         if code != "NotImplemented":
             return None
-        return str(self.request("put_object", name, **body)["ETag"])
+        return text_of(self.request("put_object", name, **body), "ETag")
 
     def _etag(self, name: str) -> str:
-        return str(self.request("head_object", name)["ETag"])
+        return text_of(self.request("head_object", name), "ETag")
 
     def put_file(self, local: Path, name: str) -> None:
         """Upload a small local file."""
@@ -231,6 +238,32 @@ class S3Folder(FsspecFolder):
         return str(self.open()[0].s3.meta.endpoint_url)
 
 
-def _is_version(stamp: ObjectStamp, version: str) -> bool:
-    """Whether an answer is about the version that was listed; some stores ignore the condition of a request."""
-    return not stamp.version or version.strip('"') == stamp.version.strip('"')
+def found_below(prefix: str, page: Mapping[str, Any]) -> Listing:
+    """The files and folders that a page of a listing names, all of them below a prefix.
+
+    Raises
+    ------
+    DamagedBody
+        If one is elsewhere, or has no size.
+    """
+    files: dict[str, ObjectStamp] = {}
+    for entry in page.get("Contents", []):
+        if name := _below(prefix, text_of(entry, "Key")):
+            files[name] = ObjectStamp(number_of(entry, "Size"), entry.get("ETag", ""))
+    folders = [_below(prefix, text_of(entry, "Prefix")) for entry in page.get("CommonPrefixes", [])]
+    return Listing(files, tuple(name.removesuffix("/") for name in folders))
+
+
+def _below(prefix: str, key: str) -> str:
+    if not key.startswith(prefix):
+        raise DamagedBody(f"a listing of {prefix!r} names {key[:200]!r}")
+    return key[len(prefix) :]
+
+
+def _is_right(answer: Mapping[str, Any], stamp: ObjectStamp, byte_offset: int, nbytes: int) -> bool:
+    """Whether an answer has exactly the range that was asked for, of the version that was listed."""
+    try:
+        check_range(answer, byte_offset, nbytes, stamp.size_bytes)
+    except DamagedBody:
+        return False
+    return is_version(stamp.version, str(answer.get("ETag", "")))

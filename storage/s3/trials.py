@@ -9,6 +9,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.s3 import direct, uploads
+from paddle_reshard.storage.s3.answers import text_of
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.uploads import CHECKSUM, PartCheck
 from paddle_reshard.storage.store import Receipt
@@ -84,7 +85,7 @@ def _copy_onto_itself(folder: S3Folder, name: str, algorithm: str) -> None:
     try:
         part = {"UploadId": upload_id, "PartNumber": 1, "CopySource": {"Bucket": bucket, "Key": key}}
         answer = attempt(partial(folder.request, "upload_part_copy", name, **part))
-        _complete(folder, name, upload_id, str(answer["CopyPartResult"]["ETag"]))
+        _complete(folder, name, upload_id, text_of(answer.get("CopyPartResult", {}), "ETag"))
         upload_id = ""
     finally:
         if upload_id:

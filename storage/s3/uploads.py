@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from base64 import b64encode
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.remote.source import FsspecSource
+from paddle_reshard.storage.s3.answers import number_of, pages, text_of
 from paddle_reshard.storage.store import CopyRange, Receipt
 
 UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
@@ -114,7 +115,7 @@ class Taken(NamedTuple):
 def create_upload(folder: Bucket, name: str, algorithm: str = "") -> str:
     """Create an upload; its id. With ``algorithm``, its parts have such checksums."""
     checked = {"ChecksumAlgorithm": algorithm} if algorithm else {}
-    return str(folder.request("create_multipart_upload", name, **checked)["UploadId"])
+    return text_of(folder.request("create_multipart_upload", name, **checked), "UploadId")
 
 
 def abort_upload(folder: Bucket, name: str, upload_id: str) -> None:
@@ -140,7 +141,7 @@ def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, Part] | N
 
     try:
         return {
-            part["PartNumber"]: Part(part["Size"], part["ETag"].strip('"'))
+            number_of(part, "PartNumber"): Part(number_of(part, "Size"), text_of(part, "ETag").strip('"'))
             for page in pages(ask, PartNumberMarker="NextPartNumberMarker")
             for part in page.get("Parts", [])
         }
@@ -160,10 +161,11 @@ def list_uploads(folder: Bucket) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for page in pages(ask, KeyMarker="NextKeyMarker", UploadIdMarker="NextUploadIdMarker"):
         for upload in page.get("Uploads", []):
-            name = upload["Key"].removeprefix(prefix)
+            key = text_of(upload, "Key")
+            name = key.removeprefix(prefix)
             inside, _, _ = name.rpartition("/")
-            if upload["Key"].startswith(prefix) and inside in ("", *TENSOR_FOLDERS):
-                found.append((name, upload["UploadId"]))
+            if key.startswith(prefix) and inside in ("", *TENSOR_FOLDERS):
+                found.append((name, text_of(upload, "UploadId")))
     return found
 
 
@@ -182,10 +184,10 @@ def upload_part(
         part["ChecksumCRC64NVME"] = header_of(crc)
     if check is not PartCheck.MD5:
         answer = folder.request("upload_part", name, **part)
-        return Taken.of(str(answer["ETag"]), answer)
+        return Taken.of(text_of(answer, "ETag"), answer)
     md5 = md5_of(buffer)
     answer = folder.request("upload_part", name, **part, ContentMD5=b64encode(md5).decode())
-    taken = Taken.of(str(answer["ETag"]), answer)
+    taken = Taken.of(text_of(answer, "ETag"), answer)
     if taken.md5 and taken.md5 != md5.hex():
         raise DamagedBody(f"part {number}: the store has MD5 {taken.md5}, {md5.hex()} was sent")
     return taken
@@ -212,26 +214,7 @@ def copy_part(
         if code_of(error) in _SOURCE_GONE:
             raise source_folder.explain(error, copy.source_path) from None
         raise
-    tag = answer.get("CopyPartResult", {}).get("ETag")
-    if not tag:
-        raise DamagedBody(f"part {number}: the store does not return the ETag of what it copied")
-    return Taken.of(str(tag), answer)
-
-
-def pages(ask: Callable[..., dict[str, Any]], **markers: str) -> Iterator[dict[str, Any]]:
-    """All pages of a listing. ``markers``: parameter of the next request → the entry of this page to pass in it.
-
-    >>> answers = iter([{"IsTruncated": True, "Next": "b"}, {"IsTruncated": False}])
-    >>> list(pages(lambda **more: {**next(answers), "asked": more}, After="Next"))[1]["asked"]
-    {'After': 'b'}
-    """
-    more: dict[str, Any] = {}
-    while True:
-        page = ask(**more)
-        yield page
-        if not page.get("IsTruncated"):
-            return
-        more = {parameter: page[entry] for parameter, entry in markers.items()}
+    return Taken.of(text_of(answer.get("CopyPartResult", {}), "ETag"), answer)
 
 
 # ------------------------------------------------------------------------------------------ ETags and MD5

@@ -155,7 +155,7 @@ class _Connection:
         most = max(most, BODY_BYTES, 0 if into is None else len(into))
         if headers.get("transfer-encoding", "identity").lower() != "identity":
             return Answer(status, headers, _joined(self._chunks(most), most)), lasting
-        if length is None or not length.isdigit():
+        if length is None or not _is_number(length):
             return Answer(status, headers, _joined(self._to_the_end(), most)), False
         wanted = int(length)
         if into is not None and status < 300:
@@ -213,7 +213,7 @@ class _Connection:
     def _head(self) -> tuple[int, dict[str, str]]:
         status, *lines = self._until(b"\r\n\r\n").decode("latin-1").split("\r\n")
         version, _, rest = status.partition(" ")
-        if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
+        if not version.startswith("HTTP/1.") or not _is_number(rest[:3]):
             raise Malformed(f"the answer begins with {status[:80]!r}")
         headers = {}
         for line in lines:
@@ -249,6 +249,11 @@ class _Connection:
             self.rest = self.rest[:0]
             if not self._receive_some():
                 return
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text has nothing but digits 0 to 9; ``²`` and the like are digits for Python alone."""
+    return text.isascii() and text.isdigit()
 
 
 def _joined(pieces: Iterator[bytes], most: int) -> bytes:

@@ -55,6 +55,7 @@ def test_options_by_scheme() -> None:
 def test_the_same_location_spelled_differently(tmp_path: Path) -> None:
     assert comparable_path("s3://b/a/c/") == comparable_path("s3a://b/a/c") != comparable_path("gs://b/a/c")
     assert comparable_path("s3://b/a") in comparable_path("s3://b/a/c").parents
+    assert comparable_path("s3://b/q?x=1/y") != comparable_path("s3://b/q")
     assert comparable_path("memory:///a") == comparable_path("memory://a")
     assert comparable_path(f"file://{tmp_path}/x") == comparable_path(f"{tmp_path}/y/../x")
     assert comparable_path("hdfs://me:word@host/a") == comparable_path("hdfs://host/a")
@@ -63,6 +64,7 @@ def test_the_same_location_spelled_differently(tmp_path: Path) -> None:
 def test_urls_are_shown_without_secrets() -> None:
     assert without_secrets("hdfs://me:pass@word@host:9000/a?token=t#f") == "hdfs://host:9000/a"
     assert without_secrets("s3://bucket/a@b/c") == "s3://bucket/a@b/c"
+    assert without_secrets("s3a://bucket/q?x=1#2/y") == "s3a://bucket/q?x=1#2/y"
     assert without_secrets("/a@b") == "/a@b"
     assert without_secrets("zip://a::hdfs://me:pass@host/c?t=1") == "zip://a::hdfs://host/c"
 

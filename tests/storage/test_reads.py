@@ -174,6 +174,7 @@ class _Recorder(BaseHTTPRequestHandler):
             low, high = self.headers["Range"].removeprefix("bytes=").split("-")
             body = bytes(int(high) - int(low) + 1)
             self.send_response(206)
+            self.send_header("Content-Range", f"bytes {low}-{high}/100")
         self.send_header("ETag", '"e"')
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

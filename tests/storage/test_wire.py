@@ -185,6 +185,7 @@ def _https_store(certificate: Path) -> ThreadingHTTPServer:
             body = f"<ListBucketResult>{entry}</ListBucketResult>".encode()
             body = body if listing else bytes(range(low, high + 1))
             self.send_response(200 if listing else 206)
+            self.send_header("Content-Range", f"bytes {low}-{high}/100")
             self.send_header("ETag", '"e"')
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
