@@ -76,6 +76,7 @@ ALIKE = {
     *(
         "ep2_mp2sh2_s1v2_meta",
         "ep2_pp2sh2_s1v2_meta",
+        "ep4_mp2pp2sh2_s1v2_meta",
         "moe_fused_single",
         "nlp_dsv2_single",
         "nlp_dsv2_ep_dp2",

@@ -29,6 +29,8 @@ from tests.expert_oracle import differing, read_expert_parallel, slice_lengths
 from tests.golden.compare_one_card import read_one_card
 
 QWEN = "ep2_sh2_s1v2_meta_ema"
+ACROSS_TP = "ep4_mp2pp2sh2_s1v2_meta"
+"""Neighbouring experts are on different tp ranks: those of the first are 0 and 2, those of the second 1 and 3."""
 DSV3, GLM4 = "dsv3_ep2_sh2_s1v2_meta_ema", "glm4moe_ep2_sh2_s1v2_meta_ema"
 BIAS = "*.e_score_correction_bias"
 COMPLETE = (
@@ -37,6 +39,7 @@ COMPLETE = (
     "ep2_pp2sh2_s1v2_meta",
     "ep2_sh2_s1v2",
     QWEN,
+    ACROSS_TP,
     "ernie45moe_mpmoe_mp2",
     "nlp_dsv2_ep_dp2",
     "nlp_dsv2_ep_dp2sh2_s1v2_meta",
@@ -45,7 +48,7 @@ COMPLETE = (
     "moe_fused_single",
     "moe_fused_sh2_s1v2_meta",
 )
-DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta")
+DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta", ACROSS_TP)
 
 
 def _case(name: str) -> Path:
@@ -90,6 +93,7 @@ def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
         ("ep2_mp2", "tp=2,ep=2"),
         ("ep2_mp2sh2_s1v2_meta", "tp=2,sharding=2,ep=2"),
         ("ep2_pp2sh2_s1v2_meta", "pp=2,sharding=2,ep=2"),
+        (ACROSS_TP, "tp=2,pp=2,sharding=2,ep=4"),
         ("ernie45moe_mpmoe_mp2", "tp=2"),
         ("nlp_dsv2_ep_dp2", "dp=2"),
         ("nlp_dsv2_ep_dp2sh2_s1v2_meta", "sharding=2,dp=2"),
@@ -206,6 +210,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ep2_pp2sh2_s1v2_meta": {"to": "pp=2,ep=2,sharding=2", "sharding_strategy": "stage1v2"},
     "ep2_sh2_s1v2": {"to": "ep=2,sharding=2", "format": "hybrid-plain"},
     QWEN: {"to": "ep=2,sharding=2"},
+    ACROSS_TP: {"to": "tp=2,pp=2,ep=4,sharding=2"},
     "ernie45moe_single": {"to": "tp=1"},
     "ernie45moe_mpmoe_mp2": {"to": "tp=2"},
     "moe_fused_single": {"to": "tp=1"},
@@ -217,12 +222,16 @@ FORMS: dict[str, dict[str, Any]] = {
     DSV3: {"to": "ep=2,sharding=2"},
     GLM4: {"to": "ep=2,sharding=2", "layout": UNIFIED},
 }
-EXPERT_PARALLEL = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta", "ep2_pp2sh2_s1v2_meta", "ep2_sh2_s1v2", QWEN)
+EXPERT_PARALLEL = (
+    *("ep2_mp2", "ep2_mp2sh2_s1v2_meta", "ep2_pp2sh2_s1v2_meta", "ep2_sh2_s1v2"),
+    *(QWEN, ACROSS_TP),
+)
 SOURCES = ("moe_single", "moe_mp2pp2sh2_s1v2_meta_ema", "ep2_mp2sh2_s1v2_meta", "ep2_pp2sh2_s1v2_meta")
 PAIRS = [
     *itertools.product(SOURCES, EXPERT_PARALLEL),
     *itertools.product(("ep2_mp2", QWEN), ("moe_single", "moe_mp2", "moe_pp2", "moe_sh2_s1v1_meta")),
     *itertools.product(("ep2_sh2_s1v2",), ("moe_sh2_s1v2_meta", "ep2_mp2")),
+    *itertools.product((ACROSS_TP,), ("moe_single", "moe_pp2", QWEN, "ep2_mp2sh2_s1v2_meta", ACROSS_TP)),
     *itertools.product(("ernie45moe_single", "ernie45moe_mpmoe_mp2"), repeat=2),
     *itertools.product(("moe_fused_single", "moe_fused_sh2_s1v2_meta"), repeat=2),
     *itertools.product(("nlp_dsv2_single", "nlp_dsv2_ep_dp2sh2_s1v2_meta"), repeat=2),

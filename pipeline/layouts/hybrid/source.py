@@ -190,7 +190,7 @@ def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str
     keys: dict[str, StoredKey] = {}
     for stage, cells in groupby(join_cells(ranks), key=lambda cell: cell.pp):
         holding = list(cells)
-        for key, name in merged_names([cell.names for cell in holding]).items():
+        for key in merged_names([cell.names for cell in ranks.cells if cell.pp == stage]):
             cell = next(cell for cell in holding if key in cell.names)
             if key in keys:
                 raise RuleError(
@@ -200,7 +200,7 @@ def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str
                 )
             keys[key] = StoredKey(
                 key,
-                name,
+                cell.names[key],
                 None if cell.holders[key] == key else cell.holders[key],
                 cell.distributed.get(key),
                 stage,
@@ -321,7 +321,7 @@ def _read_model(
     adapter: Adapter | None,
 ) -> Model:
     found: dict[str, ModelTensor] = {}
-    order = {key: position for position, key in enumerate(_keys_in_order(cells))}
+    order = {key: position for position, key in enumerate(_keys_in_order(ranks.cells))}
     for cell in cells:
         for key in cell.names:
             tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
@@ -377,7 +377,11 @@ def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Mapping[str, Any]
 
 
 def _keys_in_order(cells: Sequence[Cell]) -> list[str]:
-    """All keys, those of a stage in model order, including experts that only some tp ranks hold."""
+    """All keys, those of a stage in model order.
+
+    Cells are ordered as in :class:`Ranks`, which is the order of the experts, not by tp rank: with ``tp=2,ep=4``, the
+    first tp rank has the expert ranks 0 and 2, the second 1 and 3.
+    """
     stages = [list(of_stage) for _, of_stage in groupby(cells, key=lambda cell: cell.pp)]
     return [key for of_stage in stages for key in merged_names([cell.names for cell in of_stage])]
 

@@ -247,5 +247,6 @@ CASES.update(
             model=dict(num_hidden_layers=4),
         ),
         "ep4_fc_mp2pp2sh2_s1v2_ema": dict(n=8, args=A(EP4, SP, TP2, PP2, V2, SH2, FC, EMA), init=I),
+        "ep4_mp2pp2sh2_s1v2_meta": dict(n=8, args=A(EP4, SP, TP2, PP2, V2, SH2, SIO), init=I),
     }
 )
