@@ -135,6 +135,3 @@ def _one_by_one(reports: Reports) -> Batches:
     with closing(reports):
         for report in reports:
             yield [report]
-
-
-run_inline = InlineEngine()

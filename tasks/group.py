@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import DriftError
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import Ops

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE
 from paddle_reshard.pipeline.planning.ranges import merge
 from paddle_reshard.pipeline.planning.work import GroupWork

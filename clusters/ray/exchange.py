@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.tasks.group import GroupReport, locate, locate_bands

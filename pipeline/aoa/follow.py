@@ -14,15 +14,8 @@ from paddle_reshard.pipeline.aoa.sources import Source, is_number
 from paddle_reshard.pipeline.aoa.values import Value, source_value
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
-from paddle_reshard.pipeline.core.geometry import (
-    MAX_DIMS,
-    Boxes,
-    Ints,
-    Shape,
-    intersect,
-    meeting_pairs,
-    padded,
-)
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Shape, intersect, meeting_pairs, padded
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import TensorIndex, Tensors
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, EMA_PARAM, PARAM, Tensor
 

@@ -23,10 +23,11 @@ from urllib.parse import urlsplit
 import click
 
 from paddle_reshard.pipeline.cli.conversion import convert
+from paddle_reshard.pipeline.cli.ends import End
 from paddle_reshard.pipeline.cli.notify import notify
 from paddle_reshard.pipeline.cli.observers import measuring
 from paddle_reshard.pipeline.cli.options import decides, given, log_file_option, metrics_option, notify_option
-from paddle_reshard.pipeline.cli.output import End, print_answer, print_error, print_object
+from paddle_reshard.pipeline.cli.output import print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, relay, say
 from paddle_reshard.pipeline.convert.options import (

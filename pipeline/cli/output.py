@@ -13,22 +13,18 @@ import io
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from signal import SIGPIPE
 from typing import Any, TextIO
 
 import click
 
+from paddle_reshard.pipeline.cli.ends import End, end_of
 from paddle_reshard.pipeline.cli.log_file import log_file_closed, note_failure
 from paddle_reshard.pipeline.cli.progress_events import are_wanted, print_ended
-from paddle_reshard.pipeline.cli.signals import exit_status, sentence
 from paddle_reshard.pipeline.cli.terminal import printable, say
 from paddle_reshard.pipeline.core.answer import Answer
-from paddle_reshard.pipeline.core.errors import ReshardError, SignatureError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
@@ -202,40 +198,6 @@ def print_answer(answer: Answer) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- ends
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a command failed."""
-
-    status: int
-    message: str
-    kind: str
-    retryable: bool = False
-
-
-def end_of(error: BaseException, trouble: int) -> End:
-    """What an error means to a user; ``trouble`` is the exit status of a failure."""
-    kind = type(error).__name__
-    if isinstance(error, click.ClickException):
-        return End(error.exit_code, error.format_message(), "UsageError")
-    if isinstance(error, SignatureError):  # an answer: what was checked is not what was signed
-        return End(error.exit_status, str(error), kind)
-    if isinstance(error, ReshardError):
-        return End(max(trouble, error.exit_status), str(error), kind, error.retryable)
-    if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return End(exit_status(error), sentence(error), "Interrupted", True)
-    if isinstance(error, MemoryError):
-        return End(trouble, f"out of memory: {error}" if str(error) else "out of memory", kind, True)
-    if isinstance(error, OSError):
-        return End(trouble, f"{kind}: {error}", kind, isinstance(error, (ConnectionError, TimeoutError)))
-    return End(trouble, f"{kind}: {error} ({_frames(error)}); this is a bug in paddle-reshard", "Defect")
-
-
-def _frames(error: BaseException) -> str:
-    """The innermost frames of an error's traceback."""
-    frames = traceback.extract_tb(error.__traceback__)[-4:]
-    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
 
 
 class Commands(click.Group):

@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.events import (
 from paddle_reshard.pipeline.core.run_state import RunState
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.cli.output import End
+    from paddle_reshard.pipeline.cli.ends import End
 
 SCHEMA_VERSION: Final = 1
 """It increases when an entry is removed or changes its meaning."""

@@ -12,7 +12,7 @@ import numpy as np
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut
 from paddle_reshard.pipeline.core.catalog import Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.layouts.files import LaidOut
 from paddle_reshard.pipeline.layouts.formats import FORMATS

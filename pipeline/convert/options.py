@@ -515,8 +515,6 @@ Targets = PathLike | Mapping[PathLike, TargetOptions]
 TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
 CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
 """Includes those of targets."""
-RUN_OPTIONS = tuple(name for name in ConvertOptions.__annotations__ if name not in CONVERSION_OPTIONS)
-"""Options of ``convert`` that do not describe the conversion."""
 
 
 @cache

@@ -19,7 +19,8 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Ints, Shape, meeting_pairs, padded
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Shape, meeting_pairs, padded
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType
 

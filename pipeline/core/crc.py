@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -121,13 +121,8 @@ def in_a_row(remainders: Remainders, step_bytes: int) -> Remainders:
     return remainders[..., 0] if remainders.shape[-1] else np.zeros(remainders.shape[:-1], dtype=np.uint64)
 
 
-def remainder_of(checksum: int, nbytes: int) -> int:
-    """The remainder of a message of ``nbytes`` bytes with this checksum."""
-    return checksum ^ _of_zeros(nbytes)
-
-
 def checksum_of(remainder: int, nbytes: int) -> int:
-    """The checksum of a message of ``nbytes`` bytes with this remainder.
+    """The checksum of a message of ``nbytes`` bytes with this remainder; and the remainder of one with this checksum.
 
     >>> hex(checksum_of(0, 9))  # of nine zero bytes
     '0xd68bd4e2ded1af0c'

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_by, order_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 MAX_DIMS = 5
 
-Ints: TypeAlias = "npt.NDArray[np.int64]"
 Shape = tuple[int, ...]
 
 
@@ -230,7 +230,7 @@ def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
         done = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, done + _BLOCK_PAIRS, side="right")))
         length = lengths[start:stop]
-        within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        within = numbered_within(length)
         j = np.repeat(rows[start:stop], length)
         yield sweep.order[sweep.first[j] + within], j
         start = stop

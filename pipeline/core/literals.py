@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 
 Literal = tuple[int, int, bytes]
 """``(file, byte offset, bytes)``."""

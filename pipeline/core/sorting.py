@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.numbers import Ints
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from paddle_reshard.pipeline.core.geometry import Ints
 
 _FEW = 1 << 12
 """So few numbers are sorted by NumPy alone."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints, Shape, padded
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape, padded
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 
 if TYPE_CHECKING:

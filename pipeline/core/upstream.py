@@ -1,4 +1,4 @@
-"""Which versions of the trainer's libraries are proven, by what, and in which form does each write its files?
+"""In which form each version of Paddle writes its files. ``docs/versions.md`` says by what each version is proven.
 
 No file names the version of the library that wrote it. What there is: the protocol of a pickle (5 by default from
 Paddle 3.4 on), the names of functions and classes in it, which attributes objects have, and in ``.metadata`` files of
@@ -16,40 +16,6 @@ from typing import Final
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """A version, and what its files were checked against."""
-
-    library: str
-    version: str
-    by: str
-
-
-PROVEN: Final = (
-    Proof(
-        "Paddle",
-        "2.6, 3.0, 3.2",
-        "metadata files pickled from the classes of the wheels 2.6.2, 3.0.0 and 3.2.0",
-    ),
-    Proof("Paddle", "3.3", "checkpoints that 3.3.1 wrote; its `paddle.load` loads what is written"),
-    Proof(
-        "Paddle",
-        "3.4",
-        "checkpoints that the functions of 3.3.1 wrote with protocol 5, reproduced byte for byte; no file "
-        "written by 3.4 itself was available",
-    ),
-    Proof("PaddleFormers", "1.2", "checkpoints that 1.2.0 wrote; its trainer resumes from conversions"),
-    Proof(
-        "PaddleFleet",
-        "0.3",
-        "names and layouts that its model classes declare, executed by Paddle's engine; no file written by it was "
-        "available",
-    ),
-    Proof("PaddleNLP", "3.0", "checkpoints that 3.0.0b4 wrote"),
-)
-"""What is proven, from old to new for each library."""
 
 
 @dataclass(frozen=True, slots=True)

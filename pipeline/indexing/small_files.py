@@ -77,17 +77,6 @@ _COMPARED: Final = (
 )
 """Small files, except ``config.json``, that a trainer or an inference engine reads."""
 
-MAY_DIFFER_AS_FILES: Final[Mapping[str, str]] = {
-    r"paddle_reshard\.json": "our own manifest: when and from what the checkpoint was made",
-    r"model_meta\.json|.*\.index\.json|(.*/)?\d+\.metadata|static_name_to_dyg_name\.json": (
-        "index of the tensors, which are compared themselves"
-    ),
-    r"rng_state(_\d+)?\.pth": "random states belong to the ranks of one topology",
-    r"training_args\.bin": "arguments of the job that saved it; never read back",
-    r"saved_signal_\d+|save_signal_TMP_\d+|\..*|async_save_info\.json": "completion markers of the trainer",
-}
-"""Pattern of a file's path → why it may differ, or be missing, between equal checkpoints."""
-
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:

@@ -20,12 +20,12 @@ from paddle_reshard.pipeline.core.catalog import FRAGMENT, FragmentRow, Fragment
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
-    Ints,
     Shape,
     boxes_of_flat_range,
     padded,
     strides_in_order,
 )
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType
 
 
@@ -199,7 +199,7 @@ class Placements:
         for kind, rank, tensor, file, byte_offset, dtype, replica in self._blocks():
             count = counts[kind]
             number = np.repeat(np.arange(len(kind)), count)
-            within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
+            within = numbered_within(count)
             box = before[kind][number] + within
             rows = boxes[box]
             for name, values in (("tensor", tensor), ("file", file), ("dtype", dtype), ("replica", replica)):

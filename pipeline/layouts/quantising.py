@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 
 BLOCK: Final = 128
 """Rows and columns of a weight that share a scale; blocks at the edges are smaller."""

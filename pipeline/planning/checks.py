@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.planning.match import match

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.checks import master_checks
@@ -229,7 +229,7 @@ class _Stored:
         # Tensors with 2 and 1 fragments, sorted from rows 5 and 9 on, give the sorted rows 5, 6 and 9.
         stored = self.stored[chosen]
         lengths = self.first[stored + 1] - self.first[stored]
-        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        within = numbered_within(lengths)
         found = self.fragments[self.order[np.repeat(self.first[stored], lengths) + within]]
         found["tensor"] = np.repeat(chosen, lengths)
         found["file"] = found["file"] + self.first_file

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.planning.cut import dense, outermost, piece
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_volumes

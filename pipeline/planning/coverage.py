@@ -27,7 +27,8 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints, row_major_strides
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, OP, Ops
@@ -265,7 +266,7 @@ class _ByTensorAndFile:
             rows = slice(done, until)
             count = (stop - first)[rows]
             op = np.repeat(np.arange(done, until), count)
-            within = np.arange(len(op)) - np.repeat(np.cumsum(count) - count, count)
+            within = numbered_within(count)
             fragments = self.fragments[self._order[np.repeat(first[rows], count) + within]]
             found[op[_part_of(ops[op], fragments, side)]] = True
             done = until
@@ -530,7 +531,7 @@ def _runs_within(spans: _Spans, rows: Ints, low: int, high: int) -> _Runs:
         begin = np.clip(-((start + inner - low - 1) // step), 0, counts[:, dim])
         end = np.clip((high - 1 - start) // step + 1, begin, counts[:, dim])
         repeated = np.repeat(np.arange(len(rows)), end - begin)
-        within = np.arange(len(repeated)) - np.repeat(np.cumsum(end - begin) - (end - begin), end - begin)
+        within = numbered_within(end - begin)
         start = start[repeated] + (begin[repeated] + within) * steps[repeated, dim]
         rows, counts, steps, unit, inner = (side[repeated] for side in (rows, counts, steps, unit, inner))
     start, stop = np.maximum(start, low), np.minimum(start + unit, high)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull, itemsizes, op_volumes, set_stops, wide_dims
 
 
@@ -41,9 +42,7 @@ def cut(ops: Ops, dim: Ints, low: Ints, step: Ints) -> Pieces:
     first, last = start // step, (stop - 1) // step
     origin = np.repeat(rows, last - first + 1)
     # With 3 and 2 pieces: origin 0 0 0 1 1, within 0 1 2 0 1.
-    within = np.arange(len(origin)) - np.repeat(
-        np.cumsum(last - first + 1) - (last - first + 1), last - first + 1
-    )
+    within = numbered_within(last - first + 1)
     stretch = first[origin] + within
     begin = np.maximum(start[origin], stretch * step[origin])
     end = np.minimum(stop[origin], (stretch + 1) * step[origin])

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 from paddle_reshard.pipeline.layouts.quantising import BLOCK, BlockRows
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn

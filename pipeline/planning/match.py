@@ -15,8 +15,9 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, Ints, by_tensor, meeting_intervals
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, by_tensor, meeting_intervals
 from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
@@ -173,10 +174,11 @@ def _for_all(i: Ints, j: Ints, a: _Side, b: _Side, alike: Ints) -> tuple[Ints, I
     lengths = np.bincount(a.tensor[i], minlength=len(alike))
     begin = (np.cumsum(lengths) - lengths)[alike]
     lengths = lengths[alike]
-    pair = np.arange(int(lengths.sum())) + np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
-    return tuple(
+    pair = np.repeat(begin, lengths) + numbered_within(lengths)
+    left, right = (
         at[pair] + np.repeat(side.first[:-1] - side.first[alike], lengths) for side, at in ((a, i), (b, j))
     )
+    return left, right
 
 
 def _telling_dims(*boxes: Fragments) -> list[int]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.columns import Columns
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ints
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES
 
 MOVE, COMPARE, CHECK, HOLD, PROBE, SUM, DIFFER = 0, 1, 2, 3, 4, 5, 6
@@ -50,9 +50,6 @@ OP = np.dtype(
         ("target_strides", np.int64, (MAX_DIMS,)),
     ]
 )
-OpRows = npt.NDArray[np.void]
-"""A few ops as rows."""
-
 FIELDS = tuple(OP.names or ())
 ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_by
 from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.ranges import by_owner, merge
@@ -173,7 +173,7 @@ def divided(parts: Parts, counts: Ints) -> Parts:
     A part of bytes [10, 20), cut into 3, becomes [10, 13), [13, 16) and [16, 20).
     """
     origin = np.repeat(np.arange(len(parts)), counts)
-    within = np.arange(len(origin)) - np.repeat(np.cumsum(counts) - counts, counts)
+    within = numbered_within(counts)
     size, count = part_sizes(parts)[origin], counts[origin]
     pieces = parts.take(origin)
     start = size * within // count

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
-from paddle_reshard.pipeline.core.geometry import Ints, Shape
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors

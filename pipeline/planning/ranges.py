@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import BLOCK_ROWS, Flags
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import in_order
 
 

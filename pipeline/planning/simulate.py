@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE, SUM, Ops, set_stops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons

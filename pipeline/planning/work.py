@@ -11,9 +11,10 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.geometry import Ints, Shape
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literal
 from paddle_reshard.pipeline.core.mixture import Mixture
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
 from paddle_reshard.pipeline.planning.ops import Ops

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Fragments, volumes
-from paddle_reshard.pipeline.core.geometry import Ints
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, op_volumes

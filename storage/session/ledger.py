@@ -127,7 +127,6 @@ class SessionRecord:
     identity: Identity
     lock: Lock
     phase: Phase
-    begun_at: float
     boot: str
     """Boot id of the machine that wrote the staged files; empty if they are not staged on a machine."""
     uploads: Mapping[str, str] = field(default_factory=dict)
@@ -387,7 +386,7 @@ class Session:
         lock = Lock(me, os.urandom(8).hex(), now, LEASE_SECONDS, True)
         found = store.read()
         if found is None:
-            record, version, records = SessionRecord(identity, lock, Phase.MOVE, now, me.boot), None, []
+            record, version, records = SessionRecord(identity, lock, Phase.MOVE, me.boot), None, []
         else:
             earlier = SessionRecord.parse(found[0], store.location)
             version = found[1]

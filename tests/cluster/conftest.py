@@ -19,7 +19,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from ray.cluster_utils import Cluster
 
 from paddle_reshard.clusters.choose import Engine
-from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.run import MoveReport, run_conversion
 from paddle_reshard.pipeline.core.events import ignore_events
@@ -122,7 +122,7 @@ def plan(made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]], tmp_pat
         if key not in made_inline:
             planned = small.plan(source, there, to=to, **options)
             target = Outputs([LocalTarget(there, overwrite=False)])
-            made_inline[key] = run_conversion(planned, target, run_inline, ignore_events), contents(there)
+            made_inline[key] = run_conversion(planned, target, InlineEngine(), ignore_events), contents(there)
         anew = small.plan(source, tmp_path / "made", to=to, **options)
         return Conversion(anew, *made_inline[key], tmp_path)
 

@@ -15,7 +15,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from ray.cluster_utils import Cluster
 
 from paddle_reshard.clusters.choose import Engine
-from paddle_reshard.clusters.inline import run_inline
+from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray import calls, dealing
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
@@ -326,7 +326,7 @@ def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
         assert type(refused.value) is DriftError
         return refused.value
 
-    inline, there = on(run_inline), on(engine(exchange=exchange))
+    inline, there = on(InlineEngine()), on(engine(exchange=exchange))
     assert str(there) == str(inline)
     assert vars(there) == vars(inline)
     assert not (conversion.folder / "made").exists()
@@ -339,7 +339,7 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
     copy = ops[ops["kind"] == COMPARE].rows()[0]
     path = conversion.plan.plan.source_files[int(copy["target_file"])].path
     reports = []
-    for inner in (run_inline, engine(exchange="always")):
+    for inner in (InlineEngine(), engine(exchange="always")):
         made = Outputs([LocalTarget(tmp_path / f"drift {len(reports)}", overwrite=False)])
         reports.append(
             run_conversion(

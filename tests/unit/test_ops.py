@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
-from paddle_reshard.pipeline.planning.ops import FIELDS, OP, OpRows, Ops
+from paddle_reshard.pipeline.planning.ops import FIELDS, OP, Ops
 
 LIMITS = (1, 100, 1 << 9, 1 << 20, 1 << 40)
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> OpRows:
+def rows(draw: st.DrawFn) -> np.ndarray:
     """Any numbers that fit the fields, in some of them the same for all ops."""
     numbers = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     found = np.zeros(draw(st.integers(0, 40)), dtype=OP)
@@ -27,7 +27,7 @@ def rows(draw: st.DrawFn) -> OpRows:
 
 
 @given(rows(), rows(), st.data())
-def test_ops_say_what_rows_say(one: OpRows, other: OpRows, data: st.DataObject) -> None:
+def test_ops_say_what_rows_say(one: np.ndarray, other: np.ndarray, data: st.DataObject) -> None:
     both = np.concatenate([one, other])
     ops = Ops.joined([Ops.of_rows(one), Ops.empty(), Ops.of_rows(other)])
     assert np.array_equal(ops.rows(), both)
@@ -65,7 +65,7 @@ def test_what_is_alike_takes_little() -> None:
 
 
 @given(rows())
-def test_columns_are_changed_one_by_one(found: OpRows) -> None:
+def test_columns_are_changed_one_by_one(found: np.ndarray) -> None:
     ops = Ops.of_rows(found)
     for dim in range(MAX_DIMS):
         single = ops.single("offset", dim)

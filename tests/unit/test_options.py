@@ -14,7 +14,6 @@ from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, SECTIONS, given
 from paddle_reshard.pipeline.convert.options import (
     CONVERSION_OPTIONS,
-    RUN_OPTIONS,
     TARGET_OPTIONS,
     ConvertOptions,
     Decides,
@@ -28,6 +27,7 @@ from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 from tests.jobs.command import invoke
 
 CONVERT = cli.commands["convert"]
+RUN_OPTIONS = sorted(declarations().keys() - {*CONVERSION_OPTIONS})
 OF_COMMANDS = {
     "source",
     "target",

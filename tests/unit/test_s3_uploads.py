@@ -78,7 +78,7 @@ def session(phase: Phase) -> SessionRecord:
     holder = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
     lock = Lock(holder, "n", 900.0, 60.0, held=False)
     uploads = {"a": "upload-a", "b": "upload-b", "c": "upload-c"}
-    return SessionRecord(Identity("plan", "0.1.0", "s3://source", {}), lock, phase, 900.0, "", uploads)
+    return SessionRecord(Identity("plan", "0.1.0", "s3://source", {}), lock, phase, "", uploads)
 
 
 STRAYS = [("a", "upload-a"), ("other.bin", "upload-x"), (".paddle_reshard_probe-1", "upload-p")]

@@ -37,7 +37,7 @@ def test_the_check_value_of_the_catalogue() -> None:
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_remainders_of_pieces_add_up(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
-    remainders = [crc.remainder_of(bit_by_bit(piece), len(piece)) for piece in pieces]
+    remainders = [crc.checksum_of(bit_by_bit(piece), len(piece)) for piece in pieces]
     behind = [len(whole) - len(b"".join(pieces[: n + 1])) for n in range(len(pieces))]
     found = crc.shifted(np.array(remainders, dtype=np.uint64), np.array(behind, dtype=np.int64))
     assert crc.checksum_of(int(np.bitwise_xor.reduce(found)), len(whole)) == bit_by_bit(whole)
@@ -47,7 +47,7 @@ def test_remainders_of_pieces_add_up(pieces: list[bytes]) -> None:
 @example(b"many", 200)
 @given(st.binary(min_size=1, max_size=60), st.integers(1, 7))
 def test_remainders_in_a_row(message: bytes, count: int) -> None:
-    each = np.full(count, crc.remainder_of(bit_by_bit(message), len(message)), dtype=np.uint64)
+    each = np.full(count, crc.checksum_of(bit_by_bit(message), len(message)), dtype=np.uint64)
     whole = message * count
     found = int(crc.in_a_row(each, len(message)))
     assert crc.checksum_of(found, len(whole)) == bit_by_bit(whole)

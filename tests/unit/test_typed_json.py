@@ -101,7 +101,7 @@ def test_a_long_value_is_cut() -> None:
 
 def record() -> dict[str, Any]:
     lock = Lock(this_process(), "n", 1.0, 120.0, True)
-    made = SessionRecord(Identity("p", "1", "/a", {"f": "v"}), lock, Phase.MOVE, 1.0, "boot")
+    made = SessionRecord(Identity("p", "1", "/a", {"f": "v"}), lock, Phase.MOVE, "boot")
     return parse_json(made.data())
 
 

@@ -6,7 +6,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from paddle_reshard.pipeline.core import upstream as proven
 from tests.conftest import REPO
 from tests.lab import upstream
 
@@ -100,10 +99,3 @@ def test_it_exits_with_whether_something_changed(tmp_path: Path, capsys) -> None
     assert upstream.main(["compare", str(tmp_path), str(old)]) == 2
     assert upstream.main([]) == 2
     assert "none of the watched modules is below it" in capsys.readouterr().err
-
-
-def test_the_document_lists_what_is_proven() -> None:
-    """``docs/versions.md`` and the module say the same."""
-    text = (REPO / "docs" / "versions.md").read_text()
-    for proof in proven.PROVEN:
-        assert f"| {proof.library} {proof.version} | {proof.by} |" in text

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import MTP
+from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
 from paddle_reshard.pipeline.layouts.hybrid.names import cell_name
 from paddle_reshard.pipeline.layouts.hybrid.ranks import (
     LORA_PREFIX,
@@ -32,9 +32,6 @@ from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, 
 from paddle_reshard.pipeline.layouts.placement import TensorCut
 from paddle_reshard.pipeline.layouts.rules import LAYERS, Item, renamed_prefix
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry
-
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 
 
 @dataclass(slots=True)
@@ -75,7 +72,7 @@ class Cell:
 class CellPlanner:
     """Determines what every cell of a target holds."""
 
-    def __init__(self, model: Model, target: HybridTarget) -> None:
+    def __init__(self, model: Model, target: HybridJob) -> None:
         self.model, self.target, self.topology = model, target, target.topology
         self.expert = {t.key: expert_of(t.key) for t in model.tensors if t.rule.of_expert}
         self.experts = len(set(self.expert.values()))

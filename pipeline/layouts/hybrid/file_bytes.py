@@ -13,8 +13,9 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.geometry import Ints, Shape
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literals, LiteralTemplate
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.tensors import (
@@ -18,6 +17,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.layouts.hybrid.file_bytes import FileArrays, FileBytes, RankFile
+from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     LORA_MODEL_STATE,
@@ -36,14 +36,11 @@ from paddle_reshard.pipeline.layouts.optimizer_keys import (
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
 from paddle_reshard.storage.formats.paddle_pickle_writer import Entries
 
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-
 
 class HybridWriter:
     """Lays out all files of a target."""
 
-    def __init__(self, checkpoint: Checkpoint, target: HybridTarget) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: HybridJob) -> None:
         self.checkpoint, self.target, self.topology = checkpoint, target, target.topology
         self.planner = CellPlanner(checkpoint.model, target)
         self.written, self.saved = self.planner.written, self.planner.saved

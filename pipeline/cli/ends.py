@@ -1,0 +1,46 @@
+"""How a command that failed ends: its exit status, its message, the kind of the error."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from paddle_reshard.pipeline.cli.signals import exit_status, sentence
+from paddle_reshard.pipeline.core.errors import ReshardError, SignatureError
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a command failed."""
+
+    status: int
+    message: str
+    kind: str
+    retryable: bool = False
+
+
+def end_of(error: BaseException, trouble: int) -> End:
+    """What an error means to a user; ``trouble`` is the exit status of a failure."""
+    kind = type(error).__name__
+    if isinstance(error, click.ClickException):
+        return End(error.exit_code, error.format_message(), "UsageError")
+    if isinstance(error, SignatureError):  # an answer: what was checked is not what was signed
+        return End(error.exit_status, str(error), kind)
+    if isinstance(error, ReshardError):
+        return End(max(trouble, error.exit_status), str(error), kind, error.retryable)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return End(exit_status(error), sentence(error), "Interrupted", True)
+    if isinstance(error, MemoryError):
+        return End(trouble, f"out of memory: {error}" if str(error) else "out of memory", kind, True)
+    if isinstance(error, OSError):
+        return End(trouble, f"{kind}: {error}", kind, isinstance(error, (ConnectionError, TimeoutError)))
+    return End(trouble, f"{kind}: {error} ({_frames(error)}); this is a bug in paddle-reshard", "Defect")
+
+
+def _frames(error: BaseException) -> str:
+    """The innermost frames of an error's traceback."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
