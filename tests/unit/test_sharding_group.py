@@ -19,70 +19,60 @@ def stored(shard: int, shape: tuple[int, ...], at: int = 0, copy: int = 0, dtype
     return StoredArray(shard, f"rank{shard}", ArrayRef(at, dtype, shape, None, None), copy)
 
 
-def cell(sliced: bool = False, **facts: object) -> Cell:
-    found = Cell(0, 0, shapes={KEY: SHAPE}, dtypes={KEY: dtype_named("bfloat16")}, **facts)
-    if sliced:
-        found.sliced.add(KEY)
-    return found
+def cell(**facts: object) -> Cell:
+    return Cell(0, 0, shapes={KEY: SHAPE}, dtypes={KEY: dtype_named("bfloat16")}, **facts)
 
 
-def placed(strategy: str, degree: int, arrays: list[StoredArray], of: Cell, state: str = MASTER_WEIGHT):
-    copies = ShardingGroup(strategy, degree).copies(of, KEY, state, arrays)
+CUT = {0: (0, 4), 1: (4, 256)}
+"""What each rank of a group must hold of the tensor, padding included."""
+
+
+def placed(
+    strategy: str,
+    arrays: list[StoredArray],
+    slices: dict[int, tuple[int, int]] | None = None,
+    state: str = MASTER_WEIGHT,
+    **facts: object,
+):
+    group = ShardingGroup(strategy, 2, {} if slices is None else {KEY: slices})
+    copies = group.copies(cell(**facts), KEY, state, arrays)
     return [[(array.path, array.flat) for array in copy] for copy in copies]
 
 
-def total(of: Cell, strategy: str, degree: int) -> int:
-    """Elements of all slices, padding included: what the refusal of too few says."""
-    with pytest.raises(CoverageError) as refused:
-        placed(strategy, degree, [stored(0, (1,))], of)
-    return int(str(refused.value).split("ranks are ")[1].split()[0])
-
-
 def test_slices_make_one_copy_in_the_order_of_their_ranks() -> None:
-    whole = total(cell(), "stage1v2", 2)
-    arrays = [stored(0, (4,)), stored(1, (whole - 4,))]
-    assert placed("stage1v2", 2, arrays, cell()) == [[("rank0", (0, 4)), ("rank1", (4, whole))]]
+    arrays = [stored(0, (4,)), stored(1, (252,))]
+    assert placed("stage1v2", arrays, CUT) == [[("rank0", (0, 4)), ("rank1", (4, 256))]]
 
 
 def test_an_array_that_was_cut_when_it_was_saved_lies_in_several_places() -> None:
-    whole = total(cell(), "stage1v2", 1)
-    parts = (ArrayRef(100, "f4", (5,), None, None), ArrayRef(300, "f4", (whole - 5,), None, None))
-    split = StoredArray(0, "rank0", SplitArray(parts, (whole,)))
-    (copy,) = ShardingGroup("stage1v2", 1).copies(cell(), KEY, MASTER_WEIGHT, [split])
-    assert [(array.byte_offset, array.flat) for array in copy] == [(100, (0, 5)), (300, (5, whole))]
+    parts = (ArrayRef(100, "f4", (5,), None, None), ArrayRef(300, "f4", (251,), None, None))
+    split = StoredArray(0, "rank0", SplitArray(parts, (256,)))
+    group = ShardingGroup("stage1v2", 1, {KEY: {0: (0, 256)}})
+    (copy,) = group.copies(cell(), KEY, MASTER_WEIGHT, [split])
+    assert [(array.byte_offset, array.flat) for array in copy] == [(100, (0, 5)), (300, (5, 256))]
 
 
-def test_stage_3_holds_large_tensors_in_equal_slices_and_small_ones_on_every_rank() -> None:
-    each = total(cell(sliced=True), "stage3", 2) // 2
-    slices = [stored(0, (each,)), stored(1, (each,))]
-    assert placed("stage3", 2, slices, cell(sliced=True)) == [
-        [("rank0", (0, each)), ("rank1", (each, 2 * each))]
-    ]
+def test_stage_3_holds_large_tensors_in_slices_and_small_ones_on_every_rank() -> None:
+    equal = {0: (0, 64), 1: (64, 128)}
+    slices = [stored(0, (64,)), stored(1, (64,))]
+    assert placed("stage3", slices, equal) == [[("rank0", (0, 64)), ("rank1", (64, 128))]]
     copies = [stored(0, SHAPE), stored(1, SHAPE)]
-    assert placed("stage3", 2, copies, cell()) == [[("rank0", None)], [("rank1", None)]]
+    assert placed("stage3", copies) == [[("rank0", None)], [("rank1", None)]]
 
 
 def test_parameters_are_not_cut_whatever_the_strategy() -> None:
     for strategy in ("none", "stage1v1", "stage1v2", "stage2", "stage3"):
-        assert placed(strategy, 2, [stored(1, SHAPE)], cell(), PARAM) == [[("rank1", None)]]
+        assert placed(strategy, [stored(1, SHAPE)], CUT, PARAM) == [[("rank1", None)]]
 
 
 def test_several_copies_are_told_apart_by_their_number() -> None:
     arrays = [stored(0, SHAPE, copy=0), stored(0, SHAPE, copy=1)]
-    assert placed("stage1v1", 2, arrays, cell()) == [[("rank0", None)], [("rank0", None)]]
+    assert placed("stage1v1", arrays) == [[("rank0", None)], [("rank0", None)]]
 
 
 @pytest.mark.parametrize(
     ("strategy", "arrays", "facts", "message"),
     [
-        ("stage1v2", [stored(0, SHAPE)], {}, r"a slice has one dim, this has shape \(2, 3\)"),
-        ("stage1v2", [stored(0, (3,)), stored(2, (3,))], {}, "shards 0 and 2 hold slices, shard 1 does not"),
-        (
-            "stage1v2",
-            [stored(0, (3,)), stored(1, (2,))],
-            {},
-            "its slices have 5 elements together, 6 elements",
-        ),
         ("stage3", [stored(0, SHAPE)], {}, "1 of 2 ranks hold it; stage 3 keeps uncut tensors on every rank"),
         ("stage1v1", [stored(0, SHAPE), stored(1, SHAPE)], {}, "under stage1v1 only one may"),
         (
@@ -98,14 +88,28 @@ def test_what_a_group_cannot_hold_is_refused(
     strategy: str, arrays: list[StoredArray], facts: dict[str, object], message: str
 ) -> None:
     with pytest.raises(CoverageError, match=message):
-        placed(strategy, 2, arrays, cell(**facts))
+        placed(strategy, arrays, **facts)
 
 
-def test_unequal_slices_of_stage_3_are_refused() -> None:
-    whole = total(cell(sliced=True), "stage3", 2)
-    arrays = [stored(0, (whole - 1,)), stored(1, (1,))]
-    with pytest.raises(CoverageError, match=r"2 slices of \[1, \d+\] elements, stage 3 makes 2 equal ones"):
-        placed("stage3", 2, arrays, cell(sliced=True))
+@pytest.mark.parametrize(
+    ("arrays", "found"),
+    [
+        ([stored(0, (252,)), stored(1, (4,))], r"\[252\] \(rank 0\), \[4\] \(rank 1\)"),
+        ([stored(0, SHAPE), stored(1, (252,))], r"\[2, 3\] \(rank 0\), \[252\] \(rank 1\)"),
+        ([stored(0, (4,)), stored(2, (252,))], r"\[4\] \(rank 0\), \[252\] \(rank 2\)"),
+        ([stored(1, (256,))], r"\[256\] \(rank 1\)"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["stage1v2", "stage3"])
+def test_slices_that_a_rank_must_not_hold_are_refused(
+    strategy: str, arrays: list[StoredArray], found: str
+) -> None:
+    message = rf"hold slices of {found}; .* gives them \[4\] \(rank 0\), \[252\] \(rank 1\): files of two"
+    with pytest.raises(CoverageError, match=message) as refused:
+        placed(strategy, arrays, CUT)
+    assert refused.value.args  # it names the tensor and the files
+    for stored_array in arrays:
+        assert stored_array.path in str(refused.value)
 
 
 def test_arrays_of_one_tensor_have_one_dtype() -> None:

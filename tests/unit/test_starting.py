@@ -104,7 +104,6 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
         "pipeline.core.part_limits",
         "pipeline.indexing.optimizer_steps",
         "pipeline.indexing.pair",
-        "pipeline.layouts.hybrid.sharding",
         "storage.space",
         "pipeline.aoa",
         "pipeline.api",

@@ -47,8 +47,6 @@ def _join(cells: Sequence[Cell], topology: Topology) -> Cell:
         for (key, state), arrays in cell.arrays.items():
             for stored in arrays:
                 joined.arrays.add(key, state, _joined_array(stored, cell, state, key in shared, topology))
-    if topology.ep > 1:
-        joined.degrees = {key: topology.moe_sharding for key in joined.names if key not in shared}
     return joined
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, is_per_parameter
+from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, stage1_v1_owners
 from paddle_reshard.pipeline.layouts.optimizer_keys import (
     MASTER_WEIGHTS,
     accumulator_key,
@@ -90,9 +91,6 @@ def unfuse(
 def _groups(parameters: Sequence[FusedParameter], rank: int, degree: int) -> list[list[FusedParameter]]:
     """The parameters in each buffer of a rank."""
     by_key = {parameter.key: parameter for parameter in parameters}
-    # Imported here because only sources with fused buffers need the rules of sharding.
-    from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, stage1_v1_owners
-
     owners = stage1_v1_owners([Parameter(p.key, prod(p.shape), p.dtype) for p in parameters], degree)
     held = [by_key[key] for key, owner in owners.items() if owner == rank]
     plain = [p for p in held if any(piece in p.key for piece in _WITHOUT_DECAY)]

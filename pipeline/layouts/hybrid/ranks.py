@@ -97,8 +97,6 @@ class Cell:
     """Whether accumulators are named after master weights, if there are any (not in stages 2 and 3); all that occur."""
     single: set[tuple[str, bool]] = field(default_factory=set)
     """``(moment, whether an array of it is a single number)``; every combination seen."""
-    degrees: dict[str, int] = field(default_factory=dict)
-    """Structured key → number of ranks that share its optimizer state, if smaller than the sharding group."""
 
     def label(self) -> str:
         """The cell as error messages name it."""

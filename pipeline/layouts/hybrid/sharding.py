@@ -17,7 +17,7 @@ Checked against Paddle 3.3.1 by ``tests/unit/test_sharding_rules.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,8 +135,43 @@ def stage1_v2_slices(
         runs = [list(parameters)]
     for run in runs:
         for buffer in _buffers(run, buffer_bytes):
-            slices.update(_cut(buffer, degree))
+            slices.update(cut_buffer(buffer, degree))
     return slices
+
+
+def read_buffers(
+    parameters: Iterable[Parameter], held: Mapping[str, Collection[int]]
+) -> list[list[Parameter]]:
+    """The communication buffers of stage 1 v2, as the ranks that hold each parameter tell them.
+
+    Within a buffer ranks never descend, and every rank has a part of it: the next buffer begins where they do. With a
+    on rank 0, b on 0 and 1, c on 1, d on 0 and e on 1, the buffers are a b c and d e.
+    """
+    last: dict[DType, list[Parameter]] = {}
+    buffers: list[list[Parameter]] = []
+    for parameter in parameters:
+        buffer = last.get(parameter.dtype)
+        if buffer is None or min(held[parameter.key]) < max(held[buffer[-1].key]):
+            buffer = last[parameter.dtype] = []
+            buffers.append(buffer)
+        buffer.append(parameter)
+    return buffers
+
+
+def possible_buffer_bytes(buffers: Sequence[Sequence[Parameter]]) -> tuple[int, int | None]:
+    """``(low, high)``: the :attr:`ShardingOptions.buffer_bytes` of these buffers is above ``low`` and at most ``high``.
+
+    Each buffer was open before its last parameter, and closed after it if another of its dtype follows. ``high`` is
+    ``None`` if there is only one of each dtype.
+    """
+    last = {buffer[0].dtype: number for number, buffer in enumerate(buffers)}
+    low, high = 0, None
+    for number, buffer in enumerate(buffers):
+        sizes = [parameter.elements * parameter.dtype.itemsize for parameter in buffer]
+        low = max(low, sum(sizes[:-1]))
+        if last[buffer[0].dtype] != number:
+            high = sum(sizes) if high is None else min(high, sum(sizes))
+    return low, high
 
 
 def _buffers(parameters: Iterable[Parameter], limit_bytes: int) -> list[list[Parameter]]:
@@ -154,7 +189,8 @@ def _buffers(parameters: Iterable[Parameter], limit_bytes: int) -> list[list[Par
     return buffers
 
 
-def _cut(buffer: Sequence[Parameter], degree: int) -> dict[str, dict[int, FlatSlice]]:
+def cut_buffer(buffer: Sequence[Parameter], degree: int) -> dict[str, dict[int, FlatSlice]]:
+    """Key → rank → slice of a parameter in one communication buffer, of which every rank stores an equal part."""
     # Two ranks, a and b padded to 256 and 768 elements: the parts are [0, 512) and [512, 1024) of the buffer. Rank 0
     # stores [0, 256) of a and [0, 256) of b, rank 1 stores [256, 768) of b.
     padded = [padded_elements(p.elements, p.dtype, degree) for p in buffer]

@@ -11,7 +11,7 @@ Everything is a function of the arrays' shapes and files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell
-from paddle_reshard.pipeline.layouts.padding import padded_elements, stage3_slice_elements
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 
@@ -44,6 +43,8 @@ class ShardingGroup:
     strategy: str
     degree: int
     """Number of ranks."""
+    slices: Mapping[str, Mapping[int, tuple[int, int]]]
+    """Key of a tensor that sharding cuts → rank → range of the flattened, padded tensor that it must hold."""
 
     def copies(
         self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
@@ -56,19 +57,15 @@ class ShardingGroup:
             If the arrays are not those of a group with this strategy.
         """
         for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
-            for copy in self._copies_of_group(cell, key, state, list(of_copy)):
+            for copy in self._copies_of_group(key, state, list(of_copy)):
                 yield list(self._located(cell, key, state, copy))
 
-    def _flat(self, cell: Cell, key: str, state: str) -> bool:
+    def _flat(self, key: str, state: str) -> bool:
         """Whether the ranks of a sharding group hold slices of the flattened tensor."""
-        if whole_in_model_state(state):
-            return False
-        return self.strategy == "stage1v2" or (self.strategy == "stage3" and key in cell.sliced)
+        return key in self.slices and not whole_in_model_state(state)
 
-    def _copies_of_group(
-        self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
-    ) -> list[list[StoredArray]]:
-        if self._flat(cell, key, state):
+    def _copies_of_group(self, key: str, state: str, arrays: list[StoredArray]) -> list[list[StoredArray]]:
+        if self._flat(key, state):
             return [arrays]
         if self.strategy == "stage3" and not whole_in_model_state(state):
             if len(arrays) != self.degree:
@@ -89,8 +86,8 @@ class ShardingGroup:
     def _located(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> Iterator[LocatedArray]:
         """The located arrays of a single copy."""
         shape = cell.shapes[key]
-        if self._flat(cell, key, state):
-            yield from self._located_slices(cell, key, state, arrays)
+        if self._flat(key, state):
+            yield from self._located_slices(key, state, arrays, self.slices[key])
             return
         (stored,) = arrays
         if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
@@ -108,51 +105,26 @@ class ShardingGroup:
         yield from _located_array(stored, None)
 
     def _located_slices(
-        self, cell: Cell, key: str, state: str, arrays: list[StoredArray]
+        self, key: str, state: str, arrays: list[StoredArray], expected: Mapping[int, tuple[int, int]]
     ) -> Iterator[LocatedArray]:
-        shape = cell.shapes[key]
-        label = f"{key} ({state})"
-        degree = cell.degrees.get(key, self.degree)
-        total = self._padded(prod(shape), cell.dtypes[key], degree)
-        first = 0
-        for rank, stored in enumerate(arrays, start=arrays[0].shard):
-            if len(stored.array.shape) != 1:
-                raise CoverageError(
-                    label,
-                    f"a slice has one dim, this has shape {stored.array.shape}",
-                    (stored.path,),
-                )
-            if stored.shard != rank:
-                raise CoverageError(
-                    label,
-                    f"shards {rank - 1} and {stored.shard} hold slices, shard {rank} does not",
-                    (stored.path,),
-                )
-            first += stored.array.shape[0]
-        if first != total:
+        found = {stored.shard: stored.array.shape for stored in arrays}
+        wanted = {rank: (stop - start,) for rank, (start, stop) in expected.items()}
+        if found != wanted:
             raise CoverageError(
-                label,
-                f"its slices have {first} elements together, {prod(shape)} elements padded for {degree} "
-                f"ranks are {total}",
+                f"{key} ({state})",
+                f"the ranks of its sharding group hold slices of {_in_words(found)}; given the parameters before it, "
+                f"{self.strategy} gives them {_in_words(wanted)}: files of two ranks were exchanged, or belong to "
+                "different jobs",
                 tuple(stored.path for stored in arrays),
             )
-        lengths = {stored.array.shape[0] for stored in arrays}
-        if self.strategy == "stage3" and (len(arrays) != self.degree or len(lengths) > 1):
-            raise CoverageError(
-                label,
-                f"{len(arrays)} slices of {sorted(lengths)} elements, stage 3 makes {self.degree} equal ones",
-                tuple(stored.path for stored in arrays),
-            )
-        first = 0
         for stored in arrays:
-            yield from _located_array(stored, (first, first + stored.array.shape[0]))
-            first += stored.array.shape[0]
+            start, stop = expected[stored.shard]
+            yield from _located_array(stored, (start, stop))
 
-    def _padded(self, elements: int, dtype: DType, degree: int) -> int:
-        """Total number of elements in the slices of a tensor, padding included."""
-        if self.strategy == "stage3":
-            return stage3_slice_elements(elements, dtype, degree) * degree
-        return padded_elements(elements, dtype, degree)
+
+def _in_words(shapes: Mapping[int, Shape]) -> str:
+    """The shapes of slices, rank by rank."""
+    return ", ".join(f"{list(shape)} (rank {rank})" for rank, shape in sorted(shapes.items()))
 
 
 def one_number(key: str, state: str, stored: StoredArray) -> ArrayRef:

@@ -42,6 +42,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
+from paddle_reshard.pipeline.layouts.hybrid.positions import expected_slices
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, expert_of, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharding_group import (
     ShardingGroup,
@@ -562,7 +563,10 @@ class _HybridCatalogBuilder:
     ) -> None:
         self.ranks, self.cells, self.model, self.expert_axis = ranks, cells, model, expert_axis
         self.files, self.policy, self.tp = files, policy, ranks.topology.tp
-        self.group = ShardingGroup(strategy, ranks.topology.sharding)
+        self.groups = [
+            ShardingGroup(strategy, ranks.topology.sharding, slices)
+            for slices in expected_slices(strategy, ranks, cells, model)
+        ]
         self.missing: set[str] = set()
         self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
@@ -578,9 +582,9 @@ class _HybridCatalogBuilder:
                 self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
 
     def catalog(self) -> Catalog:
-        for cell in self.cells:
+        for cell, group in zip(self.cells, self.groups, strict=True):
             for (key, state), arrays in cell.arrays.items():
-                self._add(cell, key, state, arrays)
+                self._add(cell, group, key, state, arrays)
             cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
         _check_filled(self.policy, self.filled)
@@ -608,7 +612,7 @@ class _HybridCatalogBuilder:
             )
         return number
 
-    def _add(self, cell: Cell, key: str, state: str, arrays: list[StoredArray]) -> None:
+    def _add(self, cell: Cell, group: ShardingGroup, key: str, state: str, arrays: list[StoredArray]) -> None:
         dtype = common_dtype(key, state, arrays)
         if is_per_parameter(state):
             self._add_per_parameter(key, state, dtype, arrays)
@@ -619,7 +623,7 @@ class _HybridCatalogBuilder:
         cut = self.cuts[key]
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
-        for copy in self.group.copies(cell, key, state, arrays):
+        for copy in group.copies(cell, key, state, arrays):
             replica = self._replica(index, rank)
             for array in copy:
                 kind = self.placements.kind(

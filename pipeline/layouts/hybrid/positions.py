@@ -1,0 +1,128 @@
+"""Determine which slices every rank of a sharding group must hold, with the rules by which targets are cut.
+
+File names say which rank wrote a file. Under stage 1 v2 the lengths of slices say it too: the ranks of a group hold
+equal parts of communication buffers, in which parameters follow each other in optimizer order. No file tells where one
+buffer ends and the next begins, but a single number decides it for all cells of a job: the size at which a buffer is
+closed. If no number explains what the ranks hold, files have changed places, or are not those of one job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, is_per_parameter
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks
+from paddle_reshard.pipeline.layouts.hybrid.sharding import (
+    FlatSlice,
+    Parameter,
+    ShardingOptions,
+    cut_buffer,
+    partition_parameters,
+    possible_buffer_bytes,
+    read_buffers,
+)
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+
+Slices = dict[str, dict[int, FlatSlice]]
+"""Key → rank of its sharding group → slice of the flattened, padded tensor."""
+
+
+def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[Cell], model: Model) -> list[Slices]:
+    """The slices that the ranks of each of the joined ``cells`` must hold, of all tensors that sharding cuts.
+
+    Raises
+    ------
+    CheckpointError
+        If the buffers of different cells were closed at different sizes.
+    """
+    tensors = {tensor.key: tensor for tensor in model.tensors}
+    if strategy == "stage3":
+        return [_of_stage3(cell, ranks.topology.sharding) for cell in cells]
+    if strategy != "stage1v2":
+        return [{} for _ in cells]
+    low, high = 0, None
+    expected: list[Slices] = []
+    for cell in cells:
+        members = [member for member in ranks.cells if (member.tp, member.pp) == (cell.tp, cell.pp)]
+        slices: Slices = {}
+        for listed in _lists(ranks, cell, members, tensors):
+            buffers = read_buffers(listed.parameters, listed.held)
+            for buffer in buffers:
+                slices |= cut_buffer(buffer, listed.degree)
+            if listed.degree > 1 and not ranks.comm_overlap:  # which closes buffers of each virtual stage too
+                above, at_most = possible_buffer_bytes(buffers)
+                low = max(low, above)
+                high = at_most if high is None else high if at_most is None else min(high, at_most)
+        expected.append(_for_all_members(slices, members))
+    if high is not None and low >= high:
+        raise CheckpointError(
+            f"optimizer files: some ranks share communication buffers of more than {low} bytes, others closed them at "
+            f"{high} bytes or fewer; a job has one limit, so the files are not those of one job"
+        )
+    return expected
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerList:
+    """Parameters that share communication buffers, in the order of the optimizer."""
+
+    parameters: list[Parameter]
+    held: Mapping[str, Sequence[int]]
+    """Key → ranks that hold slices of it."""
+    degree: int
+
+
+def _lists(
+    ranks: Ranks, cell: Cell, members: Sequence[Cell], tensors: Mapping[str, ModelTensor]
+) -> Iterator[_OptimizerList]:
+    """The lists of a joined cell: under expert parallelism, experts of each member have buffers of their own."""
+    topology = ranks.topology
+    if topology.ep == 1:  # all data-parallel ranks have the buffers of the first
+        yield _optimizer_list(members[0], members[0], tensors, topology.sharding, {False, True})
+        return
+    yield _optimizer_list(cell, cell, tensors, topology.sharding, {False})
+    for member in members:
+        yield _optimizer_list(member, cell, tensors, topology.moe_sharding, {True})
+
+
+def _optimizer_list(
+    listing: Cell, holding: Cell, tensors: Mapping[str, ModelTensor], degree: int, experts: set[bool]
+) -> _OptimizerList:
+    parameters, held = [], {}
+    for key in listing.names:
+        tensor = tensors[key]
+        state = _sliced_state(tensor)
+        if state is None or tensor.rule.of_expert not in experts or (key, state) not in holding.arrays:
+            continue
+        parameters.append(Parameter(key, prod(listing.shapes[key]), listing.dtypes[key]))
+        held[key] = [stored.shard for stored in holding.arrays[key, state]]
+    return _OptimizerList(parameters, held, degree)
+
+
+def _sliced_state(tensor: ModelTensor) -> str | None:
+    """A state with as many elements as the parameter; ``None`` if it has none."""
+    states = (*((MASTER_WEIGHT,) if tensor.master else ()), *tensor.accumulators)
+    return next((state for state in states if not is_per_parameter(state)), None)
+
+
+def _for_all_members(slices: Slices, members: Sequence[Cell]) -> Slices:
+    """Also those of experts that other data-parallel ranks hold under the same parameter names."""
+    first = members[0]
+    by_name = {first.names[key]: slices[key] for key in first.names if key in slices}
+    for member in members[1:]:
+        for key, name in member.names.items():
+            if key not in slices and name in by_name:
+                slices[key] = by_name[name]
+    return slices
+
+
+def _of_stage3(cell: Cell, degree: int) -> Slices:
+    cut = [Parameter(key, prod(cell.shapes[key]), cell.dtypes[key]) for key in cell.sliced]
+    shares = partition_parameters("stage3", cut, degree, ShardingOptions(segment_elements=0))
+    return {
+        key: {rank: piece for rank, piece in ranks.items() if piece is not None}
+        for key, ranks in shares.items()
+    }
