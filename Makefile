@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package docs orchestrators test exhaustive cluster serving check fuzz format parity parity-table first-job bench memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package lowest docs orchestrators test exhaustive cluster serving check fuzz format parity parity-table first-job bench memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -20,6 +20,7 @@ help:
 	@echo "make docs     the documentation as a site and a manual page, into .docs"
 	@echo "make orchestrators  the examples for Prefect and Airflow, each with the real thing (1 GB)"
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
+	@echo "make lowest   the same with the lowest version of every dependency that pyproject.toml allows"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
@@ -41,7 +42,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.made
-	$(BIN)/pip install --quiet -e '.[s3,ray,test,check,docs]'
+	$(BIN)/pip install --quiet -e '.[arrow,s3,ray,test,check,docs]'
 	touch $@ $(VENV)/.demo
 
 CASE := tests/golden/cases/mp2pp2sh2_s1v2_meta_ema
@@ -66,14 +67,14 @@ cluster: $(VENV)/.test
 # Of torch the build for CPUs is enough, which PyPI does not have for Linux: 0.2 GB instead of several. Where its own
 # index can be reached: make serving PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 $(VENV)/.serving: pyproject.toml $(VENV)/.test
-	$(BIN)/pip install --quiet -e '.[s3,ray,test,serving]' || { echo "make serving needs torch and transformers from the package index; see 'serving' in pyproject.toml"; exit 1; }
+	$(BIN)/pip install --quiet -e '.[arrow,s3,ray,test,serving]' || { echo "make serving needs torch and transformers from the package index; see 'serving' in pyproject.toml"; exit 1; }
 	touch $@
 
 serving: $(VENV)/.serving
 	$(BIN)/python -m pytest -q -m serving tests/serving
 
 $(VENV)/.browser: pyproject.toml $(VENV)/.test
-	$(BIN)/pip install --quiet -e '.[s3,ray,test,browser]'
+	$(BIN)/pip install --quiet -e '.[arrow,s3,ray,test,browser]'
 	touch $@
 
 report-test: $(VENV)/.browser
@@ -121,6 +122,23 @@ package:
 	cd .package && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1
 	cd .package && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
 	rm -rf .package
+	$(MAKE) lowest
+
+# pip always takes the newest versions; uv can take the lowest.
+lowest:
+	rm -rf .lowest
+	$(PYTHON) -m venv .lowest
+	.lowest/bin/pip install --quiet uv
+	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --resolution lowest-direct '.[arrow,s3,ray,sign,metrics]'
+	.lowest/bin/uv pip list --python .lowest/bin/python
+	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
+	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
+	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card --cluster ray
+	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan && bin/paddle-reshard simulate two.plan
+	cd .lowest && bin/paddle-reshard convert one-card two --plan two.plan --to tp=2
+	cd .lowest && bin/paddle-reshard delta one-card two change && bin/paddle-reshard apply one-card change again
+	.lowest/bin/python -c 'from s3fs import S3FileSystem; import paddle_reshard.storage.s3, model_signing'
+	rm -rf .lowest
 
 fuzz: $(VENV)/.test
 	FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest -q -n $(WORKERS) tests/hostile tests/properties
@@ -156,4 +174,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .corpus .demo .docs .package .parity .bench .s3 .chaos .orchestrators build dist *.egg-info
+	rm -rf $(VENV) .corpus .demo .docs .package .lowest .parity .bench .s3 .chaos .orchestrators build dist *.egg-info

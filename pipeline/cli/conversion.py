@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, for
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.convert.plan import ConversionPlan
 
 OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
 """Options of a conversion that make no sense for a series of checkpoints."""
@@ -127,6 +129,8 @@ def plan(
     """
     options = given(context)
     destination = _destination(target, targets, options) if target or targets else None
+    if save is not None:
+        import_module("paddle_reshard.pipeline.convert.plan_file")  # says at once if it cannot write any
     with (
         waiting("reading headers and planning", quiet or as_json) as observe,
         reporting(report_path, observe) as report,
@@ -135,15 +139,19 @@ def plan(
         coverage = paddle_reshard.prove(planned) if prove else None
         report.planned(planned, coverage)
     if save is not None:
-        from paddle_reshard.pipeline.convert.asked import statement_of
-        from paddle_reshard.pipeline.convert.plan_file import save_plan
-
-        save_plan(planned.plan, save, statement_of(planned))
+        _save(planned, save)
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
     shown = [*planned.facts(), *(() if coverage is None else coverage.facts())]
     answer(plan_data(planned) | proof, as_json, quiet, lambda: print_facts(shown))
     if coverage is not None and not coverage:
         sys.exit(NOT_PROVEN)
+
+
+def _save(planned: ConversionPlan, path: Path) -> None:
+    from paddle_reshard.pipeline.convert.asked import statement_of
+    from paddle_reshard.pipeline.convert.plan_file import save_plan
+
+    save_plan(planned.plan, path, statement_of(planned))
 
 
 @click.command(cls=SectionedCommand)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,31 @@ def end_of(error: BaseException, trouble: int) -> End:
         return End(max(trouble, error.exit_status), str(error), kind, error.retryable)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         return End(exit_status(error), sentence(error), "Interrupted", True)
-    if isinstance(error, MemoryError):
-        return End(trouble, f"out of memory: {error}" if str(error) else "out of memory", kind, True)
+    if lacking := _lacking(error):
+        return End(trouble, lacking, kind, True)
     if isinstance(error, OSError):
         return End(trouble, f"{kind}: {error}", kind, isinstance(error, (ConnectionError, TimeoutError)))
     return End(trouble, f"{kind}: {error} ({_frames(error)}); this is a bug in paddle-reshard", "Defect")
+
+
+def _lacking(error: BaseException) -> str | None:
+    """What this machine did not give, if that is what the error means."""
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "this process may not start another thread: raise its limits (ulimit -v, ulimit -u), or give --workers 1"
+    if isinstance(error, ImportError) and Path(error.path or "").suffix == ".so":
+        return f"a library cannot be loaded: {error}; is its memory limited (ulimit -v)?"
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_working_directory():
+        return "the working directory has been removed: change to one that exists"
+    return None
+
+
+def _has_working_directory() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _frames(error: BaseException) -> str:

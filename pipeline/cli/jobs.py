@@ -176,21 +176,21 @@ def _absolute(location: str) -> str:
     return location.rstrip("/")
 
 
-class Duration(click.ParamType[float]):
-    """A duration like 90s, 30m, 2h or 1d; a bare number is in seconds.
+def read_duration(text: str) -> float:
+    """A duration like 90s, 30m, 2h or 1d in seconds; a bare number is in seconds.
 
-    >>> Duration().convert("2h", None, None)
+    >>> read_duration("2h")
     7200.0
+
+    Raises
+    ------
+    click.BadParameter
+        If it is none.
     """
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds."""
-        match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a duration: give a number with s, m, h or d, as in 30m", param, ctx)
-        return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a duration: give a number with s, m, h or d, as in 30m")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 # ----------------------------------------------------------------------------------------------- commands
@@ -409,7 +409,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
 @click.option("--wait", is_flag=True, help="Wait for RUN_DIR if it does not exist yet.")
 @click.option(
     "--stale",
-    type=Duration(),
+    type=read_duration,
     metavar="DURATION",
     help="Exit with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
 )

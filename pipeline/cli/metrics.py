@@ -26,23 +26,23 @@ class Address:
     port: int
 
 
-class AddressType(click.ParamType[Address]):
+def read_address(text: str) -> Address:
     """A port of this machine that only its own programs reach, or ``HOST:PORT``.
 
-    >>> AddressType().convert("9100", None, None)
+    >>> read_address("9100")
     Address(host='127.0.0.1', port=9100)
-    >>> AddressType().convert("[::]:9100", None, None)
+    >>> read_address("[::]:9100")
     Address(host='::', port=9100)
+
+    Raises
+    ------
+    click.BadParameter
+        If it is neither.
     """
-
-    name = "address"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Address:
-        """The address."""
-        host, colon, port = str(value).rpartition(":")
-        if not port.isascii() or not port.isdigit() or int(port) > 0xFFFF or (colon and not host):
-            self.fail(f"{value!r} is neither a port nor HOST:PORT", param, ctx)
-        return Address(host.strip("[]") or LOOPBACK, int(port))
+    host, colon, port = text.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 0xFFFF or (colon and not host):
+        raise click.BadParameter(f"{text!r} is neither a port nor HOST:PORT")
+    return Address(host.strip("[]") or LOOPBACK, int(port))
 
 
 class _Figures:

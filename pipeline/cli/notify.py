@@ -129,36 +129,30 @@ class Program:
             raise NotificationError(f"exit status {done.returncode}", False)
 
 
-class ReceiverType(click.ParamType["Webhook | Program"]):
+def read_receiver(text: str) -> Webhook | Program:
     """A URL, or a command, or ``@FILE`` with either. Messages never show it.
 
-    >>> ReceiverType().convert("https://me:secret@example.com/hook?key=secret", None, None)
+    >>> read_receiver("https://me:secret@example.com/hook?key=secret")
     Webhook(shown='https://example.com')
+
+    Raises
+    ------
+    click.BadParameter
+        If it is neither.
     """
-
-    name = "receiver"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Webhook | Program:
-        """What is notified."""
-        if isinstance(value, (Webhook, Program)):
-            return value
-        text = str(value)
-        if text.startswith("@"):
-            try:
-                text = Path(text[1:]).read_text("utf-8").strip()
-            except (OSError, ValueError):
-                self.fail("@FILE cannot be read", param, ctx)
+    if text.startswith("@"):
         try:
-            if text.lower().startswith(("http://", "https://")):
-                return Webhook.parse(text)
-            words = tuple(shlex.split(text))
-        except ValueError:
-            self.fail("neither a URL nor a command", param, ctx)
-        if not words:
-            self.fail("neither a URL nor a command", param, ctx)
-        return Program(words)
+            text = Path(text[1:]).read_text("utf-8").strip()
+        except (OSError, ValueError):
+            raise click.BadParameter("@FILE cannot be read") from None
+    try:
+        if text.lower().startswith(("http://", "https://")):
+            return Webhook.parse(text)
+        if words := tuple(shlex.split(text)):
+            return Program(words)
+    except ValueError:
+        pass
+    raise click.BadParameter("neither a URL nor a command")
 
 
 def notify(receiver: Webhook | Program | None, outcome: Outcome) -> None:

@@ -11,8 +11,8 @@ import click
 from click.core import ParameterSource
 
 from paddle_reshard.pipeline.cli.log_file import open_log_file
-from paddle_reshard.pipeline.cli.metrics import AddressType
-from paddle_reshard.pipeline.cli.notify import ReceiverType
+from paddle_reshard.pipeline.cli.metrics import read_address
+from paddle_reshard.pipeline.cli.notify import read_receiver
 from paddle_reshard.pipeline.cli.output import Choice
 from paddle_reshard.pipeline.convert.options import Decides, Kind, declarations, flag_of
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -201,13 +201,13 @@ progress_option = all_of(
 )
 metrics_option = execution_option(
     "--metrics-port",
-    type=AddressType(),
+    type=read_address,
     metavar="[HOST:]PORT",
     help="Serve metrics for Prometheus at this port while the command runs, on 127.0.0.1 unless HOST is given.",
 )
 notify_option = execution_option(
     "--notify",
-    type=ReceiverType(),
+    type=read_receiver,
     metavar="URL|COMMAND|@FILE",
     help="Post how the conversion ended to this URL as a JSON object, or run this command with it on standard input, "
     "without a shell. @FILE: a file with either.",

@@ -39,11 +39,14 @@ TROUBLE = {"diff": 2, "verify": 2}
 
 
 class Stream(io.TextIOBase):
-    """A standard stream that records its first failure instead of raising it, and discards later output."""
+    """A standard stream that records its first failure instead of raising it, and discards later output.
 
-    def __init__(self, inner: TextIO) -> None:
-        self.inner = inner
-        self.failure: OSError | None = None
+    Characters that it cannot encode are replaced, whatever Python has made of the locale.
+    """
+
+    def __init__(self, inner: TextIO | None) -> None:
+        self.inner = inner or io.StringIO()
+        self.failure = None if inner else OSError(errno.EBADF, "is closed")
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -64,12 +67,18 @@ class Stream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write, unless the stream has failed."""
-        self._try(lambda: self.inner.write(text))
+        self._try(lambda: self._write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flush, unless the stream has failed."""
         self._try(self.inner.flush)
+
+    def _write(self, text: str) -> None:
+        try:
+            self.inner.write(text)
+        except UnicodeEncodeError:
+            self.inner.write(text.encode(self.encoding, "replace").decode(self.encoding))
 
     def _try(self, act: Callable[[], object]) -> None:
         if self.failure is not None:
@@ -86,27 +95,17 @@ class Stream(io.TextIOBase):
 
 
 @contextmanager
-def guarded_streams() -> Iterator[tuple[Stream | None, Stream | None]]:
-    """Replace stdout and stderr by a :class:`Stream` each, or by ``None`` if closed.
-
-    Characters that they cannot encode are replaced.
-    """
+def guarded_streams() -> Iterator[tuple[Stream, Stream]]:
+    """Replace stdout and stderr by a :class:`Stream` each, also if they are closed."""
     before = sys.stdout, sys.stderr
-    guarded = [None if stream is None else Stream(_replacing(stream)) for stream in before]
+    guarded = Stream(sys.stdout), Stream(sys.stderr)
     try:
         sys.stdout, sys.stderr = guarded
-        yield guarded[0], guarded[1]
+        yield guarded
     finally:
         for stream in guarded:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         sys.stdout, sys.stderr = before
-
-
-def _replacing(stream: TextIO) -> TextIO:
-    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-        stream.reconfigure(errors="replace")
-    return stream
 
 
 def occupy_standard_files() -> None:
@@ -118,7 +117,7 @@ def occupy_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-class Choice(click.Choice[str]):
+class Choice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
     """A choice that suggests the closest value for a misspelled one."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
@@ -226,11 +225,9 @@ class Commands(click.Group):
                 note_failure(end.message)
                 if not events:
                     _report(error, end)
-            if stdout is not None:
-                stdout.flush()
-            failure = OSError(errno.EBADF, "is closed") if stdout is None else stdout.failure
-            if failure is not None:
-                status = _status_without_output(command, failure, status, trouble)
+            stdout.flush()
+            if stdout.failure is not None:
+                status = _status_without_output(command, stdout.failure, status, trouble)
             if events:
                 print_ended(status, end)
         sys.exit(status)

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.columns import narrowed
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
@@ -28,6 +28,9 @@ from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+
+require("pyarrow", "arrow", "a saved plan")
+import pyarrow as pa  # noqa: E402 (only once it is known to be there)
 
 FORMAT = "paddle-reshard plan"
 GENERATION = 3

@@ -20,14 +20,13 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
-from paddle_reshard.pipeline.delta.making import delta_of_one_model
-from paddle_reshard.pipeline.delta.options import DeltaOptions
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.pipeline.delta.options import DeltaOptions
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +68,8 @@ def convert_inline(conversion: Conversion, also_observe: Observer = ignore_event
 
 def delta_inline(conversion: Conversion) -> Callable[[str, str, str], None]:
     """``(old, new, target)``: deltas between converted checkpoints, in this process."""
+    from paddle_reshard.pipeline.delta.making import delta_of_one_model
+
     given = conversion.settings.options
     access = target_access(given)
     options: DeltaOptions = {

@@ -83,7 +83,9 @@ class Watcher:
         check_locations(self.run.location, self.out.location)
         self.records = Records(self.run, self.out, self.conversion.identify)
         self.attempts = Attempts(self.records, self.policy, lambda: self.clock())
-        self.deltas = Deltas(self.attempts, delta_inline(self.conversion), self.notices)
+        self.deltas = (
+            Deltas(self.attempts, delta_inline(self.conversion), self.notices) if self.policy.delta else None
+        )
         self.inspector = Inspector(self.records, self.conversion.settings.options, self.policy.settle_seconds)
 
     # ------------------------------------------------------------------------------------- one pass
@@ -110,7 +112,7 @@ class Watcher:
     def _settle(self, results: dict[str, Result]) -> None:
         """Make the deltas that are missing, and remove what ``--keep`` does not keep."""
         needed: set[str] = set()
-        if self.policy.delta:
+        if self.deltas is not None:
             of_checkpoints = {name: result for name, result in results.items() if not DELTA.fullmatch(name)}
             results |= self.deltas.update(self._order, of_checkpoints)
             needed = self.deltas.needed(self._order, of_checkpoints)

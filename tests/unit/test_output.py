@@ -42,11 +42,16 @@ def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
 def one_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, made with an output that cannot hold what is printed."""
     target = tmp_path_factory.mktemp("output") / "one-card"
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = run("convert", DEMO, target, "--to", "tp=1", env=environment)
+    in_ascii("convert", DEMO, target, "--to", "tp=1", PYTHONIOENCODING="ascii")
+    return target
+
+
+def in_ascii(*arguments: object, **variables: str) -> None:
+    """A conversion whose output cannot hold a character of what it prints."""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", **variables}
+    done = run(*arguments, env=environment)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert "rng_state_0.pth ? rng_state_7.pth" in done.stdout
-    return target
 
 
 # ------------------------------------------------------------------------------------- output decides nothing
@@ -60,6 +65,11 @@ def test_a_conversion_ends_well_whatever_becomes_of_its_output(closed: str, tmp_
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert paddle_reshard.check(tmp_path / "out").intact
+
+
+def test_a_locale_without_a_character_does_not_fail_a_conversion(tmp_path: Path) -> None:
+    """Python's own streams have the error handler ``surrogateescape`` in the locale C."""
+    in_ascii("convert", DEMO, tmp_path / "out", "--to", "tp=1")
 
 
 @pytest.mark.parametrize("format", ["--json", "--to=tp=1"])
@@ -217,6 +227,35 @@ def test_more_memory_than_there_can_be(size: str) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "more than any file or memory has" in done.stderr
+
+
+def test_a_removed_working_directory_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    line = " ".join(["rmdir ../gone;", *COMMAND, "inspect", "checkpoint-3"])
+    done = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path / "gone", timeout=300
+    )
+    told = "paddle-reshard: the working directory has been removed: change to one that exists\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_too_little_address_space_is_a_sentence_of_what_is_lacking(tmp_path: Path) -> None:
+    """It fails at another place for every limit; none of them is a bug."""
+    for kibibytes in (160_000, 200_000, 300_000, 400_000):
+        command = [
+            *COMMAND,
+            "convert",
+            str(DEMO),
+            str(tmp_path / "out"),
+            "--to",
+            "tp=1",
+            "--overwrite",
+            "--resume",
+        ]
+        line = " ".join([f"ulimit -v {kibibytes};", *command])
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300)
+        assert "bug in paddle-reshard" not in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_manifest_of_nested_lists_is_refused(one_card: Path, tmp_path: Path) -> None:
