@@ -7,15 +7,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import overload
 
+from paddle_reshard.pipeline.convert.cards import CardsPlan, plan_cards
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
-from paddle_reshard.pipeline.convert.options import ConversionOptions, ConvertOptions, Targets, takes
+from paddle_reshard.pipeline.convert.options import (
+    ConversionOptions,
+    ConvertOptions,
+    Targets,
+    check_names,
+    takes,
+)
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.request import ConversionSettings, RunSettings, read_settings
 from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.storage.locate import StorageOptions, open_target
+
+
+@overload
+def plan(
+    source: PathLike,
+    target: Targets | None = None,
+    *,
+    cards: None = None,
+    resume: bool = False,
+    observe: Observer = ignore_events,
+    **options: Unpack[ConversionOptions],
+) -> ConversionPlan: ...
+
+
+@overload
+def plan(
+    source: PathLike,
+    *,
+    cards: int,
+    observe: Observer = ignore_events,
+    **options: Unpack[ConversionOptions],
+) -> CardsPlan: ...
 
 
 @takes(ConversionOptions)
@@ -23,17 +54,23 @@ def plan(
     source: PathLike,
     target: Targets | None = None,
     *,
+    cards: int | None = None,
     resume: bool = False,
     observe: Observer = ignore_events,
     **options: Unpack[ConversionOptions],
-) -> ConversionPlan:
+) -> ConversionPlan | CardsPlan:
     """Plan a conversion: the exact layout of the targets, the groups and their peak memory. Nothing is moved.
+
+    With ``cards``, list instead every topology of so many cards to which the source can be converted, with the bytes
+    on a card, the bytes to move, what is lost, and the arguments with which the trainer starts.
 
     Parameters
     ----------
     target
         Path or URL of the target. Several targets, written in one pass over the source, are a mapping from path to
         :class:`TargetOptions`. Without a target, the plan suits every store.
+    cards
+        Number of cards for which to list topologies; then without ``target`` and ``to``.
     resume
         Accept a target at which a conversion is unfinished.
     observe
@@ -46,6 +83,13 @@ def plan(
     ReshardError
         If the source is incomplete or inconsistent, or cannot be converted as requested.
     """
+    if cards is not None:
+        if target is not None:
+            raise UsageError(
+                "cards lists topologies, and a target is for one of them; use only one of the two"
+            )
+        check_names(options, ConversionOptions)
+        return plan_cards(source, cards, options, observe)
     run = RunSettings(resume=resume, no_space_check=options.get("no_space_check", False))
     return plan_with(source, target, ConversionSettings(options, run), observe)
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import conversion_data, coverage_data, plan_data
+from paddle_reshard.pipeline.cli.cards import print_cards
+from paddle_reshard.pipeline.cli.json_output import cards_data, conversion_data, coverage_data, plan_data
 from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing, waiting
 from paddle_reshard.pipeline.cli.options import (
@@ -107,6 +108,13 @@ run_options = all_of(
     help="Prove that every byte of every target file is written exactly once, and that every element of the source is "
     "used or left out for a reason. Exit status 1 if not.",
 )
+@click.option(
+    "--cards",
+    type=click.IntRange(1),
+    metavar="N",
+    help="List every topology of N cards to which SRC can be converted, with what each needs and loses, and how a job "
+    "starts from it. Takes no DST and no --to.",
+)
 @report_option
 @click.pass_context
 def plan(
@@ -117,17 +125,25 @@ def plan(
     targets: tuple[str, ...],
     save: Path | None,
     prove: bool,
+    cards: int | None,
     report_path: Path | None,
     as_json: bool,
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Show what a conversion would read, write and need.
+    """Show what a conversion would read, write and need, or which topologies N cards can have.
 
     With DST, the plan is the one that convert makes for it, with the same id. Without it, nothing is known of the
     target's storage, which may copy ranges by itself; then the id is another.
     """
     options = given(context)
+    if cards is not None:
+        if target or targets or save or prove:
+            raise UsageError(
+                "--cards lists topologies; DST, --target, --save and --prove are for one of them"
+            )
+        _show_cards(source, cards, options, report_path, as_json, quiet)
+        return
     destination = _destination(target, targets, options) if target or targets else None
     if save is not None:
         import_module("paddle_reshard.pipeline.convert.plan_file")  # says at once if it cannot write any
@@ -152,6 +168,19 @@ def _save(planned: ConversionPlan, path: Path) -> None:
     from paddle_reshard.pipeline.convert.plan_file import save_plan
 
     save_plan(planned.plan, path, statement_of(planned))
+
+
+def _show_cards(
+    source: str, cards: int, options: Mapping[str, Any], report_path: Path | None, as_json: bool, quiet: bool
+) -> None:
+    """Print what a checkpoint can become on a number of cards."""
+    with (
+        waiting("reading headers and comparing topologies", quiet or as_json) as observe,
+        reporting(report_path, observe) as report,
+    ):
+        found = paddle_reshard.plan(source, cards=cards, observe=report.observe, **options)
+        report.compared_cards(found)
+    answer(cards_data(found), as_json, quiet, lambda: print_cards(found))
 
 
 @click.command(cls=SectionedCommand)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.cards import CardsPlan
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.coverage import Coverage
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
@@ -80,6 +81,47 @@ def launch_data(found: Launch) -> Json:
 def topology_data(topology: Topology | None) -> Json | None:
     """Every axis with its size."""
     return None if topology is None else asdict(topology)
+
+
+def cards_data(found: CardsPlan) -> Json:
+    """What ``plan --cards --json`` prints."""
+    return {
+        "path": found.path,
+        "cards": found.cards,
+        "format": found.format,
+        "any_topology": found.any_topology,
+        "alternatives": [
+            {
+                "topology": topology_data(one.topology),
+                "to": str(one.topology),
+                "sharding_strategy": one.strategy,
+                "sharding_strategy_reason": one.strategy_reason,
+                "card_bytes": {
+                    "parameters": one.fullest.parameters,
+                    "master_weights": one.fullest.master_weights,
+                    "moments": one.fullest.moments,
+                    "total": one.fullest.on_card,
+                },
+                "ema_bytes": one.fullest.ema,
+                "read_bytes": one.read_bytes,
+                "write_bytes": one.written_bytes,
+                "seconds": round(one.seconds, 3),
+                "lost": [{"name": name, "reason": reason} for name, reason in one.lost],
+                "resumes": not one.not_resumed,
+                "not_resumed": one.not_resumed,
+                "remarks": list(one.remarks),
+                "command": one.command,
+                "arguments": dict(one.arguments),
+                "launch": one.launch_line,
+                "nearest": one.nearest,
+            }
+            for one in found.alternatives
+        ],
+        "refused": [
+            {"topology": topology_data(one.topology), "to": str(one.topology), "reason": one.reason}
+            for one in found.refused
+        ],
+    }
 
 
 def plan_data(conversion: ConversionPlan) -> Json:

@@ -13,6 +13,7 @@ import click
 from paddle_reshard.pipeline.cli.options import execution_option
 
 if TYPE_CHECKING:
+    from paddle_reshard.pipeline.convert.cards import CardsPlan
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.coverage import Coverage
     from paddle_reshard.pipeline.convert.diff import DiffReport
@@ -46,6 +47,11 @@ class Reporting:
         """Write what a plan says, and its proof if there is one."""
         if self.page is not None:
             self.page.show(conversion, proof=proof)
+
+    def compared_cards(self, found: CardsPlan) -> None:
+        """Write which topologies a number of cards can have."""
+        if self.page is not None:
+            self.page.show(found)
 
     def converted(self, report: ConversionReport) -> None:
         """Write what a conversion did. It is done, so that a file that cannot be written is only reported."""

@@ -58,7 +58,7 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import read_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
-from paddle_reshard.pipeline.layouts.checkpoint import DONOR
+from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Donor
 from paddle_reshard.pipeline.layouts.formats import read_donor
 from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
@@ -67,6 +67,7 @@ from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
+from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.index import index_here
 
@@ -128,6 +129,31 @@ def plan_request(
     locations = request.locations
     if outputs is None and locations.targets:
         outputs = open_targets(locations, settings.resume)
+    store, checkpoint, donor = read_source(request, index_files)
+    if outputs is None:
+        return plan_checkpoint(store, checkpoint, request, limits, donor=donor)
+    given = (locations.fill, locations.merge_into, locations.like)
+    everywhere = (*locations.sources, *locations.targets, *given)
+    spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
+    planned = plan_checkpoint(
+        store, checkpoint, request, outputs.limits(store), spare if in_process else None, donor
+    )
+    check_targets(planned, outputs, settings.resume or settings.no_space_check)
+    same_values = (request.aoa, request.convention, *given) == (None,) * 5
+    return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
+
+
+def read_source(
+    request: ConversionRequest, index_files: IndexFiles
+) -> tuple[Source, Checkpoint, Donor | None]:
+    """Index the source of a request, with what its options add or rename, and the store that serves all of it.
+
+    Raises
+    ------
+    ReshardError
+        If it is incomplete or inconsistent, or the options do not fit it.
+    """
+    locations = request.locations
     filling = read_filling(locations.fill, request.allow_missing, locations.reading)
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules, request.convention), load_config(request.config)
@@ -163,17 +189,7 @@ def plan_request(
         donor_store = open_source(locations.like, *locations.reading)
         donor = read_donor(SourceFiles(donor_store, None, index_here, index_files))
         store = JoinedSource((Mount("", store), Mount(DONOR, donor_store)))
-    if outputs is None:
-        return plan_checkpoint(store, checkpoint, request, limits, donor=donor)
-    given = (locations.fill, locations.merge_into, locations.like)
-    everywhere = (*locations.sources, *locations.targets, *given)
-    spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
-    planned = plan_checkpoint(
-        store, checkpoint, request, outputs.limits(store), spare if in_process else None, donor
-    )
-    check_targets(planned, outputs, settings.resume or settings.no_space_check)
-    same_values = (program, request.convention, *given) == (None,) * 5
-    return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
+    return store, checkpoint, donor
 
 
 def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:

@@ -23,7 +23,8 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.layouts.formats import FORMATS
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
-from paddle_reshard.pipeline.layouts.trainer_arguments import Arguments, TrainingJob, trainer_arguments
+from paddle_reshard.pipeline.layouts.trainer_arguments import Arguments, trainer_arguments
+from paddle_reshard.pipeline.layouts.training_job import TrainingJob
 from paddle_reshard.storage.locate import source_access
 
 
@@ -162,26 +163,31 @@ def _source_topology(checkpoint: PathLike, options: InspectOptions) -> Topology 
 def _remarks(
     found: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
 ) -> Iterator[str]:
-    after = job.topology
-    if before is not None and _data_ranks(before) != _data_ranks(after):
+    if before is not None:
+        yield from remarks_on_change(before, job.topology, job.library)
+    if not any(map(is_random_state, found.other_files)):
+        yield "without random states: dropout and shuffling begin from the seed"
+    if found.has_ema:
+        yield _about_ema(arguments)
+    if found.adapter is not None and "load_sharded_model" in arguments:
+        yield (
+            "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
+            "complete files for each rank instead (docs/lora.md)"
+        )
+
+
+def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterator[str]:
+    """What a job does differently because it has another topology than the one that saved."""
+    if _data_ranks(before) != _data_ranks(after):
         yield (
             f"data-parallel ranks (sharding × dp): {_data_ranks(after)}, before: {_data_ranks(before)}; to keep the "
             "batch, and with it the order of samples, keep their product with --per_device_train_batch_size and "
             "--gradient_accumulation_steps"
         )
-    if not any(map(is_random_state, found.other_files)):
-        yield "without random states: dropout and shuffling begin from the seed"
-    if found.has_ema:
-        yield _about_ema(arguments)
-    if before is not None and job.library == "paddleformers" and (before.pp > 1) != (after.pp > 1):
+    if library == "paddleformers" and (before.pp > 1) != (after.pp > 1):
         yield (
             "this trainer decays the weight of the last norm with pp > 1 and not with pp = 1; losses differ a little "
             "after the change, with any converter (docs/parity.md)"
-        )
-    if found.adapter is not None and "load_sharded_model" in arguments:
-        yield (
-            "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
-            "complete files for each rank instead (docs/lora.md)"
         )
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
 from paddle_reshard.pipeline.convert.options import (
@@ -217,7 +217,7 @@ class ConversionPlan(Shown):
                 facts.append(
                     (self._of(number, "omitted"), f"{', '.join(target.states_not_carried)}: {reason}")
                 )
-            for reason, names in _by_reason(target.not_carried):
+            for reason, names in by_reason(target.not_carried):
                 facts.append((self._of(number, "not carried"), f"{names}: {reason}"))
         return facts
 
@@ -229,7 +229,7 @@ def _completion_in_words(completion: Completion, targets: Sequence[PlannedTarget
     files = sorted({name for target in targets for name in target.donated})
     tensors = [("", key) for key in completion.tensors]
     given = [
-        *(names for _, names in _by_reason([(key, reason) for reason, key in tensors])),
+        *(names for _, names in by_reason([(key, reason) for reason, key in tensors])),
         *files,
         *(f"{entry} of {CONFIG}" for entry in completion.config),
     ]
@@ -243,7 +243,7 @@ def source_in_words(source: Checkpoint) -> str:
     return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"
 
 
-def _by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Files and tensors that are not carried, grouped by reason."""
     for reason, group in groupby(sorted(not_carried, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
         names = [name for name, _ in group]
@@ -265,18 +265,7 @@ def plan_checkpoint(
     If the groups will run in this process, ``spare_bytes`` is the part of its footprint that is free for metadata. The
     metadata are then checked against the budget before memory is used in proportion to them.
     """
-    for asked in request.target_requests:
-        source.model.table.check_format(asked.format)
-    dropped = sorted(
-        source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
-    )
-    stored = source.catalog.tensors
-    source = _divided(source.without(dropped), request.target_requests, store)
-    source, wanted = _as_requested(source, request)
-    excluded = tuple(_excluded(stored, source.catalog.tensors)) if request.dropped else ()
-    del stored
-    if donor is not None:
-        source, wanted = _completed(source, wanted, request, donor)
+    source, wanted, dropped, excluded = as_requested(store, source, request, donor)
     sizes = store.sizes()
     specs = [asked.target_for(source) for asked in request.target_requests]
     tensors = len(source.catalog.tensors)
@@ -309,11 +298,46 @@ def plan_checkpoint(
         targets,
         plan,
         pieces,
-        dropped=tuple(dropped),
+        dropped=dropped,
         excluded=excluded,
         fingerprint=request.fingerprint,
         limits=limits,
     )
+
+
+class Requested(NamedTuple):
+    """A source without what is dropped and with what is made of it, before any target is laid out."""
+
+    source: Checkpoint
+    wanted: Checkpoint
+    """The same as the targets are to hold it."""
+    dropped: tuple[str, ...]
+    """States of the source that were excluded by request."""
+    excluded: tuple[LeftOut, ...]
+
+
+def as_requested(
+    store: Source, source: Checkpoint, request: ConversionRequest, donor: Donor | None = None
+) -> Requested:
+    """What the targets of a request are made of, whatever their topology.
+
+    Raises
+    ------
+    PlanError, CheckpointError, UsageError
+        If the source cannot become what is requested.
+    """
+    for asked in request.target_requests:
+        source.model.table.check_format(asked.format)
+    dropped = sorted(
+        source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
+    )
+    stored = source.catalog.tensors
+    source = _divided(source.without(dropped), request.target_requests, store)
+    source, wanted = _as_requested(source, request)
+    excluded = tuple(_excluded(stored, source.catalog.tensors)) if request.dropped else ()
+    if donor is not None:
+        source, wanted = _completed(source, wanted, request, donor)
+    return Requested(source, wanted, tuple(dropped), excluded)
 
 
 def _excluded(before: Tensors, after: Tensors) -> Iterator[LeftOut]:

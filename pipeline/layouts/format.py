@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
+    from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Donor, MissingPolicy
     from paddle_reshard.pipeline.layouts.files import LaidOut
     from paddle_reshard.pipeline.layouts.model import Model
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.training_job import TrainingJob
 
 
 class FormatOption(NamedTuple):
@@ -231,4 +233,65 @@ class Target(Protocol):
         Raises
         ------
         CheckpointError
+        """
+
+
+class RankBytes(NamedTuple):
+    """What a rank of a job holds, in bytes by state."""
+
+    parameters: int
+    """As the rank trains with them, whether or not its files hold them."""
+    master_weights: int
+    moments: int
+    """All states of the optimizer but the master weights."""
+    ema: int
+
+    @property
+    def on_card(self) -> int:
+        """Without the average, which the trainer keeps in the memory of the host."""
+        return self.parameters + self.master_weights + self.moments
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of a target without laying out a file."""
+
+    fullest: RankBytes
+    """The rank with most bytes on its card."""
+    tensor_bytes: int
+    """Bytes of all tensors in its files, padding included."""
+    not_carried: tuple[tuple[str, str], ...]
+    """``(path, why it is not in the target)``."""
+    states_not_carried: tuple[str, ...] = ()
+    """States that its format cannot hold."""
+
+
+@runtime_checkable
+class JobTarget(Target, Protocol):
+    """A target for a job of one topology, in which every rank reads files of its own."""
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the job."""
+
+    @property
+    def strategy(self) -> str:
+        """Its sharding strategy."""
+
+    @property
+    def strategy_reason(self) -> str:
+        """Why it has this strategy, for users."""
+
+    def job(self, source: Checkpoint) -> TrainingJob:
+        """The job that goes on training the source in this topology."""
+
+    def outline(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> Outline:
+        """What :meth:`lay_out` would make of the same arguments, without the files.
+
+        Raises
+        ------
+        PlanError
+            If the source cannot become this target.
         """

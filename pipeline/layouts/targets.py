@@ -13,7 +13,7 @@ from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
-from paddle_reshard.pipeline.layouts.format import Format, Target
+from paddle_reshard.pipeline.layouts.format import Format, JobTarget, Outline, Target
 from paddle_reshard.pipeline.layouts.formats import FORMATS, average_target, formats_for_average, names_of
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import refuse_optimizer, special_optimizer
@@ -41,6 +41,32 @@ def lay_out(
     PlanError
         If the source cannot become this target.
     """
+    source, wanted, omitted = _to_lay_out(source, wanted, target)
+    laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), sizes, folders)
+    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *omitted}))
+    casts = laid_out.files.casts | _defined_casts(source.catalog)
+    return replace(
+        laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
+    )
+
+
+def outline(
+    source: Checkpoint,
+    wanted: Checkpoint,
+    target: JobTarget,
+    sizes: Mapping[str, int],
+    folders: Sequence[str],
+) -> Outline:
+    """What :func:`lay_out` would make, without the files; arguments and errors are the same."""
+    source, wanted, omitted = _to_lay_out(source, wanted, target)
+    found = target.outline(source.without(omitted), wanted.without(omitted), sizes, folders)
+    return replace(found, states_not_carried=tuple(sorted({*found.states_not_carried, *omitted})))
+
+
+def _to_lay_out(
+    source: Checkpoint, wanted: Checkpoint, target: Target
+) -> tuple[Checkpoint, Checkpoint, frozenset[str]]:
+    """Source and wanted, as the target takes them, and the states that its format cannot hold."""
     format = FORMATS[target.format]
     if wanted.model.has_lora:
         _check_lora(wanted.model, target)
@@ -54,13 +80,7 @@ def lay_out(
     if starts_anew(source, target):
         source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
     cannot_hold = {state for name in format.cannot_hold for state in DROPPABLE[name]}
-    omitted = source.catalog.tensors.states & cannot_hold
-    laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), sizes, folders)
-    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *omitted}))
-    casts = laid_out.files.casts | _defined_casts(source.catalog)
-    return replace(
-        laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
-    )
+    return source, wanted, source.catalog.tensors.states & cannot_hold
 
 
 def starts_anew(source: Checkpoint, target: Target) -> bool:

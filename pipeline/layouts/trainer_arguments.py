@@ -8,31 +8,14 @@ and the jobs of ``tests/parity`` resume with theirs; both are compared with thes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.formats import FORMATS
+from paddle_reshard.pipeline.layouts.training_job import TrainingJob
 
 Arguments = Mapping[str, str | int | bool]
 """Name of an argument of the trainer, without dashes → its value."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingJob:
-    """What a job must know to read a checkpoint."""
-
-    library: str
-    """``paddleformers`` or ``paddlenlp``."""
-    format: str
-    topology: Topology
-    strategy: str
-    """One of :data:`paddle_reshard.pipeline.core.topology.STRATEGIES`."""
-    comm_overlap: bool = False
-    sequence_parallel: bool = False
-    muon: bool = False
-    experts_over_dp: bool = False
-    """Whether data-parallel ranks share the experts out, as PaddleNLP does."""
 
 
 def trainer_arguments(job: TrainingJob) -> Arguments:

@@ -57,6 +57,20 @@ class Chart(NamedTuple):
     bars: tuple[Bar, ...]
 
 
+class Grid(NamedTuple):
+    """The ranks of a job: a row for each pipeline stage, a column for each tp rank."""
+
+    title: str
+    detail: str
+    rows: int
+    columns: int
+    each: int
+    """Ranks in a cell: a sharding group, and its data-parallel copies."""
+    drawn: bool
+    """Whether every rank is drawn, rather than counted."""
+    marked: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ReportData:
     """Everything that a report shows, already described in words where words are shown."""
@@ -82,5 +96,6 @@ class ReportData:
     footprint_bytes: int = 0
     """Part of the budget that a process needs for itself."""
     retries: Mapping[str, int] = field(default_factory=dict)
+    grids: tuple[Grid, ...] = ()
     charts: tuple[Chart, ...] = ()
     tables: tuple[Table, ...] = ()

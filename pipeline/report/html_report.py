@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from paddle_reshard.pipeline.convert.cards import CardsPlan
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.convert.coverage import Coverage, prove
 from paddle_reshard.pipeline.convert.diff import DiffReport
@@ -17,6 +18,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Event, Observer, ignore_events
 from paddle_reshard.pipeline.core.heap import private_bytes
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.report.cards import describe_cards
 from paddle_reshard.pipeline.report.describe import (
     describe_comparison,
     describe_conversion,
@@ -69,7 +71,7 @@ class HtmlReport:
 
     def show(
         self,
-        result: ConversionPlan | ConversionReport | VerifyReport | IntegrityReport | DiffReport,
+        result: CardsPlan | ConversionPlan | ConversionReport | VerifyReport | IntegrityReport | DiffReport,
         *compared: PathLike,
         proof: Coverage | None = None,
     ) -> None:
@@ -89,7 +91,9 @@ class HtmlReport:
         UsageError
             If the file cannot be written.
         """
-        if isinstance(result, ConversionPlan):
+        if isinstance(result, CardsPlan):
+            found = describe_cards(result)
+        elif isinstance(result, ConversionPlan):
             found = describe_plan(result, picture_of(result), proof=proof)
         elif isinstance(result, ConversionReport):
             run = self._record.data(finished=True)

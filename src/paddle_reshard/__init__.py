@@ -17,22 +17,24 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
     from paddle_reshard.pipeline.convert.again import plan_again
+    from paddle_reshard.pipeline.convert.cards import Alternative, CardsPlan, RefusedTopology
     from paddle_reshard.pipeline.convert.checking import check
+    from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.coverage import Coverage, prove
     from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
     from paddle_reshard.pipeline.convert.explain import explain
-    from paddle_reshard.pipeline.convert.explanation import (ExplainedTensor, Explanation, Origin, Stretch)
+    from paddle_reshard.pipeline.convert.explanation import ExplainedTensor, Explanation, Origin, Stretch
     from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
     from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
     from paddle_reshard.pipeline.convert.launch import Launch, launch
-    from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut, PlannedTarget
     from paddle_reshard.pipeline.convert.options import (
         AverageOptions,
         ConversionOptions,
         ConvertOptions,
         TargetOptions,
     )
+    from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut, PlannedTarget
     from paddle_reshard.pipeline.convert.read_options import (
         CheckOptions,
         DiffOptions,
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
         ReadOptions,
         VerifyOptions,
     )
-    from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.run import MoveReport
     from paddle_reshard.pipeline.convert.series import average
     from paddle_reshard.pipeline.convert.signing import SignReport, sign
@@ -96,10 +97,11 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.delta.options import DeltaOptions
     from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
     from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts
-    from paddle_reshard.pipeline.ema.stretches import Weights
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
     from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
+    from paddle_reshard.pipeline.ema.stretches import Weights
     from paddle_reshard.pipeline.ema.trainer import ema_callback
+    from paddle_reshard.pipeline.layouts.format import RankBytes
     from paddle_reshard.pipeline.layouts.lora_config import Adapter
     from paddle_reshard.pipeline.layouts.model import ModelTensor
     from paddle_reshard.pipeline.live.converter import CheckpointConverter
@@ -107,17 +109,19 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.live.tensors import stage3_state_dict
     from paddle_reshard.pipeline.planning.compare import Difference
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
-    from paddle_reshard.storage.locate import StorageOptions
-    from paddle_reshard.tasks.figures import WorkerFigures
     from paddle_reshard.pipeline.report.html_report import HtmlReport
     from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, checkpoints
+    from paddle_reshard.storage.locate import StorageOptions
+    from paddle_reshard.tasks.figures import WorkerFigures
 
 __all__ = [
     "Adapter",
+    "Alternative",
     "ApplyReport",
     "AsyncEma",
     "AverageOptions",
     "BusyError",
+    "CardsPlan",
     "CarriedFile",
     "CastError",
     "CheckOptions",
@@ -175,9 +179,11 @@ __all__ = [
     "Planned",
     "PlannedTarget",
     "Progress",
+    "RankBytes",
     "RankPieces",
     "ReadOptions",
     "RefusedJobError",
+    "RefusedTopology",
     "RereadError",
     "ReshardError",
     "RuleError",
@@ -187,10 +193,10 @@ __all__ = [
     "SignatureError",
     "StaleSessionError",
     "StateSummary",
-    "StoredTensor",
     "StepEnded",
     "StepStarted",
     "StorageOptions",
+    "StoredTensor",
     "Stretch",
     "TargetError",
     "TargetOptions",
@@ -242,6 +248,8 @@ _HOMES = {
     "pipeline.convert.series": ("average",),
     "pipeline.convert.signing": ("SignReport", "sign"),
     "pipeline.convert.verify": ("VerifyReport", "verify"),
+    "pipeline.convert.cards": ("Alternative", "CardsPlan", "RefusedTopology"),
+    "pipeline.layouts.format": ("RankBytes",),
     "pipeline.convert.checking": ("check",),
     "pipeline.planning.compare": ("Difference",),
     "pipeline.convert.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),

@@ -130,7 +130,7 @@ def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -
     paddle_reshard.convert(source, tmp_path / "target", to="tp=2,sharding=4")
     found = paddle_reshard.launch(tmp_path / "target")
     assert found.ranks == 8
-    batch, random, ema, decay = found.remarks
+    batch, decay, random, ema = found.remarks
     assert "(sharding × dp): 4, before: 2" in batch
     assert "without random states" in random
     assert "--zcc_save_ema_coef" in ema

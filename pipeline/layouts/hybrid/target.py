@@ -16,18 +16,20 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, Decision, Staged
+from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, Decision, Outline, Staged
 from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
+from paddle_reshard.pipeline.layouts.hybrid.job_bytes import job_bytes
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of
 from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import Model
-from paddle_reshard.pipeline.layouts.optimizers import special_optimizer
+from paddle_reshard.pipeline.layouts.optimizers import muon_parameters, special_optimizer
 from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
+from paddle_reshard.pipeline.layouts.training_job import TrainingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,38 @@ class HybridTarget(HybridJob):
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of the target checkpoint, including small ones."""
+        source, wanted, of_base = self._to_write(source, wanted)
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
+        return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
+
+    def outline(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> Outline:
+        """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
+        source, wanted, of_base = self._to_write(source, wanted)
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        check_job(wanted, self)
+        fullest, tensor_bytes = job_bytes(wanted, self)
+        return Outline(fullest, tensor_bytes, (*sidecars.not_carried, *of_base))
+
+    def job(self, source: Checkpoint) -> TrainingJob:
+        """The job of this topology that goes on training the source."""
+        return TrainingJob(
+            source.model.table.convention,
+            self.format,
+            self.topology,
+            self.strategy,
+            self.sharding.comm_overlap,
+            self.topology.tp > 1 and self.sequence_parallel,
+            muon=bool(muon_parameters(source.model.tensors)),
+            experts_over_dp=self.expert_axis == "dp",
+        )
+
+    def _to_write(
+        self, source: Checkpoint, wanted: Checkpoint
+    ) -> tuple[Checkpoint, Checkpoint, list[tuple[str, str]]]:
+        """Both without what the trainer does not save, and the tensors that this leaves out, with the reason."""
         of_base: list[tuple[str, str]] = []
         if wanted.model.has_lora:
             of_base = [(t.key, IN_BASE) for t in source.model.tensors if t.of_base and not t.missing]
@@ -106,9 +140,7 @@ class HybridTarget(HybridJob):
                 "the source holds parameters and their average only, but a hybrid checkpoint without optimizer states "
                 "cannot hold an average; omit it with --drop ema"
             )
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
-        files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
-        return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
+        return source, wanted, of_base
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source and check that its topology and its tensors are as planned."""
@@ -332,13 +364,14 @@ def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridT
         table.refuse(config, missing)
 
 
-def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
-    """Lay out all files of the target checkpoint.
+def check_job(checkpoint: Checkpoint, target: HybridTarget) -> None:
+    """Refuse what the trainer cannot train, and what is not known well enough to be written.
+
+    Whether sizes divide is found where they are divided (:class:`CellPlanner`).
 
     Raises
     ------
-    PlanError
-        If the model cannot take this topology, or a parameter name is not known.
+    PlanError, UnsupportedError, RuleError
     """
     check_target(target)
     if isinstance(checkpoint.model.table, StoredTable):
@@ -368,4 +401,15 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
             f"{checkpoint.names_predicted}; names of the target cannot be predicted; pass those of a job of the "
             "target topology with --target-meta model_meta.json",
         )
+
+
+def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
+    """Lay out all files of the target checkpoint.
+
+    Raises
+    ------
+    PlanError
+        If the model cannot take this topology, or a parameter name is not known.
+    """
+    check_job(checkpoint, target)
     return HybridWriter(checkpoint, target).layout()

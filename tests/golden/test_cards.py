@@ -1,0 +1,196 @@
+"""``plan --cards``: what it offers can be planned and what it refuses cannot; sizes are those of real files."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.main import cli
+from tests.conftest import case_directory
+from tests.oracle import unpickle
+from tests.published import checked
+from tests.sampling import exhaustive
+
+ALL_AXES = "mp2pp2sh2_s1v2_meta_ema"
+CASES = (ALL_AXES, "nlp_mp2", "sh2_s3_seg512", "moe/ep2_mp2sh2_s1v2_meta", "pp4vpp2")
+FURTHER = (
+    *("mp2_tied", "sh2_s2", "sh2_s1v1_meta_fp32", "mp2pp2_sp", "mp2sh2_s1v2_meta_mid"),
+    *("moe/nlp_dsv2_ep_dp2sh2_s1v2_meta", "moe/ep2_sh2_s1v2_meta_ema"),
+)
+TEXT = ("LR_Scheduler", "StructuredToParameterName@@")
+
+
+def checkpoint(case: str) -> Path:
+    (found,) = case_directory(case).glob("checkpoint-*")
+    return found
+
+
+def array_bytes(value: Any) -> int:
+    """Bytes of an entry of a file, whatever holds its arrays."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(array_bytes, value.values()))
+    return sum(map(array_bytes, value)) if isinstance(value, tuple) else 0
+
+
+def sizes_by_rank(folder: Path) -> dict[str, dict[str, int]]:
+    """Ending of the names of a rank's files → state → bytes of the arrays."""
+    ranks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for path in folder.iterdir():
+        if match := re.fullmatch(r"(model_state|optimizer|ema)\.?(.*)\.pd(params|opt)", path.name):
+            kind, rank = match[1], match[2]
+            content = unpickle(path)
+            names = content.get("StructuredToParameterName@@", {}) if kind == "model_state" else {}
+            tied = names.keys() - {name: key for key, name in names.items()}.values()
+            held = {name: value for name, value in content.items() if name not in {*TEXT, *tied}}
+            if kind == "optimizer":
+                ranks[rank]["master_weights"] += array_bytes(held.pop("master_weights", {}))
+            state = {"optimizer": "moments", "model_state": "parameters"}.get(kind, kind)
+            ranks[rank][state] += array_bytes(held)
+    return ranks
+
+
+@pytest.mark.parametrize("case", [*CASES, *map(exhaustive, FURTHER)])
+def test_the_fullest_rank_holds_what_its_real_files_hold(case: str) -> None:
+    source = checkpoint(case)
+    found = paddle_reshard.inspect(source)
+    assert found.topology is not None
+    layout = {"stage3_segment_size": 512} if "seg512" in case else None  # a setting of the job, in no file
+    own = paddle_reshard.plan(source, cards=found.topology.world_size, layout=layout).nearest
+    assert own is not None
+    assert own.strategy == (found.sharding_strategy or "none")
+    if layout is None:
+        assert (own.command, own.read_bytes, own.written_bytes, own.lost) == ("", 0, 0, ())
+
+    ranks = sizes_by_rank(source)
+    states = max(rank["master_weights"] + rank["moments"] for rank in ranks.values())
+    assert own.fullest.master_weights + own.fullest.moments == states
+    assert own.fullest.ema == max(rank["ema"] for rank in ranks.values())
+    if not (source / "model_meta.json").exists() and found.sharding_strategy != "stage3":
+        assert own.fullest.parameters == max(rank["parameters"] for rank in ranks.values())
+
+
+def test_parameters_that_are_in_no_file_are_on_the_card() -> None:
+    source = checkpoint(ALL_AXES)
+    metas = json.loads((source / "model_meta.json").read_text())["sharding_metas"].values()
+    expected = max(
+        2 * sum(int(np.prod(shape)) for shape, *_ in cell["param_meta"].values()) for cell in metas
+    )
+    found = paddle_reshard.plan(source, cards=8).nearest
+    assert found is not None
+    assert found.fullest.parameters == expected
+
+
+@pytest.mark.parametrize("case", [*CASES, *map(exhaustive, FURTHER)])
+def test_what_is_offered_can_be_planned_and_what_is_refused_cannot(case: str) -> None:
+    source = checkpoint(case)
+    cards = paddle_reshard.plan(source, cards=4)
+    assert cards.alternatives
+    for one in cards.alternatives:
+        planned = paddle_reshard.plan(source, to=one.topology)
+        (target,) = planned.targets
+        assert (target.spec.data()["sharding_strategy"], one.topology.world_size) == (one.strategy, 4)
+        literals = int(planned.plan.literals.sizes.sum())
+        files = sum(file.size_bytes for file in planned.plan.target_files)
+        if one.command:
+            assert one.written_bytes == files - literals
+            assert {name for name, _ in target.not_carried} >= {name for name, _ in one.lost}
+    for refused in cards.refused:
+        with pytest.raises(paddle_reshard.PlanError, match=re.escape(refused.reason)):
+            paddle_reshard.plan(source, to=refused.topology)
+
+
+def test_a_job_starts_from_the_target_with_the_arguments_that_launch_prints(tmp_path: Path) -> None:
+    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    for number, one in enumerate(cards.alternatives):
+        target = tmp_path / str(number)
+        paddle_reshard.convert(checkpoint(ALL_AXES), target, to=one.topology)
+        if one.topology.dp == 1:
+            expected = {**one.arguments, "resume_from_checkpoint": str(target)}
+            assert dict(paddle_reshard.launch(target).arguments) == expected
+
+
+def test_the_nearest_keeps_tensor_and_pipeline_parallelism() -> None:
+    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    assert cards.nearest is cards.alternatives[0]
+    assert str(cards.nearest.topology) == "tp=2,pp=2"
+    assert {str(one.topology) for one in cards.alternatives} >= {
+        "pp=4",
+        "sharding=4",
+        "tp=2,sharding=2",
+        "dp=4",
+    }
+    assert {str(one.topology) for one in cards.refused} == {"tp=4"}  # two heads of keys and values
+    assert paddle_reshard.plan(checkpoint(ALL_AXES), cards=8).nearest.command == ""  # type: ignore[union-attr]
+
+
+def test_a_format_of_whole_tensors_is_read_as_it_is() -> None:
+    cards = paddle_reshard.plan(checkpoint("dense/uc_single"), cards=2)
+    assert cards.any_topology
+    assert cards.nearest is None
+    assert "launch" in dict(cards.facts())["as it is"]
+
+
+def test_the_command_prints_a_table_of_plain_numbers() -> None:
+    ran = CliRunner().invoke(cli, ["plan", str(checkpoint(ALL_AXES)), "--cards", "4"])
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split("\t") for line in ran.stdout.splitlines()]
+    table = [row for row in rows if len(row) == len(rows[0])]
+    assert table[1][0] == "tp=2,pp=2"
+    assert table[1][-1] == "nearest"
+    assert all(float(cell) >= 0 for row in table[1:] for cell in row[2:10])
+    assert any("--tensor_model_parallel_size 2" in row[-1] for row in rows)
+
+
+def test_the_json_is_as_published() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "paddle_reshard",
+        "plan",
+        str(checkpoint(ALL_AXES)),
+        "--cards",
+        "4",
+        "--json",
+    ]
+    found = checked(subprocess.run(command, capture_output=True, text=True, check=True))
+    (nearest,) = [one for one in found["alternatives"] if one["nearest"]]
+    assert nearest["arguments"]["tensor_model_parallel_size"] == 2
+    assert nearest["card_bytes"]["total"] == sum(nearest["card_bytes"].values()) / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--to", "tp=2"], "use only one of the two"),
+        (["target"], "--cards lists topologies"),
+        (["--format", "huggingface"], "has no topology"),
+    ],
+)
+def test_what_leaves_nothing_to_choose_is_refused(arguments: list[str], sentence: str) -> None:
+    ran = CliRunner().invoke(cli, ["plan", str(checkpoint(ALL_AXES)), *arguments, "--cards", "4"])
+    assert ran.exit_code != 0
+    assert sentence in ran.stderr
+
+
+def test_a_report_shows_the_ranks_of_every_topology(tmp_path: Path) -> None:
+    page = tmp_path / "cards.html"
+    ran = CliRunner().invoke(
+        cli, ["plan", str(checkpoint(ALL_AXES)), "--cards", "4", "--report", str(page), "--quiet"]
+    )
+    assert ran.exit_code == 0, ran.output
+    text = page.read_text()
+    drawn = text[text.index('<section id="grids"') :]
+    assert drawn.count("<figure") == len(paddle_reshard.plan(checkpoint(ALL_AXES), cards=4).alternatives)
+    assert drawn.count("<i></i>") == 4 * drawn.count("<figure")
