@@ -9,6 +9,7 @@ from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.report.data import PLAIN, Grid, ReportData, Table, Tile
+from paddle_reshard.storage.remote.folder import without_secrets
 
 HEADINGS = (
     *(
@@ -47,7 +48,7 @@ def describe_cards(found: CardsPlan) -> ReportData:
         version=version.__version__,
         status=f"topologies for {found.cards:,} cards",
         tone=PLAIN,
-        sources=(found.path,),
+        sources=(without_secrets(found.path),),
         targets=(),
         tiles=tuple(tiles),
         facts=(("from", found.source), *starts, *found.notes()),
