@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -47,15 +47,17 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.events import Observer
     from paddle_reshard.pipeline.watch.claims import Policy
     from paddle_reshard.pipeline.watch.notices import Result
+    from paddle_reshard.pipeline.watch.runners import MakePage
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
 OF_ONE_PROCESS: Mapping[str, str] = {
-    "report_path": "--report",
     "log_file": "--log-file",
     "metrics_port": "--metrics-port",
     "notify": "--notify",
 }
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
+REPORT = "report_path"
+"""An option with a local file that is not sent with a job: the job writes it."""
 _FOR_CONVERT = {"ignore_unknown_options": True}
 """Context settings of commands that hand unknown options to ``convert``."""
 
@@ -65,6 +67,7 @@ class Request:
     """The parsed arguments of ``convert``."""
 
     command: click.Command
+    context: click.Context
     values: Mapping[str, Any]
     """Option or argument → value."""
     defaults: Mapping[str, Any]
@@ -92,7 +95,7 @@ class Request:
         for name in ("source", "target", *locations):
             check_scheme(values[name] or "", values["allow_scheme"])
         plain = command.make_context("convert", ["SRC", "DST"])
-        return cls(command, values, plain.params, options)
+        return cls(command, context, values, plain.params, options)
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
         """Every option with a value other than its default."""
@@ -104,7 +107,7 @@ class Request:
 
     def files(self) -> dict[str, bytes]:
         """Name of option → contents, for every option with a local file that is sent with a job."""
-        paths = ((option, value) for option, value in self.options() if isinstance(value, Path))
+        paths = ((option, value) for option, value in self.options() if _is_sent(option, value))
         return {
             option.name or "": path.read_bytes()
             for option, path in paths
@@ -151,8 +154,10 @@ class Request:
                 )
             if option.is_flag:
                 spelled.append(flag if value else option.secondary_opts[0])
-            elif isinstance(value, Path):
+            elif _is_sent(option, value):
                 spelled += [flag, f"{option.name}.json"]
+            elif option.name == REPORT:
+                spelled += [flag, _absolute(str(value))]
             elif decides(option) is Decides.LOCATION:
                 spelled += [flag, _absolute(value)]
             else:
@@ -163,6 +168,11 @@ class Request:
         if unattended:
             spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
         return tuple(spelled)
+
+
+def _is_sent(option: click.Option, value: object) -> bool:
+    """Whether a value is a local file that is sent with a job."""
+    return isinstance(value, Path) and option.name != REPORT
 
 
 def _absolute(location: str) -> str:
@@ -252,7 +262,8 @@ def _job_options(function: Any) -> Any:
 def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any) -> None:
     """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
-    Takes every option of convert except --target. The submission id is a hash of the conversion: submitted twice, it
+    Takes every option of convert except --target; --report is written by the job, on the machine where it runs. The
+    submission id is a hash of the conversion: submitted twice, it
     runs once, and the second call follows the first job. The exit status is 0 if the job succeeded and 1 if not. SRC
     and DST must be reachable under the same names on the cluster. For token authentication set RAY_AUTH_MODE and
     RAY_AUTH_TOKEN.
@@ -272,12 +283,14 @@ def _job_request(
     target: str | None = None,
     again: bool = False,
     unattended: bool = False,
+    report: Path | None = None,
 ) -> JobRequest:
     from paddle_reshard.clusters.ray.jobs import JobRequest
 
     source, target = source or request.values["source"], target or request.values["target"]
+    written = () if report is None else ("--report", _absolute(str(report)))
     return JobRequest(
-        arguments=request.spell(source, target, unattended),
+        arguments=(*request.spell(source, target, unattended), *written),
         submission_id=request.identify(source, target),
         files={f"{name}.json": data for name, data in request.files().items()},
         again=again,
@@ -413,6 +426,12 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     metavar="DURATION",
     help="Exit with status 1 when an incomplete checkpoint has not changed for this time: 90s, 30m, 2h, 1d.",
 )
+@click.option(
+    "--report-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write what each conversion did as DIR/checkpoint-<step>.html, a page that a browser shows without a network.",
+)
 @log_file_option
 @metrics_option
 @notify_option
@@ -422,6 +441,7 @@ def watch(
     once: bool,
     every: float,
     address: str | None,
+    report_dir: Path | None,
     retry_failed: bool,
     wait: bool,
     arguments: tuple[str, ...],
@@ -429,9 +449,9 @@ def watch(
 ) -> None:
     """Convert each RUN_DIR/checkpoint-<step> to DST_ROOT/checkpoint-<step> once it is complete.
 
-    Takes every option of convert except --target and --plan. A checkpoint is complete when the files of all ranks are
-    there and every rank has signalled that it has finished. Each checkpoint is converted once, however many watchers
-    run.
+    Takes every option of convert except --target, --plan and --report. A checkpoint is complete when the files of all
+    ranks are there and every rank has signalled that it has finished. Each checkpoint is converted once, however many
+    watchers run.
     """
     with _reporting("watch", "claims are released", "--json" in arguments, service=not once):
         from paddle_reshard.pipeline.watch.claims import Policy
@@ -449,7 +469,8 @@ def watch(
             delta=settings["delta"],
         )
         with measuring() as observe:
-            watcher = _watcher(request, policy, address, {name: settings[name] for name in OF_A_JOB}, observe)
+            job = {name: settings[name] for name in OF_A_JOB}
+            watcher = _watcher(request, policy, address, job, observe, report_dir)
             if not wait and not watcher.run.is_there():
                 raise UsageError(
                     f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
@@ -461,7 +482,12 @@ def watch(
 
 
 def _watcher(
-    request: Request, policy: Policy, address: str | None, job: Mapping[str, Any], observe: Observer
+    request: Request,
+    policy: Policy,
+    address: str | None,
+    job: Mapping[str, Any],
+    observe: Observer,
+    report_dir: Path | None,
 ) -> Watcher:
     from paddle_reshard.pipeline.convert.plan import read_request
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job, convert_inline
@@ -472,21 +498,49 @@ def _watcher(
             raise UsageError(f"{flag_of(name)} {reason}")
     if request.values["progress"] != "auto":
         raise UsageError("watch does not take --progress: it writes a log")
+    if request.values[REPORT] is not None:
+        raise UsageError(
+            "--report is the page of one conversion; watch writes one for each with --report-dir DIR"
+        )
     settings = read_settings(cast(ConvertOptions, request.given))
     read_request((), "", settings.options)  # report mistakes once, not for every checkpoint
     conversion = Conversion(settings, request.identify)
-    convert = convert_inline(conversion, observe)
+    convert = convert_inline(conversion, observe, _pages(request, report_dir) if address is None else None)
     if address is not None:
         if missing := [name for name in job["env"] if name not in os.environ]:
             raise UsageError(f"--env {missing[0]}: this environment variable is not set")
         request.spell("SRC", "DST")  # refuse credentials before the first job
         convert = convert_as_job(
-            conversion, lambda s, t: _job_request(request, job, s, t, again=True, unattended=True), address
+            conversion,
+            lambda s, t: _job_request(request, job, s, t, True, True, _page_path(report_dir, t)),
+            address,
         )
     elif flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
         raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
     run, out = (_absolute(request.values[name]) for name in ("source", "target"))
     return open_watcher(run, out, conversion, policy, convert)
+
+
+def _page_path(report_dir: Path | None, target: str) -> Path | None:
+    return None if report_dir is None else report_dir / f"{target.rsplit('/', 1)[-1]}.html"
+
+
+def _pages(request: Request, report_dir: Path | None) -> MakePage | None:
+    """Pages of conversions in this process. Each shows the command that converts its checkpoint alone."""
+    if report_dir is None:
+        return None
+    from paddle_reshard.pipeline.cli.reporting import command_of
+    from paddle_reshard.pipeline.report.html_report import HtmlReport
+    from paddle_reshard.pipeline.report.writing import check_writable
+
+    check_writable(report_dir / "checkpoint.html")
+    command = command_of(request.context)
+
+    def make(source: str, target: str, observe: Observer) -> HtmlReport:
+        path = cast(Path, _page_path(report_dir, target))
+        return HtmlReport(path, observe, replace(command, arguments=(source, target)))
+
+    return make
 
 
 def _end_watch(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:

@@ -25,6 +25,9 @@ class Address:
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 def read_address(text: str) -> Address:
     """A port of this machine that only its own programs reach, or ``HOST:PORT``.

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from paddle_reshard.pipeline.cli.options import execution_option
+from paddle_reshard.pipeline.cli.notify import Program, Webhook
+from paddle_reshard.pipeline.cli.options import decides, execution_option
+from paddle_reshard.pipeline.convert.options import Decides
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.cards import CardsPlan
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.events import Observer
     from paddle_reshard.pipeline.planning.plan import Plan
     from paddle_reshard.pipeline.planning.simulate import Simulation
+    from paddle_reshard.pipeline.report.command import Command
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,45 @@ report_option = execution_option(
     metavar="FILE.html",
     help="Also write the result as a page that a browser shows without a network.",
 )
+
+
+SECRET = "@FILE"
+"""Stands for the value of an option that may hold secrets, all of which can be given in a file."""
+
+
+def command_of(context: click.Context) -> Command:
+    """The command line of a context, as a page may show it: without secrets, and options as they were given."""
+    from paddle_reshard.pipeline.report.command import Command
+
+    arguments: list[str] = []
+    options: list[tuple[str, ...]] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        if isinstance(parameter, click.Option):
+            options += _given(parameter, value)
+        else:
+            arguments += map(_shown, value if isinstance(value, tuple) else (value,))
+    return Command(context.info_name or "", tuple(arguments), tuple(options))
+
+
+def _given(option: click.Option, value: Any) -> Iterator[tuple[str, ...]]:
+    if option.is_flag:
+        yield (option.opts[0] if value else option.secondary_opts[0],)
+    elif decides(option) is Decides.ACCESS or isinstance(value, (Webhook, Program)):
+        yield option.opts[0], SECRET
+    else:
+        for one in value if isinstance(value, tuple) else (value,):
+            yield option.opts[0], _shown(one)
+
+
+def _shown(value: object) -> str:
+    """A value as text; of a URL, also within DST:FORMAT:…, neither user and password nor query."""
+    from paddle_reshard.storage.remote.folder import without_secrets
+
+    return without_secrets(str(value))
 
 
 class Reporting:
@@ -71,10 +114,7 @@ class Reporting:
     def simulated(self, name: str, plan: Plan, found: Sequence[Simulation]) -> None:
         """Write how long a saved plan would take."""
         if self.page is not None:
-            from paddle_reshard.pipeline.report.describe import describe_simulation, picture_of_plan
-            from paddle_reshard.pipeline.report.writing import save_report
-
-            save_report(describe_simulation(name, plan, found, picture_of_plan(plan)), self.page.path)
+            self.page.show_simulations(name, plan, found)
 
 
 @contextmanager
@@ -85,5 +125,5 @@ def reporting(path: Path | None, observe: Observer) -> Iterator[Reporting]:
         return
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
-    with HtmlReport(path, observe) as page:
+    with HtmlReport(path, observe, command_of(click.get_current_context())) as page:
         yield Reporting(page, observe)

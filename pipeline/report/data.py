@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.picture import Picture
 from paddle_reshard.pipeline.report.run_record import RunData
 
@@ -20,6 +21,24 @@ class Tile(NamedTuple):
     note: str = ""
     share: float | None = None
     """Between 0 and 1, drawn as a bar."""
+
+
+class NextStep(NamedTuple):
+    """What one does next."""
+
+    words: str
+    command: str = ""
+    """Ready for a shell; empty if there is none."""
+
+
+class Made(NamedTuple):
+    """When, where and by what a report was made."""
+
+    at: float
+    """Seconds since the epoch."""
+    host: str
+    command: Command | None = None
+    """``None`` if Python code made it."""
 
 
 class Left(NamedTuple):
@@ -83,6 +102,12 @@ class ReportData:
     sources: tuple[str, ...]
     """Locations, without credentials."""
     targets: tuple[str, ...]
+    averaged: str = ""
+    """How the sources are averaged, as in ``with weights 0.25, 0.75``; empty if they are not."""
+    made: Made | None = None
+    next_steps: tuple[NextStep, ...] = ()
+    result: str = ""
+    """What was found, in a sentence."""
     error: str = ""
     tiles: tuple[Tile, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
@@ -98,4 +123,6 @@ class ReportData:
     retries: Mapping[str, int] = field(default_factory=dict)
     grids: tuple[Grid, ...] = ()
     charts: tuple[Chart, ...] = ()
+    findings: tuple[Table, ...] = ()
+    """Tables of what one came for, above everything else."""
     tables: tuple[Table, ...] = ()

@@ -10,7 +10,7 @@ from math import isfinite
 
 import numpy as np
 
-from paddle_reshard.pipeline.convert.asked import shown_location
+from paddle_reshard.pipeline.convert.asked import SOURCES, shown_location
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.convert.coverage import Coverage
 from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
@@ -69,7 +69,10 @@ def picture_of(conversion: ConversionPlan) -> Picture:
     of_source = arrange(
         paths,
         np.unique(source.catalog.fragments["file"]).tolist(),
-        [Described("", source.format, words + strategy, source.topology), *_mounted(paths)],
+        [
+            Described("", source.format, words + strategy, source.topology),
+            *_mounted(paths, averaged=_sources(conversion)[0]),
+        ],
     )
     return make_picture(
         locate(source.catalog.tensors, source.catalog.fragments, of_source),
@@ -99,10 +102,13 @@ def picture_of_plan(plan: Plan) -> Picture:
     return make_picture(None, (), plan, (source, target))
 
 
-def _mounted(paths: Sequence[str], pattern: re.Pattern[str] = _MOUNTED) -> list[Described]:
+def _mounted(
+    paths: Sequence[str], pattern: re.Pattern[str] = _MOUNTED, averaged: Sequence[str] = ()
+) -> list[Described]:
     """Further checkpoints that a source is joined from, by the folders below which it has their files."""
     found = dict.fromkeys(match[0] for path in paths if (match := pattern.match(path)))
-    return [Described(prefix, prefix.rstrip("/"), "", None) for prefix in found]
+    where = {f"SRC{number}/": location for number, location in enumerate(averaged)}
+    return [Described(prefix, prefix.rstrip("/"), where.get(prefix, ""), None) for prefix in found]
 
 
 def _topology(data: Mapping[str, object]) -> Topology | None:
@@ -125,14 +131,16 @@ def describe_plan(
     share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
     copied = f"{readable_bytes(plan.copied_bytes)} by the store itself" if plan.copied_bytes else ""
     read = f"{plan.read_amplification:.2f} × what is needed"
-    budget = f"peak of a group; budget of a worker {readable_bytes(plan.budget_bytes)}"
+    budget = f"of a group at most; budget of a process {readable_bytes(plan.budget_bytes)}"
+    sources, averaged = _sources(conversion)
     return ReportData(
         command=command,
         version=version.__version__,
         status="planned" if proof is None or proof else "not complete",
         tone=PLAIN if proof is None or proof else BAD,
-        sources=(absolute(conversion.store.location),),
+        sources=sources,
         targets=tuple(map(absolute, targets)) if conversion.target_locations else targets,
+        averaged=averaged,
         tiles=(
             Tile("Tensors", f"{len(plan.tensors) - plan.compared_only:,}", f"{plan.groups:,} groups"),
             Tile("Writes", readable_bytes(plan.written_bytes), copied),
@@ -152,7 +160,19 @@ def describe_plan(
     )
 
 
-_SHOWN_ELSEWHERE = ("remark", "omitted", "not carried", "dropped")
+_SHOWN_ELSEWHERE = ("remark", "omitted", "not carried", "dropped", "memory", "time")
+
+
+def _sources(conversion: ConversionPlan) -> tuple[tuple[str, ...], str]:
+    """Where the sources are, and how they are averaged if they are several."""
+    asked = conversion.asked or {}
+    if SOURCES not in asked:
+        return (absolute(conversion.store.location),), ""
+    if "decay" in asked:
+        return tuple(asked[SOURCES]), f"with decay {asked['decay']}"
+    if "weights" in asked:
+        return tuple(asked[SOURCES]), f"with weights {', '.join(map(str, asked['weights']))}"
+    return tuple(asked[SOURCES]), "with equal weights"
 
 
 def describe_conversion(
@@ -167,6 +187,8 @@ def describe_conversion(
     planned = describe_plan(report.plan, picture, command, proof)
     rate = f"{readable_bytes(int(moved.written_bytes / report.seconds))}/s written" if report.seconds else ""
     first = Tile("Time", readable_seconds(report.seconds), rate)
+    *tiles, planned_memory = planned.tiles
+    memory = _memory(report.plan.plan, run) or planned_memory
     known = {name for name, _ in planned.facts}
     further = [fact for fact in report.facts() if fact[0] not in known and fact[0] != "done"]
     facts = [fact for fact in further if not fact[0].startswith((*_SHOWN_ELSEWHERE, "fingerprint", "worker"))]
@@ -174,7 +196,7 @@ def describe_conversion(
         planned,
         status="converted",
         tone=GOOD,
-        tiles=(first, *planned.tiles),
+        tiles=(first, *tiles, memory),
         facts=(*planned.facts, *facts),
         roots={absolute(target): root for target, root in moved.fingerprint_roots.items()},
         run=run,
@@ -194,7 +216,35 @@ def describe_failure(
     """What a conversion says that ended after it was planned."""
     planned = describe_plan(conversion, picture, command, proof)
     message = str(error) or type(error).__name__
-    return replace(planned, status="not converted", tone=BAD, error=message, run=run)
+    *tiles, planned_memory = planned.tiles
+    tiles = [_reached(run), *tiles, _memory(conversion.plan, run) or planned_memory]
+    return replace(planned, status="not converted", tone=BAD, error=message, run=run, tiles=tuple(tiles))
+
+
+def _reached(run: RunData | None) -> Tile:
+    """How far a conversion came that failed."""
+    if run is None or not run.steps:
+        return Tile("Came as far as", "the plan")
+    last = run.steps[-1]
+    note = f"in the step {last.name}" if last.stop is None else f"after the step {last.name}"
+    moved = next((step for step in reversed(run.steps) if step.total_groups is not None), None)
+    if moved is None or not moved.total_bytes:
+        return Tile("Came as far as", last.name, note)
+    done = f"{readable_bytes(moved.done_bytes)} of {readable_bytes(moved.total_bytes)} written"
+    groups = f"{moved.done_groups:,} of {moved.total_groups:,} groups"
+    share = min(1.0, moved.done_bytes / moved.total_bytes)
+    return Tile("Came as far as", f"{int(100 * share)} %", f"{done}, {groups}; ended {note}", share)
+
+
+def _memory(plan: Plan, run: RunData | None) -> Tile | None:
+    """What the process had at its peak, if it ran all groups and the system tells."""
+    if run is None or not run.peak_bytes or not run.in_this_process:
+        return None
+    budget = readable_bytes(plan.budget_bytes)
+    note = (
+        f"of this process at its peak; its budget {budget}, a group at most {readable_bytes(plan.peak_bytes)}"
+    )
+    return Tile("Memory", readable_bytes(run.peak_bytes), note, min(1.0, run.peak_bytes / plan.budget_bytes))
 
 
 def describe_comparison(
@@ -226,11 +276,11 @@ def describe_verification(
             Tile("Differences", f"{len(rows):,}"),
             Tile("Read", readable_bytes(report.read_bytes)),
         ),
-        facts=(("result", report.verdict),),
+        result=report.verdict,
         run=run,
         budget_bytes=None if run is None else run.budget_bytes,
         footprint_bytes=FOOTPRINT_BYTES,
-        tables=(_table("Differences", ("tensor", "difference"), rows),) if rows else (),
+        findings=(_table("Differences", ("tensor", "difference"), rows),) if rows else (),
     )
 
 
@@ -253,26 +303,28 @@ def describe_integrity(
             Tile("Not checked", readable_bytes(report.unchecked_bytes)),
             Tile("Damages", f"{len(rows):,}"),
         ),
-        facts=(("result", report.verdict), ("source on record", without_secrets(report.recorded_source))),
+        result=report.verdict,
+        facts=(("source on record", without_secrets(report.recorded_source)),),
         run=run,
-        tables=(_table("Damages", headings, rows),) if rows else (),
+        findings=(_table("Damages", headings, rows),) if rows else (),
     )
 
 
 _DIFFERING = (
-    *("tensor", "state", "dtypes", "elements", "changed", "beyond tolerance", "NaN on one side"),
-    *("largest", "mean", "ulps", "relative", "first at", "in A", "in B"),
+    *("tensor", "state", "relative", "largest", "mean", "ulps", "in A", "in B", "first at"),
+    *("changed", "elements", "beyond tolerance", "NaN on one side", "dtypes"),
 )
+"""First what one looks for: how far a tensor is apart, and an example."""
 
 
 def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData | None = None) -> ReportData:
     """What ``diff`` says, the largest relative difference first."""
     rows = [
         (
-            *(found.key, found.state, " / ".join(dict.fromkeys(found.dtypes)), found.elements),
-            *(found.changed, found.outside, found.nans, _finite(found.largest), _finite(found.mean)),
-            *(found.ulps, _finite(found.relative), ", ".join(map(str, found.first))),
-            *map(_finite, found.values),
+            *(found.key, found.state, *map(_finite, (found.relative, found.largest, found.mean)), found.ulps),
+            *(*map(_finite, found.values), ", ".join(map(str, found.first))),
+            *(found.changed, found.elements, found.outside, found.nans),
+            " / ".join(dict.fromkeys(found.dtypes)),
         )
         for found in report.differing
     ]
@@ -297,12 +349,12 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
             Tile("Unmatched", f"{len(report.unmatched):,}"),
             Tile("Read", readable_bytes(report.read_bytes)),
         ),
-        facts=(("result", report.verdict),),
+        result=report.verdict,
         run=run,
         budget_bytes=None if run is None else run.budget_bytes,
         footprint_bytes=FOOTPRINT_BYTES,
         charts=tuple(_chart(name, found) for name, found in summaries if found),
-        tables=tuple(tables),
+        findings=tuple(tables),
     )
 
 
@@ -317,7 +369,7 @@ def describe_simulation(name: str, plan: Plan, found: Sequence[Simulation], pict
         for one in found
     ]
     bars = tuple(Bar(f"{one.workers:,}", one.seconds, _estimate(one.seconds)) for one in found)
-    budget = f"peak of a group; budget of a worker {readable_bytes(plan.budget_bytes)}"
+    budget = f"of a group at most; budget of a process {readable_bytes(plan.budget_bytes)}"
     share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
     return ReportData(
         command="simulate",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -18,13 +22,28 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Event, Observer, ignore_events
 from paddle_reshard.pipeline.core.heap import private_bytes
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.cards import describe_cards
+from paddle_reshard.pipeline.report.command import Command
+from paddle_reshard.pipeline.report.data import Made, ReportData
 from paddle_reshard.pipeline.report.describe import (
     describe_comparison,
     describe_conversion,
     describe_failure,
     describe_plan,
+    describe_simulation,
     picture_of,
+    picture_of_plan,
+)
+from paddle_reshard.pipeline.report.next_steps import (
+    NextSteps,
+    after_cards,
+    after_comparison,
+    after_conversion,
+    after_failure,
+    after_plan,
+    after_simulation,
 )
 from paddle_reshard.pipeline.report.picture import Picture
 from paddle_reshard.pipeline.report.run_record import RunRecord
@@ -50,6 +69,8 @@ class HtmlReport:
         A local file, which is replaced. Its folder must exist.
     observe
         Called with every event afterwards.
+    command
+        The command line that the page shows, and of which it makes that of the next step.
 
     Raises
     ------
@@ -57,8 +78,11 @@ class HtmlReport:
         If ``path`` is a folder, or its folder does not exist.
     """
 
-    def __init__(self, path: PathLike, observe: Observer = ignore_events) -> None:
+    def __init__(
+        self, path: PathLike, observe: Observer = ignore_events, command: Command | None = None
+    ) -> None:
         self.path = Path(os.fspath(path))
+        self.command = command
         check_writable(self.path)
         self._record = RunRecord(observe, self._keep_plan, private_bytes)
         self._conversion: ConversionPlan | None = None
@@ -92,16 +116,33 @@ class HtmlReport:
             If the file cannot be written.
         """
         if isinstance(result, CardsPlan):
-            found = describe_cards(result)
+            self._write(describe_cards(result), after_cards(result))
         elif isinstance(result, ConversionPlan):
             found = describe_plan(result, picture_of(result), proof=proof)
+            self._write(found, after_plan(result, self.command))
         elif isinstance(result, ConversionReport):
             run = self._record.data(finished=True)
             command = _command(result.plan)
             found = describe_conversion(result, self._picture, run, command, self._proof)
+            self._write(found, after_conversion(result))
         else:
             found = describe_comparison(result, compared, self._record.data(finished=True))
-        save_report(found, self.path)
+            self._write(found, after_comparison(result, compared, self.command))
+
+    def show_simulations(self, name: str, plan: Plan, found: Sequence[Simulation]) -> None:
+        """Write how long a saved plan would take; ``name`` is that of its file.
+
+        Raises
+        ------
+        UsageError
+            If the file cannot be written.
+        """
+        said = describe_simulation(name, plan, found, picture_of_plan(plan))
+        self._write(said, after_simulation(name, found))
+
+    def _write(self, found: ReportData, steps: NextSteps) -> None:
+        made = Made(time.time(), platform.node(), self.command)
+        save_report(replace(found, made=made, next_steps=steps), self.path)
 
     def __enter__(self) -> HtmlReport:
         return self
@@ -115,7 +156,7 @@ class HtmlReport:
                 command, error, self._conversion, self._picture, self._record.data(), self._proof
             )
             try:
-                save_report(said, self.path)
+                self._write(said, after_failure(error, self.command))
             except UsageError as unwritten:  # the conversion's own error counts
                 log.warning("paddle-reshard: %s", unwritten)
 

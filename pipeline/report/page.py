@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -21,6 +22,8 @@ from paddle_reshard.pipeline.report.run_record import RunData, Stretch
 
 SIGNIFICANT = 6
 """Digits of figures that are drawn."""
+EXACT = 9
+"""Digits in tables: enough to tell two values of float32 apart."""
 
 
 def render(report: ReportData) -> str:
@@ -41,7 +44,10 @@ def render(report: ReportData) -> str:
         )
     )
     template = environment.from_string(_static("report.html"))
-    return template.render(report=report, data=embedded(report), policy=policy, style=style, script=script)
+    made_at = "" if report.made is None else _shown_time(report.made.at)
+    return template.render(
+        report=report, data=embedded(report), made_at=made_at, policy=policy, style=style, script=script
+    )
 
 
 def embedded(report: ReportData) -> dict[str, Any]:
@@ -52,8 +58,13 @@ def embedded(report: ReportData) -> dict[str, Any]:
         "budget_bytes": report.budget_bytes,
         "footprint_bytes": report.footprint_bytes,
         "charts": [_chart(chart) for chart in report.charts],
+        "findings": [_table(table) for table in report.findings],
         "tables": [_table(table) for table in report.tables],
     }
+
+
+def _shown_time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
 def _static(name: str) -> str:
@@ -154,9 +165,11 @@ def _chart(chart: Chart) -> dict[str, Any]:
 
 
 def _table(table: Table) -> dict[str, Any]:
-    rows = [[_rounded(cell) if isinstance(cell, float) else cell for cell in row] for row in table.rows]
+    rows = [
+        [_rounded(cell, EXACT) if isinstance(cell, float) else cell for cell in row] for row in table.rows
+    ]
     return {"title": table.title, "headings": list(table.headings), "rows": rows, "more": table.more}
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{SIGNIFICANT}g}")
+def _rounded(value: float | None, digits: int = SIGNIFICANT) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")

@@ -51,6 +51,12 @@ class Step:
     stop: float | None
     """``None`` if the run ended before the step."""
     summary: str = ""
+    done_bytes: int = 0
+    """With those of an earlier run."""
+    total_bytes: int | None = None
+    done_groups: int = 0
+    """With those of an earlier run."""
+    total_groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,13 @@ class RunData:
     waited_for: tuple[str, ...] = ()
     budget_bytes: int | None = None
     """Memory budget of each worker, if groups were run."""
+    peak_bytes: int = 0
+    """The most memory that this process had at any event; 0 if that is not known."""
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether all groups ran here, and not on workers of a cluster."""
+        return all(one.worker.startswith(THREAD) for one in self.stretches)
 
 
 class RunRecord:
@@ -117,6 +130,7 @@ class RunRecord:
         self._steps: list[Step] = []
         self._stretches: list[Stretch] = []
         self._resident: list[tuple[float, int]] = []
+        self._peak_bytes = 0
         self._progress: list[tuple[float, int]] = []
         self._stride_seconds = 0.0
         self._done_bytes = 0
@@ -129,15 +143,18 @@ class RunRecord:
         if isinstance(event, StepStarted):
             self._end_step(now, "")
             self._budget_bytes = event.budget_bytes or self._budget_bytes
-            self._steps = [*self._steps[-MOST_STEPS:], Step(event.step, now, None)]
+            step = Step(event.step, now, None, total_bytes=event.total_bytes, total_groups=event.total_groups)
+            self._steps = [*self._steps[-MOST_STEPS:], step]
         elif isinstance(event, StepEnded):
             self._end_step(now, event.summary)
         elif isinstance(event, Planned) and self._on_plan is not None:
             self._on_plan(event.conversion)
         elif isinstance(event, GroupEnded):
             self._add(event, now)
-        elif isinstance(event, Progress) and not event.before:
-            self._done_bytes += event.done_bytes
+            self._advance(0, 1)
+        elif isinstance(event, Progress):
+            self._done_bytes += 0 if event.before else event.done_bytes
+            self._advance(event.done_bytes, event.groups)
         elif isinstance(event, Waiting) and len(self._waited_for) < MOST_STEPS:
             self._waited_for[event.what] = None
         self._sample(now)
@@ -158,11 +175,19 @@ class RunRecord:
             tuple(self._resident),
             tuple(self._waited_for),
             self._budget_bytes,
+            self._peak_bytes,
         )
 
     def _end_step(self, now: float, summary: str) -> None:
         if self._steps and self._steps[-1].stop is None:
             self._steps[-1] = replace(self._steps[-1], stop=now, summary=summary)
+
+    def _advance(self, done_bytes: int, groups: int) -> None:
+        if self._steps:
+            step = self._steps[-1]
+            self._steps[-1] = replace(
+                step, done_bytes=step.done_bytes + done_bytes, done_groups=step.done_groups + groups
+            )
 
     def _add(self, event: GroupEnded, now: float) -> None:
         stop = max(0.0, now - event.seconds_ago)
@@ -172,11 +197,13 @@ class RunRecord:
             self._stretches = joined_in_pairs(self._stretches)
 
     def _sample(self, now: float) -> None:
+        held = 0 if self._private_bytes is None else self._private_bytes()
+        self._peak_bytes = max(self._peak_bytes, held)
         if self._progress and now < self._progress[-1][0] + self._stride_seconds:
             return
         self._progress.append((now, self._done_bytes))
         if self._private_bytes is not None:
-            self._resident.append((now, self._private_bytes()))
+            self._resident.append((now, held))
         if len(self._progress) > MOST_SAMPLES:
             self._progress, self._resident = self._progress[::2], self._resident[::2]
             self._stride_seconds = 2 * now / MOST_SAMPLES

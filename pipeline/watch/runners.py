@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from paddle_reshard.pipeline.core.errors import (
     RefusedJobError,
     ReshardError,
     StaleSessionError,
+    UsageError,
     error_class,
 )
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
@@ -26,7 +28,9 @@ from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.delta.options import DeltaOptions
+    from paddle_reshard.pipeline.report.html_report import HtmlReport
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +49,14 @@ Convert = Callable[[str, str, Callable[[], None]], None]
 whose ``retryable`` says whether to try again."""
 
 
-def convert_inline(conversion: Conversion, also_observe: Observer = ignore_events) -> Convert:
-    """Conversions in this process."""
+MakePage = Callable[[str, str, Observer], "HtmlReport"]
+"""``(source, target, observe)``: the page about this conversion."""
+
+
+def convert_inline(
+    conversion: Conversion, also_observe: Observer = ignore_events, make_page: MakePage | None = None
+) -> Convert:
+    """Conversions in this process, each with a page if there is ``make_page``."""
 
     def convert(source: str, target: str, check: Callable[[], None]) -> None:
         def observe(event: Event) -> None:
@@ -57,13 +67,25 @@ def convert_inline(conversion: Conversion, also_observe: Observer = ignore_event
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
         settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))
-        try:
-            convert_with(source, target, settings, observe)
-        except StaleSessionError as error:
-            _discard(target, conversion, error)
-            convert_with(source, target, settings, observe)
+        with ExitStack() as stack:
+            page = None if make_page is None else stack.enter_context(make_page(source, target, observe))
+            try:
+                report = convert_with(source, target, settings, page or observe)
+            except StaleSessionError as error:
+                _discard(target, conversion, error)
+                report = convert_with(source, target, settings, page or observe)
+            if page is not None:
+                _show(page, report)
 
     return convert
+
+
+def _show(page: HtmlReport, report: ConversionReport) -> None:
+    """Write a page. The conversion is done, so that a file that cannot be written is only reported."""
+    try:
+        page.show(report)
+    except UsageError as unwritten:
+        log.warning("%s", unwritten)
 
 
 def delta_inline(conversion: Conversion) -> Callable[[str, str, str], None]:

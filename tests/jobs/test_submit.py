@@ -65,7 +65,7 @@ DECIDES = {
         "exchange": "never", "label_selector": "zone=a", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True, "fingerprint": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
-        "progress": "json",
+        "progress": "json", "report_path": "page.html",
     },
     Decides.ACCESS: {
         "storage_options": '{"key": "k"}', "source_storage_options": '{"key": "k"}',
@@ -162,6 +162,17 @@ def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: 
     assert shlex.split(line)[4:] == list(spelled)
 
 
+def test_a_report_is_written_by_the_job_and_changes_no_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = read("/a", "/b", "--to", "tp=1", "--report", "page.html")
+    spelled = request.spell("/a", "/b")
+    assert spelled[spelled.index("--report") + 1] == str(tmp_path / "page.html")
+    assert request.files() == {}
+    assert request.identify("/a", "/b") == identity("/a", "/b", "--to", "tp=1")
+
+
 def test_a_file_that_fills_gaps_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lost = tmp_path / "lost.safetensors"
@@ -189,7 +200,7 @@ def test_mistakes_are_reported_before_a_cluster_is_contacted() -> None:
         (["/a", "/b"], "--to"),
         (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
-        (["/a", "/b", "--to", "tp=1", "--report", "x.html"], "--report is not for"),
+        (["/a", "/b", "--to", "tp=1", "--metrics-port", "9100"], "--metrics-port is not for"),
         (
             ["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"],
             "--env NOT_SET_X: this environment variable is not set",

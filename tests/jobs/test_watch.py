@@ -28,6 +28,8 @@ from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, run_here, snapshot
 from tests.published import checked
+from tests.report.pages import Page
+from tests.spoiled import of_another_step
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
@@ -137,6 +139,26 @@ def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
     assert watcher.once() == {"checkpoint-3": Result.DONE}
     assert snapshot(training.out / "checkpoint-3") == one_card
     assert training.states() == ["done"]
+
+
+def test_each_conversion_has_a_page(training: Run, tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    copy_checkpoint(training.run / "checkpoint-3")
+    of_another_step(tmp_path).rename(training.run / "checkpoint-4")
+    done = training.watch("--report-dir", pages, "--settle", 0)
+    assert (done.returncode, training.converted()) == (1, ["checkpoint-3"]), done.stderr
+    sound, refused = Page(pages / "checkpoint-3.html"), Page(pages / "checkpoint-4.html")
+    source, target = training.run / "checkpoint-3", training.out / "checkpoint-3"
+    assert f"paddle-reshard convert {source} {target} --to tp=1" in sound.text
+    assert "not converted" in refused.text
+    assert training.claims()[-1]["reason"] in refused.text
+    for options, message in (
+        (["--report", pages / "one.html"], "--report-dir"),
+        (["--report-dir", pages / "no"], "does not exist"),
+    ):
+        wrong = training.watch(*options)
+        assert (wrong.returncode, message in wrong.stderr) == (2, True), wrong.stderr
 
 
 def test_once_waits_then_converts_then_does_nothing(training: Run, one_card: dict[str, bytes]) -> None:

@@ -25,7 +25,8 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.texts: dict[str, list[str]] = {}
         self.text = ""
-        self.feed(path.read_text("utf-8"))
+        self.html = path.read_text("utf-8")
+        self.feed(self.html)
         self.close()
         assert self.open == []
         (data,) = [text for name, text in self._scripts() if name == "data"]
@@ -49,6 +50,17 @@ class Page(HTMLParser):
     def _scripts(self) -> list[tuple[str | None, str]]:
         ids = [attributes.get("id") for tag, attributes in self.elements if tag == "script"]
         return list(zip(ids, self.texts["script"], strict=True))
+
+    def commands(self) -> list[str]:
+        """What can be copied into a shell: the next steps, and then the command that made the page."""
+        classes = [attributes.get("class") for tag, attributes in self.elements if tag == "code"]
+        return [text for name, text in zip(classes, self.texts["code"], strict=True) if name == "line"]
+
+    def tile(self, name: str) -> tuple[str, str]:
+        """The figure of this name, and its note."""
+        found = re.search(rf"<dt>{name}</dt><dd><b>(.*?)</b><small>(.*?)</small>", self.html)
+        assert found, name
+        return found[1], found[2]
 
     def tags(self) -> set[str]:
         return {tag for tag, _ in self.elements}
@@ -95,7 +107,8 @@ class Page(HTMLParser):
 
     def table(self, title: str) -> list[list[Any]]:
         """The rows of a table."""
-        (found,) = [table["rows"] for table in self.data["tables"] if table["title"] == title]
+        tables = [*self.data["findings"], *self.data["tables"]]
+        (found,) = [table["rows"] for table in tables if table["title"] == title]
         return list(found)
 
     def rank(self, side: str, path: str) -> int:

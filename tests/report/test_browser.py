@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.report.describe import describe_comparison, describe_plan, picture_of
 from paddle_reshard.pipeline.report.writing import save_report
+from tests.conftest import case_directory
 from tests.report.pages import Page
 from tests.report.test_report import HOSTILE, SOURCE, command, difference, synthetic
 
@@ -46,7 +47,7 @@ def show(browser: Any) -> Iterator[Any]:
     contexts = []
 
     def opened(path: Path, **settings: Any) -> Any:
-        contexts.append(browser.new_context(viewport={"width": 1280, "height": 900}, **settings))
+        contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **settings}))
         page = contexts[-1].new_page()
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -195,6 +196,30 @@ def test_time_is_drawn(show: Any, converted: Path) -> None:
     assert page.query_selector_all("#time polyline")
 
 
+def test_nothing_is_wider_than_a_telephone(show: Any, converted: Path, tmp_path: Path) -> None:
+    """But for tables, which are scrolled in a frame of their own."""
+    other = case_directory("single") / "checkpoint-3"
+    command("diff", other, SOURCE, "--report", tmp_path / "diff.html", status=1)
+    command(
+        "ema", other, SOURCE, tmp_path / "ema", "--uniform", "--to", "tp=1", "--report", tmp_path / "ema.html"
+    )
+    wide = """() => [...document.querySelectorAll("main *")].filter((one) => !one.closest(".scroll, .switch")
+        && one.getBoundingClientRect().right > 401 && one.getBoundingClientRect().width).map((one) => one.outerHTML)"""
+    for path in (converted, tmp_path / "diff.html", tmp_path / "ema.html"):
+        page = show(path, viewport={"width": 400, "height": 800})
+        assert page.evaluate(wide) == []
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+
+
+def test_paper_has_all_columns(show: Any, tmp_path: Path) -> None:
+    report = tmp_path / "diff.html"
+    command("diff", case_directory("single") / "checkpoint-3", SOURCE, "--report", report, status=1)
+    page = show(report, viewport={"width": 703, "height": 1000})  # A4 less its margins
+    page.emulate_media(media="print")
+    edges = "() => [...document.querySelectorAll('th')].map((one) => one.getBoundingClientRect().right)"
+    assert max(page.evaluate(edges)) <= 703
+
+
 def test_tables_are_sorted_and_filtered(show: Any, tmp_path: Path) -> None:
     names = [HOSTILE, "b.weight", "a.weight"]
     found = [replace(difference(name), ulps=number) for number, name in enumerate(names, 1)]
@@ -202,7 +227,7 @@ def test_tables_are_sorted_and_filtered(show: Any, tmp_path: Path) -> None:
     compared = DiffReport(303, 4, 16, (*found, *rows), (Difference(HOSTILE, HOSTILE),))
     save_report(describe_comparison(compared, (HOSTILE, "b"), None), tmp_path / "diff.html")
     page = show(tmp_path / "diff.html")
-    first = "#tables .table:first-child"
+    first = "#findings .table:first-child"
     assert page.locator(f"{first} tbody tr").count() == 100
     assert page.inner_text(f"{first} tbody tr:first-child td:first-child") == HOSTILE.replace(
         "\u2028", "\u2028"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import calendar
 import json
+import platform
+import re
+import shlex
 import shutil
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +29,14 @@ from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.describe import (
     describe_comparison,
     describe_conversion,
     describe_plan,
     picture_of,
 )
+from paddle_reshard.pipeline.report.html_report import HtmlReport
 from paddle_reshard.pipeline.report.run_record import MOST_SAMPLES, MOST_STRETCHES, RunRecord
 from paddle_reshard.pipeline.report.writing import save_report
 from paddle_reshard.storage.s3 import target as s3
@@ -240,8 +247,10 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
         page.check_closed()
         assert "img" not in page.tags()
         assert HOSTILE in page.text
-    assert page.data["tables"][0]["rows"][0][0] == HOSTILE
-    assert page.data["tables"][0]["rows"][0][7] is None
+    table = page.data["findings"][0]
+    row = dict(zip(table["headings"], table["rows"][0], strict=True))
+    assert row["tensor"] == HOSTILE
+    assert row["largest"] is None
 
 
 def test_the_folders_of_a_conversion_may_be_called_anything(tmp_path: Path) -> None:
@@ -286,7 +295,7 @@ def test_every_command_that_finds_something_out_writes_a_page(tmp_path: Path) ->
     assert f"{found['compared_elements']:,}" in made.text
     assert "intact" in page("verify", one)[1].text
     found, made = page("diff", earlier, SOURCE, "--states", "param,moment1", status=1)
-    table = made.data["tables"][0]
+    table = made.data["findings"][0]
     column = {heading: number for number, heading in enumerate(table["headings"])}
     assert [(row[0], row[1], row[column["ulps"]]) for row in table["rows"]] == [
         (one["key"], one["state"], one["ulps"]) for one in found["differing"]
@@ -351,6 +360,101 @@ def test_a_conversion_that_is_refused_half_way_says_where_and_why(tmp_path: Path
     assert page.table(PROOF)[0][1].startswith("each of ")
     assert page.data["run"]["steps"][-1][::2] == ["move", None]
     assert not (tmp_path / "target").exists()
+
+
+def test_a_conversion_that_stopped_half_way_says_how_far_it_came_and_continues(tmp_path: Path) -> None:
+    report, target = tmp_path / "report.html", tmp_path / "target"
+
+    def stop(event: object) -> None:
+        if isinstance(event, Progress) and event.done_bytes > 1 << 20:
+            raise OSError("the machine goes down")
+
+    words = Command("convert", (str(SOURCE), str(target)), (("--to", "tp=1"),))
+    with pytest.raises(OSError, match="goes down"), HtmlReport(report, stop, words) as page:
+        paddle_reshard.convert(SOURCE, target, to="tp=1", observe=page)
+    found = Page(report)
+    share, note = found.tile("Came as far as")
+    groups = paddle_reshard.plan(SOURCE, to="tp=1").plan.groups
+    assert 0 < int(share.removesuffix(" %")) < 100
+    assert f"of {groups} groups; ended in the step move" in note
+    resume, made = found.commands()
+    assert (resume, made) == (f"{made} --resume", f"paddle-reshard convert {SOURCE} {target} --to tp=1")
+    assert command(*shlex.split(resume)[1:])["moved"]["resumed_groups"] >= 1
+
+
+def test_a_page_says_when_where_and_by_what_it_was_made_and_its_next_step_works(tmp_path: Path) -> None:
+    report = tmp_path / "page.html"
+    command("plan", SOURCE, "--to", "tp=1", "--save", tmp_path / "one.plan", "--report", report)
+    page = Page(report)
+    following, made = page.commands()
+    assert made == (
+        f"paddle-reshard plan {SOURCE} --to tp=1 --json --save {tmp_path}/one.plan --report {report}"
+    )
+    assert following == f"paddle-reshard convert {SOURCE} DST --to tp=1"
+    (at,) = re.findall(rf"(\S+ \S+) UTC on {re.escape(platform.node())}, paddle-reshard", page.text)
+    assert abs(time.time() - calendar.timegm(time.strptime(at, "%Y-%m-%d %H:%M:%S"))) < 86400
+    target = str(tmp_path / "target")
+    command(*(word.replace("DST", target) for word in shlex.split(following)[1:]), "--report", report)
+    *following_all, _ = Page(report).commands()
+    assert [shlex.split(one)[1] for one in following_all] == ["launch", "verify"]
+    for one in following_all:
+        command(*shlex.split(one)[1:])
+
+
+def test_no_secret_of_a_command_line_is_on_a_page(tmp_path: Path) -> None:
+    report, target = tmp_path / "page.html", tmp_path / "target"
+    command(
+        *("convert", SOURCE, target, "--to", "tp=1", "--report", report),
+        *("--target-storage-options", '{"secret": "hunter2"}', "--metrics-port", "0"),
+        *("--notify", "true hunter2", '--storage-options={"key": "hunter2"}'),
+    )
+    assert "hunter2" not in report.read_text()
+    made = Page(report).commands()[-1]
+    assert "--target-storage-options @FILE" in made
+    assert "--notify @FILE" in made
+    assert "--metrics-port 127.0.0.1:0" in made
+
+
+def test_the_large_figure_of_memory_is_that_of_the_process(tmp_path: Path) -> None:
+    report = tmp_path / "page.html"
+    done = command("convert", SOURCE, tmp_path / "target", "--to", "tp=1", "--report", report)
+    page = Page(report)
+    figure, note = page.tile("Memory")
+    resident = [nbytes for _, nbytes in page.data["run"]["resident"]]
+    assert figure == f"{max(resident) / (1 << 20):.1f} MiB"
+    assert max(resident) > done["plan"]["peak_bytes"]
+    assert f"a group at most {done['plan']['peak_bytes'] / (1 << 20):.1f} MiB" in note
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (["--weights", "0.25,0.75"], "with weights 0.25, 0.75"),
+        (["--decay", "0.5"], "with decay 0.5"),
+        (["--uniform"], "with equal weights"),
+    ],
+)
+def test_an_average_names_all_that_it_is_made_of(how: list[str], words: str, tmp_path: Path) -> None:
+    other = case_directory("single") / "checkpoint-3"
+    target = tmp_path / "average"
+    command("ema", other, SOURCE, target, *how, "--to", "tp=1", "--report", tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    (heading,) = page.texts["h1"]
+    assert page.texts["code"][:3] == [str(other), str(SOURCE), str(target)]
+    assert " ".join(heading.split()).startswith("average of")
+    assert words in " ".join(heading.split())
+
+
+def test_what_a_comparison_found_comes_first(tmp_path: Path) -> None:
+    other, report = case_directory("single") / "checkpoint-3", tmp_path / "page.html"
+    found = command("verify", other, SOURCE, "--report", report, status=1)
+    page = Page(report)
+    titles = [attributes.get("id") for tag, attributes in page.elements if tag == "section"]
+    assert titles[:3] == [None, "findings", "run"]
+    assert [row[0] for row in page.table("Differences")] == [one["tensor"] for one in found["differences"]]
+    command("diff", other, SOURCE, "--report", report, status=1)
+    (table, _) = Page(report).data["findings"]
+    assert table["headings"][:6] == ["tensor", "state", "relative", "largest", "mean", "ulps"]
 
 
 @pytest.mark.parametrize(("path", "reason"), [("no/report.html", "does not exist"), (".", "is a folder")])

@@ -531,12 +531,12 @@
   // ---------------------------------------------------------------- over time
 
   function drawTime() {
-    const holder = byId("time"), run = data.run, width = Math.max(320, holder.clientWidth), left = 118, right = 14;
+    const holder = byId("time"), run = data.run, width = Math.max(260, holder.clientWidth), left = width < 500 ? 72 : 118, right = 14;
     const end = Math.max(run.seconds, 1e-6), x = (at) => left + (width - left - right) * at / end;
     const figure = (title, svg) => element("figure", {}, element("figcaption", {}, title), svg);
     const canvas = (height, label) => shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
     const ticks = (svg, height) => {
-      for (const at of niceTicks(end, 8)) {
+      for (const at of niceTicks(end, Math.max(2, Math.min(8, Math.floor((width - left) / 90))))) {
         svg.append(shape("line", { x1: x(at), x2: x(at), y1: 0, y2: height, stroke: "var(--line)" }), shape("text", { x: x(at), y: height + 14, class: "soft", "text-anchor": "middle" }, seconds(at)));
       }
     };
@@ -632,7 +632,7 @@
     const numeric = table.headings.map((_, column) => table.rows.every((row) => row[column] === null || typeof row[column] === "number"));
     const inBytes = table.headings.map((heading) => /bytes|most read|most written|peak/.test(heading) && heading !== "first byte");
     let order = null, shown = 100, words = [];
-    const body = element("tbody"), more = element("button", { type: "button", className: "more" }), note = element("small");
+    const body = element("tbody"), more = element("button", { type: "button", className: "more" }), note = element("small"), cut = element("small", { className: "paper" });
     const heads = table.headings.map((heading, column) => {
       const button = element("button", { type: "button" }, heading), head = element("th", { scope: "col", className: numeric[column] ? "n" : "" }, button);
       button.addEventListener("click", () => { order = { column, up: order && order.column === column ? !order.up : !numeric[column] }; draw(); });
@@ -642,7 +642,7 @@
       if (value === null) return "not finite";
       if (!numeric[column]) return String(value);
       if (inBytes[column]) return bytes(value);
-      return Number.isInteger(value) ? value.toLocaleString("en") : Number(value).toPrecision(4).replace(/\.?0+(e|$)/, "$1");
+      return Number.isInteger(value) ? value.toLocaleString("en") : Number(value).toPrecision(/^in [AB]$/.test(table.headings[column]) ? 9 : 4).replace(/\.?0+(e|$)/, "$1");
     };
     const filter = element("input", { type: "search", placeholder: "Filter", "aria-label": `Filter: ${table.title}` });
     filter.addEventListener("input", () => { words = filter.value.toLowerCase().split(/\s+/).filter(Boolean); shown = 100; draw(); });
@@ -661,11 +661,13 @@
       }))));
       more.hidden = fitting.length <= shown;
       more.textContent = `Show more of ${fitting.length.toLocaleString("en")}`;
+      cut.hidden = more.hidden;
+      cut.textContent = `The first ${shown.toLocaleString("en")} of ${plural(fitting.length, "row")}.`;
       note.textContent = table.more ? ` ${table.more.toLocaleString("en")} further rows are not in this page; --json lists all.` : "";
     }
     draw();
     const bar = element("div", { className: "bar" }, ...(table.rows.length > 12 ? [filter] : []), element("small", {}, plural(table.rows.length + table.more, "row")));
-    return element("div", { className: table.headings.length > 8 ? "table wide" : "table" }, element("h2", {}, table.title), bar, element("div", { className: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body)), more, note);
+    return element("div", { className: table.headings.length > 8 ? "table wide" : "table" }, element("h2", {}, table.title), bar, element("div", { className: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body)), more, cut, note);
   }
 
   // ---------------------------------------------------------------- the page
@@ -687,7 +689,7 @@
     if (byId("heat")) heat = new Heat(picture.moves, byId("heat"));
     if (byId("time")) drawTime();
     if (byId("bars")) drawBars();
-    if (byId("tables")) byId("tables").append(...data.tables.map(makeTable));
+    for (const name of ["findings", "tables"]) if (byId(name)) byId(name).append(...data[name].map(makeTable));
     const button = byId("theme"), themes = [["", "◐ auto", "as the system has them"], ["light", "○ light", "light"], ["dark", "● dark", "dark"]];
     let theme = 0;
     const apply = () => {

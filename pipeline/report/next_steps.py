@@ -1,0 +1,131 @@
+"""What one does after a report: a sentence, and the command where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paddle_reshard.pipeline.convert.asked import shown_location
+from paddle_reshard.pipeline.convert.cards import CardsPlan
+from paddle_reshard.pipeline.convert.conversion import ConversionReport
+from paddle_reshard.pipeline.convert.diff import DiffReport
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.convert.verify import VerifyReport
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.planning.simulate import Simulation
+from paddle_reshard.pipeline.report.command import Command
+from paddle_reshard.pipeline.report.data import NextStep
+from paddle_reshard.storage.remote.folder import without_secrets
+from paddle_reshard.storage.session.ledger import keeps
+
+OF_A_PLAN = ("--save", "--prove", "--report", "--json", "--quiet")
+"""Options of ``plan`` that ``convert`` does not need."""
+FAST_ENOUGH = 1.1
+"""So much longer than the fastest simulation may the one with the fewest workers take that is suggested."""
+
+NextSteps = tuple[NextStep, ...]
+
+
+def after_plan(conversion: ConversionPlan, command: Command | None) -> NextSteps:
+    """Convert; ``command`` is that of the plan."""
+    if command is None:
+        return (NextStep("Convert: the same arguments, with convert in place of plan."),)
+    arguments = command.arguments if len(command.arguments) > 1 else (*command.arguments, "DST")
+    if command.has("--target"):
+        arguments = command.arguments
+    planned = Command("convert", arguments, command.without(*OF_A_PLAN).options)
+    return (NextStep("Convert as planned.", str(planned)),)
+
+
+def after_cards(found: CardsPlan) -> NextSteps:
+    """Convert to the topology that is nearest, or to the first."""
+    chosen = found.nearest or next(iter(found.alternatives), None)
+    if chosen is None:
+        return ()
+    if not chosen.command:
+        return (NextStep("The trainer reads it as it is.", chosen.launch_line or ""),)
+    return (NextStep(f"Convert to {chosen.topology}.", chosen.command),)
+
+
+def after_conversion(report: ConversionReport) -> NextSteps:
+    """Start a job from every target, and compare with the source what can be compared as a whole."""
+    conversion = report.plan
+    launches = [
+        NextStep("How a job starts from it.", str(Command("launch", (location,))))
+        for location in conversion.target_locations
+    ]
+    whole = [
+        location
+        for location, target in zip(conversion.target_locations, conversion.targets, strict=True)
+        if conversion.same_values and not conversion.dropped and not target.states_not_carried
+    ]
+    checks = [
+        NextStep("Compare every value with the source.", str(Command("verify", (report.source, location))))
+        for location in whole
+    ]
+    return (*launches, *checks)
+
+
+def after_failure(error: BaseException, command: Command | None) -> NextSteps:
+    """Continue, or begin again: a checkpoint that is refused leaves nothing to continue from."""
+    if keeps(error):
+        words = "What is written is kept. Continue from it, when the cause is gone."
+        resumed = None if command is None else command.with_options("--resume")
+        return (NextStep(words, "the same call, with resume=True" if resumed is None else str(resumed)),)
+    words = "Nothing is kept of a conversion that was refused. Do what the message says, and convert again."
+    return (NextStep(words, "" if command is None else str(command)),)
+
+
+def after_comparison(
+    report: VerifyReport | IntegrityReport | DiffReport,
+    compared: Sequence[PathLike],
+    command: Command | None,
+) -> NextSteps:
+    """What follows from a comparison of the locations ``compared``."""
+    shown = tuple(map(shown_location, compared))
+    if isinstance(report, IntegrityReport):
+        return _after_integrity(report, shown)
+    if isinstance(report, DiffReport):
+        return _after_diff(report, shown)
+    two = len(shown) == 2 and not (command and (command.has("--against") or command.has("--recorded")))
+    if report.equal:
+        return (
+            NextStep("How a job starts from it.", str(Command("launch", shown[1:] if two else shown[:1]))),
+        )
+    if two:
+        return (NextStep("How far apart the values are.", str(Command("diff", shown))),)
+    return (
+        NextStep("Take another copy of the checkpoint: this one is not what it was, or not of one step."),
+    )
+
+
+def _after_integrity(report: IntegrityReport, shown: tuple[str, ...]) -> NextSteps:
+    if report.intact:
+        return (NextStep("How a job starts from it.", str(Command("launch", shown))),)
+    source = without_secrets(report.recorded_source)
+    again = Command("convert", (source, *shown), (("--overwrite",),))
+    words = "Convert again, with the options that the manifest states; if it happens again, look at the disk."
+    return (NextStep(words, str(again)),)
+
+
+def _after_diff(report: DiffReport, shown: tuple[str, ...]) -> NextSteps:
+    if report.agree:
+        return (NextStep("Whether they are equal bit for bit.", str(Command("verify", shown))),)
+    steps = []
+    if report.differing:
+        words = "The first element of each tensor that differs, with both files."
+        steps.append(NextStep(words, str(Command("verify", shown))))
+    if report.unmatched:
+        for side in shown:
+            holding = Command("inspect", (side,), (("--tensors",),))
+            steps.append(NextStep("Which tensors this one holds.", str(holding)))
+    return tuple(steps)
+
+
+def after_simulation(name: str, found: Sequence[Simulation]) -> NextSteps:
+    """Convert with as many workers as make a difference; ``name`` is that of the saved plan."""
+    fastest = min(one.seconds for one in found)
+    workers = min(one.workers for one in found if one.seconds <= FAST_ENOUGH * fastest)
+    options = (("--plan", name), ("--cluster", "ray"), ("--workers", str(workers)))
+    words = f"Convert with the options of the plan; more than {workers} workers would hardly be faster."
+    return (NextStep(words, str(Command("convert", ("SRC", "DST"), options))),)
