@@ -267,7 +267,7 @@ def test_the_folders_of_a_conversion_may_be_called_anything(tmp_path: Path) -> N
 
 def test_no_credentials_of_urls_are_in_it(tmp_path: Path) -> None:
     report = VerifyReport(1, 1, 1, (), 1.0, None)
-    urls = "s3://key:secret@host/bucket/a?token=secret", "gs://bucket/b#secret"
+    urls = "s3://key:secret@host/bucket/a", "gs://key:secret@bucket/b?token=secret#secret"
     save_report(describe_comparison(report, urls, None), tmp_path / "report.html")
     assert "secret" not in (tmp_path / "report.html").read_text()
     assert "s3://host/bucket/a" in Page(tmp_path / "report.html").text
