@@ -45,7 +45,7 @@ from paddle_reshard.pipeline.convert.run import run_conversion
 from paddle_reshard.pipeline.core.events import Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.rules import shipped_tables
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from paddle_reshard.pipeline.layouts.targets import lay_out
 from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.storage.checksum import checksum

@@ -33,7 +33,9 @@ from paddle_reshard.pipeline.layouts.hybrid.target import (
     layout_hybrid,
 )
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, expected_shape, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.rule import Rule, expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from paddle_reshard.storage.store import Openness
 
 ADAM = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")

@@ -29,20 +29,15 @@ from paddle_reshard.pipeline.layouts.forms import (
     spans_of,
 )
 from paddle_reshard.pipeline.layouts.model import Model, read_model
-from paddle_reshard.pipeline.layouts.rules import (
-    NOT_KNOWN,
-    HuggingFaceForm,
-    RuleTable,
-    conventions_of,
-    evaluate_sizes,
-    library_of,
-)
 from paddle_reshard.pipeline.layouts.rules.entries import Config
-from paddle_reshard.pipeline.layouts.rules.literal import LiteralTable, StoredTable
+from paddle_reshard.pipeline.layouts.rules.libraries import conventions_of, library_of
+from paddle_reshard.pipeline.layouts.rules.rule import HuggingFaceForm, evaluate_sizes
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 
 def to_convention(
-    source: Checkpoint, convention: str, tables: Sequence[RuleTable], config: Mapping[str, Any] | None
+    source: Checkpoint, convention: str, tables: RuleTables, config: Mapping[str, Any] | None
 ) -> Checkpoint:
     """Describe a checkpoint with the names and layouts of another library.
 
@@ -65,11 +60,10 @@ def to_convention(
     config = model.config if config is None else config
     if convention == model.table.convention or convention in model.table.shared_with:
         return replace(source, model=replace(model, config=config))
-    if isinstance(model.table, LiteralTable):
-        known = model.table.known if isinstance(model.table, StoredTable) else NOT_KNOWN
+    if (not_known := model.table.not_known) is not None:
         raise RuleError(
             f"model type {config.get('model_type')!r}",
-            f"{known}, so the names of its tensors in {convention} are not known; pass a table with --rules FILE",
+            f"{not_known}, so the names of its tensors in {convention} are not known; pass a table with --rules FILE",
         )
     if model.has_lora:
         raise UnsupportedError(
@@ -78,7 +72,7 @@ def to_convention(
     return _translated(source, _table_of(convention, tables, model.table, config), config)
 
 
-def _table_of(convention: str, tables: Sequence[RuleTable], former: RuleTable, config: Config) -> RuleTable:
+def _table_of(convention: str, tables: RuleTables, former: RuleTable, config: Config) -> RuleTable:
     model_type = config.get("model_type")
     for table in tables:
         if model_type in table.model_types and convention in (table.convention, *table.shared_with):

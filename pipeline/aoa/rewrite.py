@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,16 @@ from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.aoa.language import AoaProgram
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import read_model
-from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table
 from paddle_reshard.pipeline.layouts.rules.literal import literal_table
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 
 def rewrite(
     source: Checkpoint,
     program: AoaProgram,
-    tables: Sequence[RuleTable] | None,
+    tables: RuleTables | None,
     config: Mapping[str, Any] | None,
 ) -> Checkpoint:
     """The checkpoint that results from a program.
@@ -58,7 +60,7 @@ def rewrite(
 def _table(
     outcome: AoaOutcome,
     source: Checkpoint,
-    tables: Sequence[RuleTable] | None,
+    tables: RuleTables | None,
     config: Mapping[str, Any],
 ) -> RuleTable:
     """The table that describes all names of the resulting model."""

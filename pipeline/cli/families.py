@@ -34,8 +34,8 @@ def families(as_json: bool) -> None:
 
     With what can be converted of each, and how it was tested.
     """
-    from paddle_reshard.pipeline.layouts.rules import shipped_tables
     from paddle_reshard.pipeline.layouts.rules.families import families as known
+    from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 
     found = known(shipped_tables())
     data = {"families": [asdict(family) for family in found]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.layouts.format import Entries
 from paddle_reshard.pipeline.layouts.lora_config import Adapter, parse_adapter
 from paddle_reshard.pipeline.layouts.model_meta import parse_names
-from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables, shipped_tables
 from paddle_reshard.storage.formats.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def as_file(given: GivenFile | None) -> File | None:
 
 def given_inputs(
     rules: GivenFile | None, config: GivenFile | None
-) -> tuple[Sequence[RuleTable], dict[str, Any] | None]:
+) -> tuple[RuleTables, dict[str, Any] | None]:
     """The rule tables and ``config.json`` with which to interpret a checkpoint."""
     return (
         load_tables(as_file(rules)),
@@ -36,11 +37,11 @@ def given_inputs(
     )
 
 
-def load_tables(rules: File | None, preferred: str | None = None) -> Sequence[RuleTable]:
+def load_tables(rules: File | None, preferred: str | None = None) -> RuleTables:
     """The rule table in a file, or the built-in tables, those of the preferred library first."""
     if rules is None:
         return shipped_tables(preferred)
-    return [parse_rule_table(read_text(rules), str(rules))]
+    return RuleTables([parse_rule_table(read_text(rules), str(rules))])
 
 
 def load_config(config: File | None) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,8 +34,9 @@ from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, library_of
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable, is_known
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table, is_known
+from paddle_reshard.pipeline.layouts.rules.libraries import library_of
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.locate import source_access
 from paddle_reshard.tasks.index import index_here
 
@@ -184,11 +184,11 @@ def inspect(
 
 def _without_rules(model: Model) -> str | None:
     """Why no rule table describes a model, and what follows; ``None`` if one does."""
-    if not isinstance(model.table, StoredTable):
+    if model.table.not_known is None:
         return None
     if any(rule.huggingface is not None for rule in model.table.rules):
         return _WITHOUT_NAMES
-    return f"{model.table.known}: {_WITHOUT_RULES}" if model.config else _WITHOUT_CONFIG
+    return f"{model.table.not_known}: {_WITHOUT_RULES}" if model.config else _WITHOUT_CONFIG
 
 
 _WITHOUT_CONFIG = (
@@ -205,7 +205,7 @@ _WITHOUT_NAMES = (
 )
 
 
-def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
+def _is_unknown(files: SourceFiles, tables: RuleTables) -> bool:
     """Whether there are tensor files of a family that no rule table knows."""
     config = files.config_if_any()
     if any(name.startswith("checkpoint-") for name in files.store.folders):
@@ -214,7 +214,7 @@ def _is_unknown(files: SourceFiles, tables: Sequence[RuleTable]) -> bool:
 
 
 def _beyond_the_rules(
-    files: SourceFiles, index_files: IndexFiles, tables: Sequence[RuleTable], why: str
+    files: SourceFiles, index_files: IndexFiles, tables: RuleTables, why: str
 ) -> Inspection | None:
     """The arrays in the files, if a rule table knows their keys, but not what the format needs besides."""
     try:

@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import ModelTensor
-from paddle_reshard.pipeline.layouts.rules import LORA, LoraRule
+from paddle_reshard.pipeline.layouts.rules.rule import LORA, LoraRule
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.merge import Addend, Matrix, MergedSource

@@ -48,6 +48,7 @@ from paddle_reshard.pipeline.layouts.format import Staged
 from paddle_reshard.pipeline.layouts.formats import FORMATS
 from paddle_reshard.pipeline.layouts.quantising import ScaleFile
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import plan_work
@@ -389,7 +390,7 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     found: list[Checkpoint] = []
 
     def index() -> Checkpoint:
-        found.append(index_source(files, [wanted.model.table], missing, pieces=True))
+        found.append(index_source(files, RuleTables([wanted.model.table]), missing, pieces=True))
         return found[-1]
 
     planned.spec.check_staged(Staged(files, wanted, planned.states_not_carried, index))

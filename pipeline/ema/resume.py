@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.live.tensors import HostMemory, MemoryWriter
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
@@ -79,7 +79,7 @@ class Wanted:
 
 def read_average(
     store: Source,
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     config: Mapping[str, Any] | None,
     wanted: Sequence[Wanted],
     rank: RankPieces,

@@ -5,7 +5,7 @@ Only metadata are read: pickle opcodes, headers, JSON.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,14 @@ from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import FORMATS, format_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
 
 def index_checkpoint(
     store: Source,
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     config: Mapping[str, Any] | None = None,
     missing: MissingPolicy | None = None,
     index_files: IndexFiles = index_here,
@@ -54,7 +53,7 @@ def index_checkpoint(
 
 def index_source(
     files: SourceFiles,
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     missing: MissingPolicy | None = None,
     pieces: bool = False,
 ) -> Checkpoint:
@@ -73,7 +72,7 @@ def index_source(
 
         if isinstance(files.store, DequantisedSource):
             checkpoint = replace(checkpoint, dequantised=files.store.summary)
-    if not pieces and isinstance(checkpoint.model.table, StoredTable):
+    if not pieces:
         checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)
     check_steps(files.store, checkpoint.lr_scheduler)

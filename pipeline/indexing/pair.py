@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles, read_json
-from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
@@ -34,7 +33,7 @@ class Contents:
 def index_pair(
     a: Source,
     b: Source,
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     config: Mapping[str, Any] | None = None,
     missing: MissingPolicy | None = None,
     index_files: IndexFiles = index_here,
@@ -55,9 +54,7 @@ def index_pair(
         known = index_source(first, tables, missing)
         return Contents.of(known), Contents(second_as(second, known.model), None)
     one, two = (index_source(files, tables, missing, pieces=True) for files in (first, second))
-    ranks = [c.model.table.job.tp if isinstance(c.model.table, StoredTable) else 1 for c in (one, two)]
-    if ranks[0] != ranks[1]:  # what each holds can only be compared rank by rank
-        for checkpoint in (one, two):
-            if isinstance(checkpoint.model.table, StoredTable):
-                checkpoint.model.table.check_whole(checkpoint.model.config)
+    if one.model.table.ranks_in_a_row != two.model.table.ranks_in_a_row:  # comparable only rank by rank
+        for model in (one.model, two.model):
+            model.table.check_whole(model.config)
     return Contents.of(one), Contents.of(two)

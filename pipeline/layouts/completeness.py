@@ -7,8 +7,9 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import LAYERS, Item, RuleTable, mtp_entry
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry, count_entry
+from paddle_reshard.pipeline.layouts.rules.items import LAYERS, Item, mtp_entry
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 
 def check_complete(model: Model) -> None:

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Final
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.rule import Rule
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 _PREFIX: Final = "ernie."
 _FAMILIES: Final = ("ernie4_5", "ernie4_5_moe")

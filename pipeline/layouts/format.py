@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.files import LaidOut
     from paddle_reshard.pipeline.layouts.model import Model
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
-    from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
     from paddle_reshard.pipeline.layouts.training_job import TrainingJob
 
 
@@ -116,9 +116,7 @@ class Format(Protocol):
     def recognises(self, files: SourceFiles) -> bool:
         """Whether files have this format, provided that no later format in the table recognises them."""
 
-    def index(
-        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
-    ) -> Checkpoint:
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Interpret a checkpoint from its metadata.
 
         Raises

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, RuleTable, evaluate_sizes
 from paddle_reshard.pipeline.layouts.rules.entries import Config
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
+from paddle_reshard.pipeline.layouts.rules.rule import HuggingFaceForm, Rule, evaluate_sizes
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 _STACKED_IF: Final[Mapping[str, tuple[str, ...]]] = {
     "paddlefleet": ("moe_expert_fusion", "using_sonic_moe"),
@@ -31,9 +31,8 @@ def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
         If the table does not give one.
     """
     form = tensor.rule.huggingface
-    if form is None and isinstance(model.table, StoredTable):
-        model.table.refuse(model.config, "the form of its tensors in a Hugging Face checkpoint")
     if form is None:
+        model.table.check_known(model.config, "the form of its tensors in a Hugging Face checkpoint")
         raise RuleError(
             tensor.key,
             f"the {model.table.convention} rule table {model.table.family!r} does not give its form in a "

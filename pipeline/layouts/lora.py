@@ -16,8 +16,10 @@ from paddle_reshard.pipeline.core.tensors import DType, dtype_named
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, model_order
-from paddle_reshard.pipeline.layouts.rules import LAYERS, LORA, LoraRule, RuleTable, expected_shape
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry
+from paddle_reshard.pipeline.layouts.rules.items import LAYERS
+from paddle_reshard.pipeline.layouts.rules.rule import LORA, LoraRule, expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 IN_BASE: Final = "belongs to the base model, which the job loads from its own checkpoint"
 """Why a tensor is not in the checkpoint of an adapter."""

@@ -18,8 +18,9 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
 )
 from paddle_reshard.pipeline.layouts.placement import TensorCut
-from paddle_reshard.pipeline.layouts.rules import LoraRule, Rule, RuleTable, expected_shape
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.rule import LoraRule, Rule, expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 AUTOMATIC = "eager_tmp"
 """Class in the name of an unnamed tensor."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.rules import mtp_entry
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry, with_entry
+from paddle_reshard.pipeline.layouts.rules.items import mtp_entry
 
 DROPPED = "it is of multi-token prediction, which was asked to be dropped"
 

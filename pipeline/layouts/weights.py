@@ -5,8 +5,8 @@ from __future__ import annotations
 from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, dtype_named
-from paddle_reshard.pipeline.layouts.rules import RuleTable
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 PADDLE_LAYOUTS = ("np", "pd")
 """Values of ``format`` in the metadata of safetensors files in Paddle's own layout."""

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.errors import ClusterError, FormatError, Usage
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.reading import Readable, index_tensor_file
-from paddle_reshard.pipeline.layouts.rules import shipped_tables
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Source

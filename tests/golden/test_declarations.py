@@ -16,7 +16,9 @@ import pytest
 from safetensors import deserialize
 
 import paddle_reshard
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.rule import Rule
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests.conftest import GOLDEN, case_directory
 
 DECLARED = json.loads((GOLDEN / "declarations.json").read_text("utf-8"))

@@ -30,7 +30,8 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import choose_table, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests import oracle
 from tests.conftest import REPO, case_directory, hybrid_cases
 from tests.golden.unified_cases import read_unified, small_case, write_safetensors

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.layouts.rules import shipped_tables
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests import oracle
 from tests.golden.compare_one_card import read_one_card
 from tests.golden.test_families import EXPORTS

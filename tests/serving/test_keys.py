@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import safetensors
 
-from paddle_reshard.pipeline.layouts.rules import RuleTable, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests.serving.cases import CASES, LOGITS, ServedCase
 
 

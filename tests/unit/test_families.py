@@ -11,7 +11,8 @@ from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.lora import check_matrices
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import LoraRule, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.rule import LoraRule
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests.families_page import DOCUMENTS, REPO, with_current_facts
 from tests.published import checked
 from tests.unit.test_starting import HEAVY, loaded

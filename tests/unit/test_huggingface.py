@@ -17,7 +17,8 @@ from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
 from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import RuleTable, parse_rule_table
+from paddle_reshard.pipeline.layouts.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 from paddle_reshard.storage.formats.safetensors import (
     Index,
     SafetensorsPayload,

@@ -18,7 +18,10 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.rules import Rule, RuleTable, choose_table, shipped_tables
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table
+from paddle_reshard.pipeline.layouts.rules.rule import Rule
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.golden.compare_one_card import bits, load

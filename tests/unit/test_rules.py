@@ -11,14 +11,12 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.layouts.model import read_model
-from paddle_reshard.pipeline.layouts.rules import (
-    RuleTable,
-    choose_table,
-    derived_sizes,
-    expected_shape,
-    parse_rule_table,
-    shipped_tables,
-)
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table
+from paddle_reshard.pipeline.layouts.rules.entries import derived_sizes
+from paddle_reshard.pipeline.layouts.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.layouts.rules.rule import expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from paddle_reshard.storage.locate import open_source
 from tests.conftest import case_directory, hybrid_cases
 from tests.properties import synthetic

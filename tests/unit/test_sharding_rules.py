@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     stage1_v2_slices,
 )
 from paddle_reshard.pipeline.layouts.padding import stage3_slice_elements
-from paddle_reshard.pipeline.layouts.rules import Item
+from paddle_reshard.pipeline.layouts.rules.items import Item
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:nccl reduce_avg requires paddle compiled with cuda:UserWarning"

@@ -42,15 +42,16 @@ from paddle_reshard.pipeline.layouts.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.layouts.optimizers import check_states
-from paddle_reshard.pipeline.layouts.rules import (
-    RuleTable,
+from paddle_reshard.pipeline.layouts.rules.choose import (
     candidate_tables,
     choose_table,
-    evaluate_sizes,
-    expected_shape,
+    is_known,
     what_is_known,
 )
-from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, is_known, stored_table
+from paddle_reshard.pipeline.layouts.rules.literal import StoredKey, stored_table
+from paddle_reshard.pipeline.layouts.rules.rule import evaluate_sizes, expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
@@ -75,7 +76,7 @@ def read_flex(
     metadata: Mapping[str, DistMetadata],
     files: Mapping[str, DataFile],
     config: Mapping[str, Any],
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     lr_scheduler: Any,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
@@ -150,7 +151,7 @@ def read_flex(
 
 
 def _as_in_the_model(
-    names: Mapping[str, Sequence[Name]], tables: Sequence[RuleTable], config: Mapping[str, Any]
+    names: Mapping[str, Sequence[Name]], tables: RuleTables, config: Mapping[str, Any]
 ) -> dict[str, list[Name]]:
     """The names with the numbers that layers have in the model, where keys number them higher.
 
@@ -173,7 +174,7 @@ def _as_in_the_model(
     }
 
 
-def _known(tables: Sequence[RuleTable], config: Mapping[str, Any]) -> list[RuleTable]:
+def _known(tables: RuleTables, config: Mapping[str, Any]) -> list[RuleTable]:
     return candidate_tables(tables, config) if is_known(tables, config) else []
 
 
@@ -228,7 +229,7 @@ def _refuse_sonic(
 def _choose_table(
     metadata: Mapping[str, DistMetadata],
     keys: Sequence[str],
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     config: Mapping[str, Any],
     auto_parallel: bool,
 ) -> RuleTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
-    from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 _OPTIONS: Mapping[str, FormatOption] = {
     "files": FormatOption("maximum number of data files per folder. Default: as many as hold 4 GiB each."),
@@ -96,9 +96,7 @@ class DistFormat:
             is_paddleformers_folder(path) != self.auto_parallel for path in files.sizes if is_dist_file(path)
         )
 
-    def index(
-        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
-    ) -> Checkpoint:
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the metadata and the data files; which of the two it is, its folders tell."""
         from paddle_reshard.pipeline.layouts.flex.index import index_flex
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.layouts.reading import (
     index_safetensors,
     index_tensor_file,
 )
-from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 
@@ -32,7 +32,7 @@ _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""
 
 
-def index_flex(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
+def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training.
 
     Raises

@@ -47,7 +47,6 @@ from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.layouts.optimizers import check_states
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.storage.formats.dist_metadata import DistMetadata, encode_dist_metadata
@@ -126,11 +125,12 @@ class FlexTarget:
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of a dist checkpoint, small ones too."""
-        if self.auto_parallel and isinstance(wanted.model.table, StoredTable):
-            wanted.model.table.refuse(wanted.model.config, "the parameter names of auto-parallel training")
-        if isinstance(wanted.model.table, StoredTable):
-            wanted.model.table.check_whole(wanted.model.config)
-            wanted.model.table.check_keys(wanted.model.config)
+        if self.auto_parallel:
+            wanted.model.table.check_known(
+                wanted.model.config, "the parameter names of auto-parallel training"
+            )
+        wanted.model.table.check_whole(wanted.model.config)
+        wanted.model.table.check_keys(wanted.model.config)
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
         written = (*sidecars.written, *small_flex_files(sizes, wanted, self))

@@ -33,8 +33,9 @@ from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts, tenso
 from paddle_reshard.pipeline.layouts.huggingface.source import stored_keys
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
-from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, Rule, mtp_entry
 from paddle_reshard.pipeline.layouts.rules.entries import TEXT, config_entry, count_entry
+from paddle_reshard.pipeline.layouts.rules.items import mtp_entry
+from paddle_reshard.pipeline.layouts.rules.rule import HuggingFaceForm, Rule
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 
 SHOWN = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
     from paddle_reshard.pipeline.layouts.model import Model
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
-    from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 _OPTIONS: Mapping[str, FormatOption] = {
     "state": FormatOption(
@@ -69,9 +69,7 @@ class HuggingFaceFormat:
         """Safetensors files alone; those in Paddle's own layout are of another format."""
         return bool(files.safetensors) and not files.pickles
 
-    def index(
-        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
-    ) -> Checkpoint:
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the headers: the model is found by the rule tables."""
         from paddle_reshard.pipeline.layouts.huggingface.index import index_huggingface
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from paddle_reshard.pipeline.core.catalog import Catalog
@@ -18,10 +18,10 @@ from paddle_reshard.pipeline.layouts.huggingface.source import (
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.mtp import DROPPED
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
-from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 
-def index_huggingface(files: SourceFiles, tables: Sequence[RuleTable], drops_mtp: bool = False) -> Checkpoint:
+def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool = False) -> Checkpoint:
     """A checkpoint of weights only, as its files say; with ``drops_mtp`` without multi-token prediction."""
     config = files.config()
     index = files.weight_index(WEIGHT_INDEX)

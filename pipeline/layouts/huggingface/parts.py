@@ -20,8 +20,8 @@ from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.layouts.forms import Span, form_of, spans_of
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules import HuggingFaceForm, evaluate_sizes
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.rule import HuggingFaceForm, evaluate_sizes
 
 
 @dataclass(frozen=True, slots=True)

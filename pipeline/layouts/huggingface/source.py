@@ -9,7 +9,7 @@ gives the fused tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
@@ -34,8 +34,10 @@ from paddle_reshard.pipeline.layouts.forms import Match, matches_of, parts_of_te
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts, swapped, tensor_parts
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
-from paddle_reshard.pipeline.layouts.rules import RuleTable, tables_to_train_with
+from paddle_reshard.pipeline.layouts.rules.choose import tables_to_train_with
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.storage.formats.safetensors import Index, SafetensorsPayload
 
@@ -125,7 +127,7 @@ def huggingface_checkpoint(
     payloads: Mapping[str, SafetensorsPayload],
     index: Index | None,
     config: Config,
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
 ) -> Checkpoint:
     """Interpret a checkpoint, with a model that is determined by rule tables.
 
@@ -153,7 +155,7 @@ def huggingface_checkpoint(
 
 
 def _models(
-    payloads: Mapping[str, SafetensorsPayload], config: Config, tables: Sequence[RuleTable]
+    payloads: Mapping[str, SafetensorsPayload], config: Config, tables: RuleTables
 ) -> tuple[Model, Model]:
     """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
 
@@ -206,7 +208,7 @@ def without_mtp_layers(
     payloads: Mapping[str, SafetensorsPayload],
     index: Index | None,
     config: Config,
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
 ) -> tuple[dict[str, SafetensorsPayload], Index | None, list[str]]:
     """Headers and index without MTP layers that are numbered after the decoder layers, and the keys removed.
 

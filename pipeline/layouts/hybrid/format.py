@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.hybrid.request import HybridRequest
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
-    from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 _OPTIONS: Mapping[str, FormatOption] = {
     "to": FormatOption(
@@ -101,9 +101,7 @@ class HybridFormat:
         """Accept what no other format recognises; :meth:`index` reports what it lacks."""
         return True
 
-    def index(
-        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
-    ) -> Checkpoint:
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Read the metadata of all ranks' files."""
         from paddle_reshard.pipeline.layouts.hybrid.index import index_hybrid
 

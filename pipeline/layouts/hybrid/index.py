@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import DELTA, MODEL_META
@@ -12,12 +12,10 @@ from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.model_meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
-from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 
-def index_hybrid(
-    files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
-) -> Checkpoint:
+def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
     """Read a hybrid-parallel checkpoint, also with weights in safetensors files next to hybrid optimizer states.
 
     Raises

@@ -9,7 +9,7 @@ keys, but linear layers are transposed, and parameter names are missing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,9 @@ from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.model import ModelTensor, model_order
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
-from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, keys_in_model
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table, keys_in_model
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag, is_transposed
 from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
 
@@ -49,7 +51,7 @@ def read_weights_and_states(
     roots: Mapping[str, Any],
     meta: ModelMeta | None,
     config: Mapping[str, Any],
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     missing: MissingPolicy | None,
 ) -> Checkpoint:
     """Interpret such a checkpoint like a hybrid checkpoint with the same contents.
@@ -70,7 +72,7 @@ def read_weights_and_states(
     weights = {name: _state_dict(path, payloads[path], own, table, config) for name, path in names.items()}
     renamed = {path: size for path, size in sizes.items() if path not in payloads}
     renamed |= {name: sizes[path] for name, path in names.items()}
-    found = read_hybrid(renamed, {**roots, **weights}, meta, config, [table], missing)
+    found = read_hybrid(renamed, {**roots, **weights}, meta, config, RuleTables([table]), missing)
     files = tuple(replace(file, path=names.get(file.path, file.path)) for file in found.catalog.files)
     return replace(
         found,

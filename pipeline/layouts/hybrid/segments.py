@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.layouts.rules import DECODER_LAYERS, Item
+from paddle_reshard.pipeline.layouts.rules.items import DECODER_LAYERS, Item
 
 Segmentation = str | tuple[int, ...]
 """``"uniform"`` (distribute all items evenly), ``"layer:Regex"`` (distribute items whose class matches evenly), or the

@@ -61,23 +61,19 @@ from paddle_reshard.pipeline.layouts.model import (
 )
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.layouts.rules import (
-    LAYERS,
-    Rule,
-    RuleTable,
+from paddle_reshard.pipeline.layouts.rules.choose import (
     choose_table,
-    expected_shape,
+    is_known,
     keys_in_model,
+    table_of_other_formats,
     what_is_known,
 )
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry, derived_sizes
-from paddle_reshard.pipeline.layouts.rules.literal import (
-    StoredJob,
-    StoredKey,
-    is_known,
-    stored_table,
-    table_of_other_formats,
-)
+from paddle_reshard.pipeline.layouts.rules.items import LAYERS
+from paddle_reshard.pipeline.layouts.rules.literal import StoredJob, StoredKey, stored_table
+from paddle_reshard.pipeline.layouts.rules.rule import Rule, expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
@@ -89,7 +85,7 @@ def read_hybrid(
     roots: Mapping[str, Any],
     meta: ModelMeta | None,
     config: Mapping[str, Any],
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     missing: MissingPolicy | None = None,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
@@ -165,7 +161,7 @@ def read_hybrid(
 class _Rules:
     """Facts from the rule tables about a checkpoint whose files are incomplete."""
 
-    tables: Sequence[RuleTable]
+    tables: RuleTables
     config: Mapping[str, Any]
 
     def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
@@ -182,7 +178,7 @@ class _Rules:
         return _expert_count(choose_table(self.tables, keys, self.config, HYBRID), self.config)
 
 
-def _choose_table(ranks: Ranks, tables: Sequence[RuleTable], config: Mapping[str, Any]) -> RuleTable:
+def _choose_table(ranks: Ranks, tables: RuleTables, config: Mapping[str, Any]) -> RuleTable:
     """The rule table of the model's family, or for an unknown family a table derived from the files."""
     if is_known(tables, config, HYBRID) or not _tells_itself(ranks):
         held = dict.fromkeys(key for cell in ranks.cells for key in cell.names)

@@ -25,8 +25,7 @@ from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters, special_optimizer
-from paddle_reshard.pipeline.layouts.rules import RuleTable
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.pipeline.layouts.training_job import TrainingJob
@@ -350,18 +349,15 @@ def _check_family(table: RuleTable, topology: Topology) -> None:
             )
 
 
-def _check_stored(table: StoredTable, config: Mapping[str, Any], target: HybridTarget) -> None:
+def _check_told(table: RuleTable, config: Mapping[str, Any], target: HybridJob) -> None:
     """Refuse what the files of a model without a rule table do not determine."""
     topology = target.topology
     degrees = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp, "ep": topology.ep}
     if table.convention == "paddlenlp":  # which distributes experts over data-parallel ranks
         degrees["dp"] = topology.dp
-    table.check_job(config, degrees, target.segmentation is not None or target.sharding.comm_overlap)
-    if target.writes_meta and not table.marked:
-        missing = (
-            f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"
-        )
-        table.refuse(config, missing)
+    stages_given = target.segmentation is not None or target.sharding.comm_overlap
+    marked = f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"
+    table.check_job(config, degrees, stages_given, marked if target.writes_meta else None)
 
 
 def check_job(checkpoint: Checkpoint, target: HybridTarget) -> None:
@@ -374,8 +370,7 @@ def check_job(checkpoint: Checkpoint, target: HybridTarget) -> None:
     PlanError, UnsupportedError, RuleError
     """
     check_target(target)
-    if isinstance(checkpoint.model.table, StoredTable):
-        _check_stored(checkpoint.model.table, checkpoint.model.config, target)
+    _check_told(checkpoint.model.table, checkpoint.model.config, target)
     _check_family(checkpoint.model.table, target.topology)
     _check_experts(checkpoint, target)
     if checkpoint.model.has_lora:
@@ -385,7 +380,7 @@ def check_job(checkpoint: Checkpoint, target: HybridTarget) -> None:
     # PaddleFormers' optimizer lists only trained parameters (1.2.0 trainer.py:3359): those with states, if any has.
     tensors = checkpoint.model.tensors
     # In a model of an unknown family, a trained parameter may have had no gradient: it is listed and has no state.
-    known = not isinstance(checkpoint.model.table, StoredTable)
+    known = checkpoint.model.table.not_known is None
     by_states = (
         known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
     )

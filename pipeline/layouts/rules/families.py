@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paddle_reshard.pipeline.layouts.rules import Proof, Rule, RuleTable
+from paddle_reshard.pipeline.layouts.rules.rule import Rule
+from paddle_reshard.pipeline.layouts.rules.table import Proof, RuleTable
 
 Extent = Literal["yes", "in part", "no"]
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.layouts.rules import (
-    NOT_KNOWN,
-    HuggingFaceForm,
-    Item,
-    Rule,
-    RuleTable,
-    ShippedTables,
-    candidate_tables,
-    choose_table,
-    library_of,
-)
+from paddle_reshard.pipeline.layouts.rules.choose import NOT_KNOWN
 from paddle_reshard.pipeline.layouts.rules.entries import Config
+from paddle_reshard.pipeline.layouts.rules.items import Item
+from paddle_reshard.pipeline.layouts.rules.libraries import library_of
+from paddle_reshard.pipeline.layouts.rules.rule import HuggingFaceForm, Rule
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 
 FAMILY = "by its keys"
 _ITEM = Item("model", "", repeated=True)
@@ -32,6 +26,11 @@ class LiteralTable(RuleTable):
 
     It gives no tensor parallelism, order of layers or parameter names.
     """
+
+    @property
+    def not_known(self) -> str:
+        """No table knows models that a program has made."""
+        return NOT_KNOWN
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
         """The row for ``key``; no layer."""
@@ -133,15 +132,20 @@ class StoredTable(LiteralTable):
     known: str = NOT_KNOWN
     """What rule tables know about the family (:func:`what_is_known`)."""
 
-    def check_job(self, config: Config, degrees: Mapping[str, int], stages_given: bool) -> None:
-        """Refuse a hybrid-parallel target that the files do not determine.
+    @property
+    def not_known(self) -> str:
+        """What rule tables know about the family."""
+        return self.known
 
-        Parameters
-        ----------
-        degrees
-            Axis → degree in the target, for axes that change more than the rank that holds an optimizer state.
-        stages_given
-            Whether options of the target determine the layers of its stages or virtual stages.
+    @property
+    def ranks_in_a_row(self) -> int:
+        """The tp degree of the job that wrote the files."""
+        return self.job.tp
+
+    def check_job(
+        self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
+    ) -> None:
+        """Refuse a hybrid-parallel target that the files do not determine.
 
         Raises
         ------
@@ -158,6 +162,17 @@ class StoredTable(LiteralTable):
             self.refuse(
                 config, "which layers follow each other in a stage: omit segmentation and comm_overlap"
             )
+        if marked is not None and not self.marked:
+            self.refuse(config, marked)
+
+    def check_known(self, config: Config, what: str) -> None:
+        """Refuse: no file tells.
+
+        Raises
+        ------
+        PlanError, RuleError
+        """
+        self.refuse(config, what)
 
     def check_whole(self, config: Config) -> None:
         """Refuse a use of whole tensors if tp has cut them.
@@ -219,30 +234,6 @@ class StoredKey:
     """Whether it has no dims."""
     expert: bool = False
     """Whether it belongs to a routed expert that some expert ranks hold."""
-
-
-def is_known(tables: Sequence[RuleTable], config: Config, format: str | None = None) -> bool:
-    """Whether one of the tables is for the model's family, and tells enough for ``format`` if that is given.
-
-    A table that the user passes is for any family and format.
-    """
-    if not isinstance(tables, ShippedTables):
-        return True
-    try:
-        candidates = candidate_tables(tables, config)
-    except RuleError:
-        return False
-    return format is None or any(table.is_for(format) for table in candidates)
-
-
-def table_of_other_formats(
-    tables: Sequence[RuleTable], keys: Iterable[str], config: Config
-) -> RuleTable | None:
-    """The table with a row for every key, whichever formats it is for; ``None`` if there is none."""
-    try:
-        return choose_table(tables, keys, config)
-    except RuleError:
-        return None
 
 
 def stored_table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
@@ -15,7 +15,9 @@ from paddle_reshard.pipeline.layouts.lora import check_matrices, with_base
 from paddle_reshard.pipeline.layouts.model import read_model
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
-from paddle_reshard.pipeline.layouts.rules import LORA, RuleTable, choose_table
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table
+from paddle_reshard.pipeline.layouts.rules.rule import LORA
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 from paddle_reshard.pipeline.layouts.unified.names import ADAPTER
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
@@ -25,7 +27,7 @@ _FILE: Final = re.compile(rf"{ADAPTER}-\d{{5}}-of-\d{{5}}\.safetensors")
 _INDEX: Final = f"{ADAPTER}.safetensors.index.json"
 
 
-def index_adapter(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
+def index_adapter(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     """Read the matrices of LoRA, whole and in Paddle's layout, as PaddleFormers 1.2 saves them after training.
 
     Raises

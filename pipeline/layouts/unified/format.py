@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
-    from paddle_reshard.pipeline.layouts.rules import RuleTable
+    from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
     from paddle_reshard.pipeline.layouts.unified.target import UnifiedTarget
 
 
@@ -69,9 +69,7 @@ class UnifiedFormat:
             for header in files.headers.values()
         )
 
-    def index(
-        self, files: SourceFiles, tables: Sequence[RuleTable], missing: MissingPolicy | None
-    ) -> Checkpoint:
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the headers of all files."""
         from paddle_reshard.pipeline.layouts.unified.index import index_unified
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.reading import SourceFiles
-from paddle_reshard.pipeline.layouts.rules import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.layouts.unified.adapter import index_adapter
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
@@ -21,7 +19,7 @@ from paddle_reshard.pipeline.layouts.unified.source import read_unified
 from paddle_reshard.storage.formats.safetensors import Index
 
 
-def index_unified(files: SourceFiles, tables: Sequence[RuleTable]) -> Checkpoint:
+def index_unified(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     """A unified checkpoint with optimizer states, or weights alone.
 
     Raises

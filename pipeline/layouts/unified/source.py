@@ -48,7 +48,10 @@ from paddle_reshard.pipeline.layouts.completeness import check_complete
 from paddle_reshard.pipeline.layouts.model import Model, read_model
 from paddle_reshard.pipeline.layouts.padding import padded_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
-from paddle_reshard.pipeline.layouts.rules import RuleTable, choose_table, expected_shape
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table
+from paddle_reshard.pipeline.layouts.rules.rule import expected_shape
+from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
@@ -96,7 +99,7 @@ def read_unified(
     payloads: Mapping[str, SafetensorsPayload],
     indexes: Mapping[str, Index],
     config: Mapping[str, Any],
-    tables: Sequence[RuleTable],
+    tables: RuleTables,
     lr_scheduler: Any,
 ) -> Checkpoint:
     """Interpret a checkpoint from its headers.

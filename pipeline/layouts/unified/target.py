@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
@@ -83,9 +82,8 @@ class UnifiedTarget:
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
         """All files of a unified checkpoint, small ones too."""
-        if isinstance(wanted.model.table, StoredTable):
-            missing = "which keys the trainer expects in a unified checkpoint"
-            wanted.model.table.refuse(wanted.model.config, missing)
+        missing = "which keys the trainer expects in a unified checkpoint"
+        wanted.model.table.check_known(wanted.model.config, missing)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology(dp=self.files))
         written = (*sidecars.written, *small_unified_files(sizes, wanted))
         files = add_literal_files(layout_unified(wanted, self), written)

@@ -1,0 +1,252 @@
+"""The rule table of a model family: all its rows, as one library spells them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.layouts.rules.entries import Config, count_entry
+from paddle_reshard.pipeline.layouts.rules.items import DECODER_LAYERS, LAYERS, Item, mtp_entry
+from paddle_reshard.pipeline.layouts.rules.libraries import library_of
+from paddle_reshard.pipeline.layouts.rules.rule import LORA, LoraRule, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the rows of a table have been compared with."""
+
+    files: Literal["checkpoints", "classes", "declarations"]
+    """Files of ranks: with real checkpoints, with tensors that the library's classes build, or with nothing but what
+    its code declares."""
+    huggingface: Literal["transformers", "library", "declarations"] | None = None
+    """Hugging Face forms: ``transformers`` computes the logits of the Paddle model from an export; an export equals
+    the library's own, or the library imports it as the same parameters; or nothing but what its code declares.
+    ``None`` without forms."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTable:
+    """All rows of a model family as a library spells it. ``items`` are in pipeline order."""
+
+    family: str
+    convention: str
+    model_types: tuple[str, ...]
+    items: tuple[Item, ...]
+    rules: tuple[Rule, ...]
+    experts: str | None = None
+    """Config entry with the number of routed experts in a layer."""
+    expert_axis: Literal["ep", "tp", "dp"] | None = None
+    """The axis over which the library can distribute whole routed experts: ``ep``, ``tp`` or ``dp``."""
+    segmentation: str = DECODER_LAYERS
+    """How the pipeline class distributes its items if the number of stages divides the decoder layers."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
+    muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
+    """Parameters whose name contains any of these are not updated by Muon; the trainer's default."""
+    saved_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of keys → prefix under which the model class saves them in files without ``model_meta.json``."""
+    proven: Proof | None = field(default=None, compare=False, repr=False)
+    """How the table was tested; ``None``: not recorded, as in a table that a user writes."""
+    formats: tuple[str, ...] | None = None
+    """Formats that the table supports; ``None``: all."""
+    shared_with: tuple[str, ...] = ()
+    """Further libraries whose models of the family have the same tensors under the same names."""
+    shifted_by: str | None = None
+    """Config entry: by how much layers may be numbered higher in keys than in the model."""
+    comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
+    """Ignored by the program."""
+
+    @property
+    def supports_lora(self) -> bool:
+        """Whether LoRA of the family is supported: language models of PaddleFormers."""
+        return self.convention == "paddleformers" and not any(item.count for item in self.items)
+
+    @property
+    def counts_layers(self) -> bool:
+        """Whether keys contain layer numbers, so that their count can be checked against the config."""
+        return any("{layer}" in rule.key for rule in self.rules)
+
+    @property
+    def mtp_items(self) -> dict[str, Item]:
+        """Name → item, for the items of multi-token prediction."""
+        return {item.name: item for item in self.items if item.mtp}
+
+    def build_order(self, pp: int) -> dict[str, int]:
+        """Name of an item → its position in the order in which a job with ``pp`` stages builds the model."""
+        names = [item.name for item in self.items]
+        for item in self.items:
+            if pp == 1 and item.built_before is not None:
+                names.remove(item.name)
+                names.insert(names.index(item.built_before), item.name)
+        return {name: position for position, name in enumerate(names)}
+
+    def first_mtp_layer(self, item: Item, config: Config) -> int:
+        """Number of the first MTP layer in the keys of its item."""
+        return count_entry(config, LAYERS) if item.continues else 0
+
+    def numbers(self, item: Item, config: Config) -> Sequence[int | None]:
+        """The layer numbers of all items of a kind in a model; ``(None,)`` for an item that occurs once."""
+        if item.repeated:
+            return range(count_entry(config, LAYERS))
+        if item.count is not None:
+            return range(count_entry(config, item.count))
+        first = self.first_mtp_layer(item, config)
+        return range(first, first + count_entry(config, mtp_entry(config))) if item.mtp else (None,)
+
+    def key_saved_as(self, saved: str) -> str:
+        """The key in the model of a tensor that the model class saved as ``saved``."""
+        if any(saved.startswith(prefix) for prefix in self.saved_prefixes):
+            return saved
+        return renamed_prefix(saved, {saved_as: prefix for prefix, saved_as in self.saved_prefixes.items()})
+
+    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
+        """The row for ``key``, and the number of its decoder layer; rows of LoRA matrices follow from the weight's.
+
+        Raises
+        ------
+        RuleError
+            If no row matches, or more than one.
+        """
+        module, _, name = key.rpartition(".")
+        if name in LORA:
+            weight, numbered = self.find(f"{module}.weight", config)
+            return LoraRule.beside(weight, name), numbered
+        fits = [
+            (self._of_layer(rule, match, config), match)
+            for rule in self.rules
+            if rule.applies(config) and (match := rule.pattern().fullmatch(key))
+        ]
+        fits = [(rule, match) for rule, match in fits if self.holds(rule, _layer_of(match), config)]
+        if len(fits) != 1:
+            found = f"{len(fits)} rows" if fits else "no row"
+            advice = "keep only one in" if fits else "add one to"
+            raise RuleError(
+                key,
+                f"{found} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
+                "copy of the table and pass it with --rules FILE",
+            )
+        rule, match = fits[0]
+        return rule, _layer_of(match)
+
+    def _of_layer(self, rule: Rule, match: re.Match[str], config: Config) -> Rule:
+        """The row, assigned to the MTP item that continues its item if the layer is an MTP layer."""
+        layer = _layer_of(match)
+        if layer is None:
+            return rule
+        for item in self.items:
+            if item.continues == rule.item and item.inner is None and item.there is None:
+                first = self.first_mtp_layer(item, config)
+                if first and first <= layer < first + count_entry(config, mtp_entry(config)):
+                    return replace(rule, item=item.name)
+        return rule
+
+    def holds(self, rule: Rule, layer: int | None, config: Config) -> bool:
+        """Whether a row may be one of a layer: items that share their numbers have layers of their own."""
+        if layer is None:
+            return True
+        if (item := self.mtp_items.get(rule.item)) is not None:
+            return layer >= self.first_mtp_layer(item, config)
+        behind = [
+            item
+            for item in self.items
+            if item.continues == rule.item and (item.inner is not None or item.there is not None)
+        ]
+        return not behind or layer < (self.first_mtp_layer(behind[0], config) or layer + 1)
+
+    def written_shift(self, config: Config) -> int:
+        """By how much a target's keys number layers higher than the model does: 2 behind two empty layers.
+
+        Raises
+        ------
+        RuleError
+            If it is not settled how the version that is to train on numbers them.
+        """
+        shift = config.get(self.shifted_by) if self.shifted_by is not None else None
+        if not shift:
+            return 0
+        if isinstance(shift, int) and library_of(config) == "paddleformers":
+            return shift
+        raise RuleError(
+            f"{self.family} ({self.convention})",
+            f"config.json says {self.shifted_by}={shift!r}: {self.convention} 0.3, with which PaddleFormers 1.2 "
+            "trains, numbers its layers from there on, and later versions number them from 0 on; which of them is to "
+            "train on is not known. For 0.3, give a config.json with paddleformers_version with --config FILE; for a "
+            "later one, set the entry to 0 in it",
+        )
+
+    def is_for(self, format: str) -> bool:
+        """Whether the table tells enough for a format."""
+        return self.formats is None or format in self.formats
+
+    def check_format(self, format: str) -> None:
+        """Refuse a format for which the table does not tell enough.
+
+        Raises
+        ------
+        RuleError
+            Naming the formats for which it does.
+        """
+        if not self.is_for(format):
+            raise RuleError(
+                f"{self.family} ({self.convention})",
+                f"{self.convention}'s names and layouts are known for the formats {' and '.join(self.formats or ())} "
+                f"only, "
+                f"not for {format}: no file of another one was available; convert to one of these, or to the names of "
+                "another library with --convention",
+            )
+
+    # What files do not tell if no table knows the family: refused by tables that are made of them, known to all others.
+
+    @property
+    def not_known(self) -> str | None:
+        """Why it does not describe the family of the model, but what was found of one; ``None`` if it does."""
+        return None
+
+    @property
+    def ranks_in_a_row(self) -> int:
+        """Of how many tp ranks the parts of a tensor lie in a row, because it is not known how tp has cut it; or 1."""
+        return 1
+
+    def check_known(self, config: Config, what: str) -> None:
+        """Refuse a target that needs to know ``what``, if it is not known."""
+
+    def check_whole(self, config: Config) -> None:
+        """Refuse a use of whole tensors if it is not known how tp has cut them."""
+
+    def check_keys(self, config: Config) -> None:
+        """Refuse a target that has the model's own keys, if they are not known."""
+
+    def check_job(
+        self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
+    ) -> None:
+        """Refuse a hybrid-parallel target that the files do not determine.
+
+        Parameters
+        ----------
+        degrees
+            Axis → degree in the target, for axes that change more than the rank that holds an optimizer state.
+        stages_given
+            Whether options of the target determine the layers of its stages or virtual stages.
+        marked
+            What has to be known if the target says of every tensor whether it is distributed.
+        """
+
+
+def renamed_prefix(key: str, prefixes: Mapping[str, str]) -> str:
+    """A key with another beginning, if it has one of the prefixes.
+
+    >>> renamed_prefix("model.visual.merger.ln_q.weight", {"model.visual.": "visual."})
+    'visual.merger.ln_q.weight'
+    """
+    for prefix, other in prefixes.items():
+        if key.startswith(prefix):
+            return other + key.removeprefix(prefix)
+    return key
+
+
+def _layer_of(match: re.Match[str]) -> int | None:
+    layer = match.groupdict().get("layer")
+    return None if layer is None else int(layer)
