@@ -129,7 +129,7 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
 
         def counted(*arguments: Any) -> Any:
             """The clocks start with the first answer, when all workers have started."""
-            for report in engine(*arguments):
+            for report in engine.run(*arguments):
                 if not marks:
                     marks.append((time.process_time(), time.perf_counter()))
                 yield report

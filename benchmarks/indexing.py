@@ -167,11 +167,10 @@ def run(latency_seconds: float, files: int, at_a_time: list[int], workers: list[
             import ray
 
             from paddle_reshard.clusters.ray.engine import RayEngine
-            from paddle_reshard.clusters.ray.index import RayIndexing
 
             ray.init(num_cpus=max(workers), include_dashboard=False, log_to_driver=False)
             for count in workers:
-                on_ray = RayIndexing(RayEngine(workers=count))
+                on_ray = RayEngine(workers=count).indexing()
                 on_ray(index_tensor_file, source, sizes)  # workers start
                 measure(f"Ray, {count} workers", on_ray, source, sizes, reads)
 

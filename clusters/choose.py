@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.events import Observer
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
-from paddle_reshard.pipeline.planning.work import Works
-from paddle_reshard.storage.store import ReadRange, WritePart
-from paddle_reshard.tasks.group import GroupReport
-from paddle_reshard.tasks.index import index_here
-
-Engine = Callable[[Works, ReadRange, WritePart], Generator[Sequence[GroupReport], None, None]]
-"""Runs groups and yields the reports of some of them as they are done."""
 
 
 def choose_engine(
@@ -49,23 +39,3 @@ def choose_engine(
     if label_selector:
         raise UsageError("--label-selector chooses nodes of a cluster; give --cluster ray:ADDRESS too")
     return InlineEngine(memory_bytes, workers)
-
-
-def observed(engine: Engine, observe: Observer) -> Engine:
-    """The same engine; ``observe`` is called with what each of its workers runs."""
-    if isinstance(engine, InlineEngine):
-        return replace(engine, observe=observe)
-    from paddle_reshard.clusters.ray.engine import RayEngine
-
-    return replace(engine, observe=observe) if isinstance(engine, RayEngine) else engine
-
-
-def choose_indexing(engine: Engine, observe: Observer) -> IndexFiles:
-    """The function that indexes files for an engine; ``observe`` receives the number of files read."""
-    here = partial(index_here, observe=observe)
-    if isinstance(engine, InlineEngine):
-        return here
-    from paddle_reshard.clusters.ray.engine import RayEngine
-    from paddle_reshard.clusters.ray.index import RayIndexing
-
-    return RayIndexing(engine, observe) if isinstance(engine, RayEngine) else here

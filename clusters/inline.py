@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from paddle_reshard.clusters.container import check_memory_limit
+from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import THREAD, Observer, WorkerAssigned, ignore_events
 from paddle_reshard.pipeline.planning.metadata import check_metadata, held_bytes
@@ -29,12 +31,13 @@ from paddle_reshard.tasks.statistics import Tolerance
 from paddle_reshard.tasks.workspace import Workspace, Workspaces, workspace_bytes
 
 Reports = Generator[GroupReport, None, None]
-Batches = Generator[Sequence[GroupReport], None, None]
 
 
 @dataclass(frozen=True)
-class InlineEngine:
-    """Settings of a run in this process; called with groups, it is an ``Engine``."""
+class InlineEngine(Engine):
+    """Runs groups in this process."""
+
+    in_process: ClassVar[bool] = True
 
     memory_bytes: int = 1 << 30
     """Budget of this process, including its own footprint."""
@@ -48,19 +51,23 @@ class InlineEngine:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers: at least 1 is needed")
 
-    def __call__(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
+    def run(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
         from paddle_reshard.tasks.run_group import run_group  # comparisons do without
 
-        return _one_by_one(self.run(works, lambda work, mover: run_group(work, source, target, mover)))
+        return _one_by_one(self.each(works, lambda work, mover: run_group(work, source, target, mover)))
 
     def compare(self, works: Works, source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
-        return _one_by_one(self.run(works, lambda work, mover: compare_group(work, source, mover)))
+        return _one_by_one(self.each(works, lambda work, mover: compare_group(work, source, mover)))
 
     def measure(self, works: Works, source: ReadRange, tolerance: Tolerance) -> Reports:
         """Measure how far the sides of every group are apart."""
-        return self.run(works, lambda work, mover: measure_group(work, source, tolerance, mover))
+        return self.each(works, lambda work, mover: measure_group(work, source, tolerance, mover))
+
+    def observed(self, observe: Observer) -> InlineEngine:
+        """The same engine; ``observe`` is called with what each of its threads runs."""
+        return replace(self, observe=observe)
 
     def reserving_metadata(
         self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int
@@ -82,7 +89,7 @@ class InlineEngine:
         """As many as memory allows."""
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
-    def run(self, works: Works, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+    def each(self, works: Works, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
         """Call ``do`` with every group and a workspace for it.
 
         Raises

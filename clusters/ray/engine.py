@@ -30,9 +30,9 @@ printed or logged.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
+from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.clusters.ray.actors import Actors, live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
 from paddle_reshard.clusters.ray.calls import Calls
@@ -40,19 +40,20 @@ from paddle_reshard.clusters.ray.capacity import Demand, most_object_bytes, work
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer
 from paddle_reshard.clusters.ray.driver import Driver
+from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.clusters.ray.join import joined_ray
 from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
+from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
-from paddle_reshard.tasks.group import GroupReport
 
 
 @dataclass(frozen=True)
-class RayEngine:
-    """Settings of a run on Ray; called with groups, it is an ``Engine``."""
+class RayEngine(Engine):
+    """Runs groups on the workers of a Ray cluster."""
 
     address: str | None = None
     """``host:port``, or ``auto`` for the cluster on this machine. ``None``: the one in ``RAY_ADDRESS``, or a private
@@ -86,13 +87,12 @@ class RayEngine:
                 f"Ray at {self.address!r}: give host:port of the head node, or submit a job to that cluster"
             )
 
-    def __call__(
-        self, works: Works, source: ReadRange, target: WritePart | None
-    ) -> Generator[Sequence[GroupReport], None, None]:
+    def run(self, works: Works, source: ReadRange, target: WritePart | None) -> Batches:
         """Run every group, and report batches as they are done. Closing the iterator ends all workers.
 
         Without a ``target``, groups are only compared.
         """
+        self.observe(Waiting("Ray and its workers"))
         if not len(works):
             return
         with joined_ray(self.joins, self.workers) as grows:
@@ -109,9 +109,17 @@ class RayEngine:
                 crew = Crew(actors, calls, count)
                 yield from Driver(backlog, crew, calls, dealer, self.observe).reports()
 
-    def compare(self, works: Works, source: ReadRange) -> Generator[Sequence[GroupReport], None, None]:
+    def compare(self, works: Works, source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
-        return replace(self, exchange="never")(works, source, None)
+        return replace(self, exchange="never").run(works, source, None)
+
+    def observed(self, observe: Observer) -> RayEngine:
+        """The same engine; ``observe`` is called with what it waits for, and with what each of its workers runs."""
+        return replace(self, observe=observe)
+
+    def indexing(self, observe: Observer = ignore_events) -> IndexFiles:
+        """Indexes files on the cluster, if there are many."""
+        return RayIndexing(self.joins, self.workers, self.demand, observe)
 
     @property
     def joins(self) -> str | None:

@@ -21,8 +21,7 @@ from ray.exceptions import RayError
 from paddle_reshard.clusters.ray.actors import live_nodes
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
-from paddle_reshard.clusters.ray.capacity import check_labels
-from paddle_reshard.clusters.ray.engine import RayEngine
+from paddle_reshard.clusters.ray.capacity import Demand, check_labels
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_node
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
@@ -50,9 +49,14 @@ MEMORY_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class RayIndexing:
-    """Indexes files on the Ray cluster of an engine; few files, or files on a disk, in this process."""
+    """Indexes files on a Ray cluster; few files, or files on a disk, in this process."""
 
-    engine: RayEngine
+    address: str | None
+    """The existing cluster to join; ``None`` if there is none."""
+    workers: int | None
+    """Number of nodes to index on, as an engine has workers. Default: all."""
+    demand: Demand
+    """What a worker of the engine reserves, and on which nodes."""
     observe: Observer = ignore_events
 
     def __call__(
@@ -65,14 +69,14 @@ class RayIndexing:
         ClusterError
             If Ray lost the workers of a batch at every attempt.
         """
-        is_there = ray.is_initialized() or self.engine.joins is not None
+        is_there = ray.is_initialized() or self.address is not None
         fewest = FEWEST_FILES if is_there else FEWEST_FILES_FOR_OUR_OWN
         if len(sizes) < fewest or isinstance(store, LocalSource):
             return index_here(index, store, sizes, self.observe)
         self.observe(Waiting("Ray"))
         found: dict[str, T] = {}
-        with joined_ray(self.engine.joins, self.engine.workers) as grows:
-            check_labels(self.engine.workers, self.engine.demand, live_nodes(), grows)
+        with joined_ray(self.address, self.workers) as grows:
+            check_labels(self.workers, self.demand, live_nodes(), grows)
             for batch in self._batches(index, store, sizes):
                 found |= batch
                 self.observe(FilesRead(len(found), len(sizes)))
@@ -87,7 +91,7 @@ class RayIndexing:
             memory=MEMORY_BYTES,
             max_retries=ATTEMPTS - 1,
             scheduling_strategy="SPREAD",
-            label_selector=self.engine.label_selector.option,
+            label_selector=self.demand.selector.option,
         )
         shared, environment = ray.put(store), worker_variables()
         paths = sorted(sizes, key=sizes.__getitem__)  # one file tells where the others of its size are read
@@ -95,7 +99,7 @@ class RayIndexing:
             {path: sizes[path] for path in paths[start : start + BATCH_FILES]}
             for start in range(0, len(paths), BATCH_FILES)
         ]
-        at_a_time = TASKS_AT_A_TIME * (self.engine.workers or len(waiting))
+        at_a_time = TASKS_AT_A_TIME * (self.workers or len(waiting))
         running: list[Any] = []
         head = head_of_cluster()
         try:

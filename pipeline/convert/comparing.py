@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from paddle_reshard.clusters.choose import Engine
-from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, Waiting
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.plan import Plan
-from paddle_reshard.pipeline.planning.work import Works, plan_work
+from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import typed
 from paddle_reshard.storage.store import ReadRange, Source
@@ -78,9 +77,7 @@ def run_comparisons(
         observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
         read_bytes = sum(group.read_bytes for group in done.values())
         observe(Progress(read_bytes, before=True, groups=len(done)))
-        if not isinstance(engine, InlineEngine):
-            observe(Waiting("Ray and its workers"))
-        batches = stack.enter_context(closing(_compare(engine, plan_work(plan, done), source)))
+        batches = stack.enter_context(closing(engine.compare(plan_work(plan, done), source)))
         for reports in batches:
             found = [compared(report) for report in reports]
             done |= {group.group: group for group in found}
@@ -92,16 +89,6 @@ def run_comparisons(
     if resume is not None:
         resume.unlink()
     return [done[group] for group in sorted(done)]
-
-
-def _compare(engine: Engine, works: Works, source: ReadRange) -> Generator[Sequence[GroupReport], None, None]:
-    if isinstance(engine, InlineEngine):
-        return engine.compare(works, source)
-    from paddle_reshard.clusters.ray.engine import RayEngine
-
-    if not isinstance(engine, RayEngine):
-        raise TypeError(f"{type(engine).__name__} compares nothing")
-    return engine.compare(works, source)
 
 
 def compared(report: GroupReport) -> Compared:

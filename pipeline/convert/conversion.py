@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paddle_reshard.clusters.choose import choose_engine, choose_indexing, observed
-from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.convert.asked import stated_request
 from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_complete
@@ -253,23 +252,22 @@ def plan_and_run(
         settings.device,
         settings.label_selector,
     )
-    engine = observed(engine, observe)
+    engine = engine.observed(observe)
     started = time.monotonic()
-    counted, index_files = count_retries(), choose_indexing(engine, observe)
+    counted, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
     outputs = open_targets(request.locations, settings.resume, settings.take_over)
-    conversion = make_plan(outputs, index_files, isinstance(engine, InlineEngine))
+    conversion = make_plan(outputs, index_files, engine.in_process)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     decisions = [decision for target in conversion.targets for decision in target.spec.decisions]
     decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
     facts = (*dict.fromkeys(decided), f"{groups} groups", f"{written_bytes} bytes to write")
     observe(StepEnded("plan", ", ".join(facts)))
     observe(Planned(conversion))
-    if isinstance(engine, InlineEngine):
-        tensors = len(conversion.plan.tensors)
-        engine = engine.reserving_metadata(
-            tensors, conversion.pieces, conversion.plan.peak_bytes, conversion.spare_bytes
-        )
+    plan = conversion.plan
+    engine = engine.reserving_metadata(
+        len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
+    )
     moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
     return ConversionReport(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing, observed
-from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.crc import checksum_of
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
-from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, Waiting, ignore_events
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
@@ -112,11 +112,11 @@ def fingerprint_with(
     cluster, workers = options.get("cluster", "inline"), options.get("workers")
     selector = texts_of(options.get("label_selector", ()))
     engine = choose_engine(cluster, workers, budget_bytes, label_selector=selector)
-    engine = observed(engine, observe)
+    engine = engine.observed(observe)
     store = open_checkpoint(source, source_access(options))
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     tables, config = given_inputs(options.get("rules"), options.get("config"))
-    checkpoint = index_checkpoint(store, tables, config, missing, choose_indexing(engine, observe))
+    checkpoint = index_checkpoint(store, tables, config, missing, engine.indexing(observe))
     settings = PlanSettings(budget_bytes=budget_bytes, sizes=sizes)
     plan = plan_sums(checkpoint.catalog, settings)
     tensors = checkpoint.catalog.tensors
@@ -144,12 +144,9 @@ def run_reads(
     plan: Plan, source: ReadRange, engine: Engine, spare_bytes: int, observe: Observer
 ) -> Iterator[GroupReport]:
     """The reports of the groups of a plan of sums, which write nothing."""
-    if isinstance(engine, InlineEngine):
-        engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
+    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     observe(StepStarted("reading", plan.read_bytes, plan.groups, plan.budget_bytes))
-    if not isinstance(engine, InlineEngine):
-        observe(Waiting("Ray and its workers"))
-    with closing(engine(plan_work(plan), source, NoTarget())) as batches:
+    with closing(engine.run(plan_work(plan), source, NoTarget())) as batches:
         for reports in batches:
             yield from reports
             for ended in groups_ended(plan, reports):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, run_sums
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, names_and_sizes
 from paddle_reshard.pipeline.convert.manifest import parse_manifest

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_reshard.clusters.choose import Engine
-from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.asked import session_record
 from paddle_reshard.pipeline.convert.groups_ended import groups_ended
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
@@ -33,7 +32,6 @@ from paddle_reshard.pipeline.core.events import (
     Progress,
     StepEnded,
     StepStarted,
-    Waiting,
     ignore_events,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -205,7 +203,7 @@ def _run(
         reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, from an earlier run"
         resumed = f"; {reused}" if report.resumed_bytes else ""
         observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{resumed}"))
-        if isinstance(engine, InlineEngine):  # the same memory is needed to index the staged targets
+        if engine.in_process:  # the same memory is needed to index the staged targets
             plan.release_ops()
             trim_heap()
         observe(StepStarted("verify"))
@@ -291,10 +289,8 @@ def _move(
     sums = [Sum(t, d, int(digits, 16), n) for record in done.values() for t, d, digits, n in record.sums]
     resumed_bytes = sum(receipt.nbytes for receipt in receipts)
     observe(Progress(resumed_bytes, before=True, groups=resumed))
-    if not isinstance(engine, InlineEngine):
-        observe(Waiting("Ray and its workers"))
     figures: list[WorkerFigures] = []
-    with closing(engine(plan_work(plan, done), source, writer)) as batches:
+    with closing(engine.run(plan_work(plan, done), source, writer)) as batches:
         for reports in batches:
             outputs.note([_record(report) for report in reports])
             for report in reports:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.clusters.choose import Engine, choose_engine, choose_indexing, observed
-from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.comparing import compared, differences_of, run_comparisons
 from paddle_reshard.pipeline.convert.inputs import given_inputs
 from paddle_reshard.pipeline.convert.options import check_names, takes
@@ -286,7 +286,7 @@ def _given_fingerprints(
 
 def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
     """Run a request made by :func:`read_verify_request`."""
-    request = replace(request, engine=observed(request.engine, observe))
+    request = replace(request, engine=request.engine.observed(observe))
     return replace(_run(request, observe), signed_by=request.signed_by)
 
 
@@ -306,9 +306,7 @@ def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
 
     store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(
-        store, *inputs, request.missing, choose_indexing(request.engine, observe), True
-    )
+    checkpoint = index_checkpoint(store, *inputs, request.missing, request.engine.indexing(observe), True)
     check_optimizer(store, checkpoint)
     comparison = plan_self_comparison(checkpoint.catalog, _in_steps(request))
     report = _compared(comparison, store, [store], request, observe)
@@ -324,7 +322,7 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
 
     store = open_checkpoint(request.a, request.access[0])
     inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(store, *inputs, request.missing, choose_indexing(request.engine, observe))
+    checkpoint = index_checkpoint(store, *inputs, request.missing, request.engine.indexing(observe))
     tensors = checkpoint.catalog.tensors
     _check_states(request.states, tensors.states | against.tensors.states)
     chosen = _of_states(tensors, request.states)
@@ -409,7 +407,7 @@ def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyRepo
     ]
     _refuse_quantised(stores)
     inputs = given_inputs(request.rules, request.config)
-    index_files = choose_indexing(request.engine, observe)
+    index_files = request.engine.indexing(observe)
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
     comparison = _plan_two(
         request, stores, *index_pair(stores[0], stores[1], *inputs, request.missing, index_files)
@@ -441,7 +439,7 @@ def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, t
     _check_states(request.states, one.catalog.tensors.states | two.catalog.tensors.states)
     tensors = max(len(side.catalog.tensors) for side in (one, two))
     pieces = max(len(side.catalog.fragments) for side in (one, two))
-    if isinstance(request.engine, InlineEngine):
+    if request.engine.in_process:
         check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
     planned = plan_comparison(one.catalog, two.catalog, _in_steps(request), request.states, request.subset)
     differences = planned.differences
@@ -482,8 +480,7 @@ def _compared(
 ) -> VerifyReport:
     """Run a comparison of files of ``source``, which are those of ``stores``."""
     plan, engine = comparison.plan, request.engine
-    if isinstance(engine, InlineEngine):
-        engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, _spare(request))
+    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, _spare(request))
     groups = run_comparisons(plan, source, stores, engine, observe, request.resume)
     return VerifyReport(
         comparison.tensors,

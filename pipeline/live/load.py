@@ -228,7 +228,7 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
         return replace(run_group(work, needed, writer, mover), read_bytes=needed.read_bytes)
 
     if all(tensor.on_host for tensor in live):
-        reports = InlineEngine(plan.budget_bytes).run(plan_work(plan), do)
+        reports = InlineEngine(plan.budget_bytes).each(plan_work(plan), do)
     else:
         reports = _run_in_this_thread(plan, do)
     with closing(reports):

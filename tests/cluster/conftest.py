@@ -18,13 +18,14 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.cluster_utils import Cluster
 
-from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.run import MoveReport, run_conversion
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
+from tests.cluster.faults import Through
 from tests.conftest import REPO, case_directory
 from tests.sized import in_groups
 
@@ -81,9 +82,10 @@ class Conversion:
     files: dict[str, bytes]
     folder: Path
 
-    def run(self, engine: Engine) -> MoveReport:
+    def run(self, engine: Engine | Callable[..., Batches]) -> MoveReport:
         """Run it with another engine; the result must not differ in any byte."""
         made = self.folder / "made"
+        engine = engine if isinstance(engine, Engine) else Through(engine)
         report = run_conversion(
             self.plan, Outputs([LocalTarget(made, overwrite=False)]), engine, ignore_events
         )

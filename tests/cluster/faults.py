@@ -6,13 +6,15 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.os_errors import translated_while_moving
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
@@ -33,6 +35,19 @@ def first_time(marker: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Through(Engine):
+    """Groups go through a function, which puts what misbehaves before a source or a writer."""
+
+    function: Callable[[Works, ReadRange, WritePart], Batches]
+
+    def run(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
+        return self.function(works, source, target)
+
+    def compare(self, works: Works, source: ReadRange) -> Batches:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from paddle_reshard.clusters.ray import index as ray_index
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import WORKER_ENV
-from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.core.errors import ClusterError, FormatError, UsageError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
@@ -70,7 +69,7 @@ def ranks(source: Source) -> dict[str, int]:
 
 
 def on_ray(index: Any, source: Source, workers: int = 2) -> dict[str, Any]:
-    return RayIndexing(RayEngine(workers=workers))(index, source, ranks(source))
+    return RayEngine(workers=workers).indexing()(index, source, ranks(source))
 
 
 # ----------------------------------------------------------------------- what workers do; they import it
@@ -112,10 +111,10 @@ def test_the_same_is_found_in_the_same_order(source: Source, batches: list[objec
 def test_files_are_indexed_on_nodes_with_the_labels(source: Source, batches: list[object]) -> None:
     (labelled,) = (node["NodeID"] for node in ray.nodes() if node["Labels"].get(ZONE) == "a")
     engine = RayEngine(label_selector=LabelSelector.parse([f"{ZONE}=a"]))
-    assert {*RayIndexing(engine)(node_of, source, ranks(source)).values()} == {labelled}
+    assert {*engine.indexing()(node_of, source, ranks(source)).values()} == {labelled}
     engine = RayEngine(label_selector=LabelSelector.parse([f"{ZONE}=b"]))
     with pytest.raises(UsageError, match=f"no node of the Ray cluster has {ZONE}=b"):
-        RayIndexing(engine)(node_of, source, ranks(source))
+        engine.indexing()(node_of, source, ranks(source))
 
 
 @pytest.mark.cluster
@@ -138,7 +137,7 @@ def test_a_dist_checkpoint_is_the_same(
         store.client.upload_file(str(path), bucket, f"flex/{path.relative_to(tmp_path)}")
     source = open_source(f"s3://{bucket}/flex", store.options)
     here = index_checkpoint(source, shipped_tables())
-    there = index_checkpoint(source, shipped_tables(), index_files=RayIndexing(RayEngine(workers=2)))
+    there = index_checkpoint(source, shipped_tables(), index_files=RayEngine(workers=2).indexing())
     assert batches
     assert there.catalog.fragments.rows().tobytes() == here.catalog.fragments.rows().tobytes()
     assert replace(there, catalog=here.catalog) == here

@@ -35,7 +35,7 @@ def engine_for(*conditions: str, **settings: Any) -> RayEngine:
 def nodes_that_read(conversion: Conversion, engine: RayEngine) -> list[str]:
     """Run a conversion. Returns the id of the node of each process that has read."""
     notes = conversion.folder / "notes"
-    conversion.run(lambda works, source, target: engine(works, NodesNoted(source, notes), target))
+    conversion.run(lambda works, source, target: engine.run(works, NodesNoted(source, notes), target))
     return [note.read_text() for note in notes.iterdir()]
 
 

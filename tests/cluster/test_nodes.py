@@ -12,7 +12,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
-from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.ray import calls
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
@@ -47,7 +47,7 @@ def watching(notes: Path, engine: RayEngine, event: Callable[[int], None]) -> En
 
     def run(works: Works, source: object, target: object) -> Iterator[object]:
         notes.mkdir()
-        for report in engine(works, Watched(source, notes, seconds=0.05), target):
+        for report in engine.run(works, Watched(source, notes, seconds=0.05), target):
             event(len(list(notes.iterdir())))
             yield report
 
@@ -106,7 +106,7 @@ def test_a_group_whose_node_is_preempted_waits_for_the_next_one(
     monkeypatch.setattr(calls.Calls, "wait", losing)
     try:
         conversion.run(
-            lambda works, source, target: engine(works, Watched(source, notes, seconds=0.2), target)
+            lambda works, source, target: engine.run(works, Watched(source, notes, seconds=0.2), target)
         )
     finally:
         cluster.remove_node(nodes[-1])

@@ -42,7 +42,7 @@ from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.convert import run as workflow
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from tests.cluster.faults import Watched
+from tests.cluster.faults import Through, Watched
 from tests.sized import in_groups
 
 def end(number, frame):
@@ -54,7 +54,7 @@ source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
 calls.PATIENCE_SECONDS = 1.0
 plan = in_groups(int(sys.argv[5])).plan(source, target, to="tp=2,sharding=3")
 engine = RayEngine(workers=1, memory_bytes=256 << 20)
-watched = lambda works, source, writer: engine(works, Watched(source, notes, seconds), writer)
+watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes, seconds), writer))
 try:
     workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
 except paddle_reshard.ReshardError as error:

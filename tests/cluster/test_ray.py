@@ -14,7 +14,7 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.cluster_utils import Cluster
 
-from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray import calls, dealing
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
@@ -47,6 +47,7 @@ from tests.cluster.faults import (
     ReadsTwoAtATime,
     StaleOnce,
     TakesNoMore,
+    Through,
     Unreachable,
     Watched,
 )
@@ -97,8 +98,8 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
 
 @pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
 def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
-    seen: list[WorkerAssigned] = []
-    report = conversion.run(engine(exchange=exchange, observe=seen.append))
+    events: list[object] = []
+    report = conversion.run(engine(exchange=exchange, observe=events.append))
     several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
     assert several > 20
     assert exchanged == ([2] * several if exchange == "always" else [])
@@ -111,6 +112,7 @@ def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, ex
     assert all(worker.groups and worker.busy_seconds > 0 for worker in report.workers)
     if exchange == "never":
         assert sum(worker.groups for worker in report.workers) == report.groups
+    seen = [event for event in events if isinstance(event, WorkerAssigned)]
     ran = {group for event in seen for groups in event.groups or () for group in groups}
     assert ran == set(range(report.groups))
     at_last = {event.worker: event for event in seen}
@@ -165,7 +167,7 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     report = run_conversion(
         conversion.plan,
         Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
-        lambda works, source, target: engine(workers=1)(
+        lambda works, source, target: engine(workers=1).run(
             works, FailsOnce(source, tmp_path / "failed"), target
         ),
         lambda event: None,
@@ -184,7 +186,7 @@ def test_workers_get_the_variables_that_are_named_and_no_others(
     notes = tmp_path / "notes"
     for name in ("STORE_KEY", "ANOTHER_KEY"):
         conversion.run(
-            lambda works, source, target, name=name: engine(workers=1)(
+            lambda works, source, target, name=name: engine(workers=1).run(
                 works, Watched(source, notes / name, variable=name), target
             )
         )
@@ -231,7 +233,7 @@ def test_a_worker_killed_while_reading_is_replaced(
 ) -> None:
     marker = tmp_path / "killed"
     conversion.run(
-        lambda works, source, target: engine(exchange=exchange)(
+        lambda works, source, target: engine(exchange=exchange).run(
             works, KilledOnceReading(source, marker), target
         )
     )
@@ -244,7 +246,7 @@ def test_a_worker_killed_while_writing_is_replaced(
 ) -> None:
     marker = tmp_path / "killed"
     conversion.run(
-        lambda works, source, target: engine(exchange=exchange)(
+        lambda works, source, target: engine(exchange=exchange).run(
             works, source, KilledOnceWriting(target, marker)
         )
     )
@@ -269,7 +271,7 @@ def test_a_group_that_always_kills_its_worker_is_named(
     assert readers == [10]
     with pytest.raises(GroupFailedError) as failed:
         conversion.run(
-            lambda works, source, target: engine(workers=workers)(
+            lambda works, source, target: engine(workers=workers).run(
                 works, KillsItsReader(source, path, place), target
             )
         )
@@ -289,7 +291,7 @@ def test_a_store_that_cannot_be_reached_is_named_and_no_secret_is(
     caplog.set_level("DEBUG")
     secret = Unreachable("open sesame")
     with pytest.raises(GroupFailedError, match=r"ConnectionError: .*: the store does not answer") as failed:
-        conversion.run(lambda works, source, target: engine()(works, secret, target))
+        conversion.run(lambda works, source, target: engine().run(works, secret, target))
     assert "attempt 3 failed" in caplog.text
     assert "sesame" not in caplog.text
     assert "sesame" not in str(failed.value)
@@ -299,14 +301,16 @@ def test_what_the_disk_of_a_worker_refuses_arrives_as_a_sentence_about_the_targe
     conversion: Conversion, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(TargetError, match=r"^\S+/made: the file is larger than the limit") as failed:
-        conversion.run(lambda works, source, target: engine(workers=1)(works, source, TakesNoMore(target)))
+        conversion.run(
+            lambda works, source, target: engine(workers=1).run(works, source, TakesNoMore(target))
+        )
     assert failed.value.retryable
     assert "attempt" not in caplog.text
 
 
 def test_what_one_machine_cannot_read_is_tried_again(conversion: Conversion, tmp_path: Path) -> None:
     marker = tmp_path / "stale"
-    conversion.run(lambda works, source, target: engine()(works, StaleOnce(source, marker), target))
+    conversion.run(lambda works, source, target: engine().run(works, StaleOnce(source, marker), target))
     assert marker.exists()
 
 
@@ -319,7 +323,7 @@ def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
     def on(inner: Engine) -> DriftError:
         with pytest.raises(DriftError) as refused:
             conversion.run(
-                lambda works, source, target: inner(
+                lambda works, source, target: inner.run(
                     works, OneByteOff(source, path, int(copy["target_byte"])), target
                 )
             )
@@ -345,8 +349,10 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
             run_conversion(
                 conversion.plan,
                 made,
-                lambda works, source, target, inner=inner: inner(
-                    works, OneByteOff(source, path, int(copy["target_byte"])), target
+                Through(
+                    lambda works, source, target, inner=inner: inner.run(
+                        works, OneByteOff(source, path, int(copy["target_byte"])), target
+                    )
                 ),
                 lambda event: None,
             )
@@ -356,7 +362,9 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_one_worker_reads_for_a_group_while_it_has_another(conversion: Conversion) -> None:
-    conversion.run(lambda works, source, target: engine(workers=1)(works, ReadsTwoAtATime(source), target))
+    conversion.run(
+        lambda works, source, target: engine(workers=1).run(works, ReadsTwoAtATime(source), target)
+    )
 
 
 def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> None:
@@ -372,7 +380,7 @@ def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> Non
             begun.write_part("none", 0, memoryview(b""))
         for file in conversion.plan.plan.target_files:
             (target.staging.files / file.path).touch()
-        reports = engine()(works, source, begun)
+        reports = engine().run(works, source, begun)
         next(reports)
         reports.close()
     workers = [int(note.name) for note in notes.iterdir()]
@@ -393,7 +401,7 @@ def test_a_group_beyond_the_memory_of_a_worker_is_refused(conversion: Conversion
 def test_two_gpus_and_the_same_bytes(conversion: Conversion, tmp_path: Path, exchanged: list[int]) -> None:
     notes = tmp_path / "notes"
     conversion.run(
-        lambda works, source, target: engine(device="gpu", paddle_device="cpu", exchange="always")(
+        lambda works, source, target: engine(device="gpu", paddle_device="cpu", exchange="always").run(
             works, Watched(source, notes), target
         )
     )
@@ -422,7 +430,7 @@ def test_a_node_that_is_lost_is_survived(cluster: Cluster, conversion: Conversio
 
     def losing(works: Works, source: object, target: object) -> Iterator[object]:
         removed = False
-        for report in engine(workers=4)(works, Watched(source, notes, seconds=0.2), target):
+        for report in engine(workers=4).run(works, Watched(source, notes, seconds=0.2), target):
             if not removed and len(list(notes.iterdir())) == 4:
                 cluster.remove_node(node, allow_graceful=False)
                 removed = True
@@ -449,7 +457,7 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
 def test_no_groups_need_no_cluster(plan: Plan) -> None:
     conversion = plan(group_bytes=64 << 20)
     works = plan_work(conversion.plan.plan, range(conversion.inline.groups))
-    assert list(engine()(works, None, None)) == []
+    assert list(engine().run(works, None, None)) == []
 
 
 OWN_RAY = """
@@ -460,12 +468,12 @@ from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.convert import run as workflow
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from tests.cluster.faults import Watched
+from tests.cluster.faults import Through, Watched
 
 source, target, notes = map(Path, sys.argv[1:])
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3", fingerprint="known")
 engine = RayEngine(workers=1, memory_bytes=256 << 20)
-watched = lambda works, source, writer: engine(works, Watched(source, notes), writer)
+watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes), writer))
 workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
 assert not ray.is_initialized()
 """
@@ -495,4 +503,4 @@ def test_a_missing_cluster_is_reported(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(kind, match=f"cannot join Ray at '{address}': .*{reason}"):
-        next(RayEngine(address=address)([None], None, None))
+        next(RayEngine(address=address).run([None], None, None))

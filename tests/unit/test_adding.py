@@ -5,34 +5,58 @@ from __future__ import annotations
 import doctest
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import paddle_reshard
-from paddle_reshard.clusters.choose import Engine
+from paddle_reshard.clusters.engine import Engine
+from paddle_reshard.pipeline.convert.run import run_conversion
+from paddle_reshard.pipeline.convert.verify import read_verify_request, verify_request
+from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.layouts import rules
-from paddle_reshard.pipeline.planning.work import plan_work
-from tests.cluster.test_exchange import Written
+from paddle_reshard.storage.local.target import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import COMMITTED, REPO
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 ADDING = (REPO / "docs" / "adding.md").read_text("utf-8")
 
 
-def test_the_engine_that_is_shown_converts(tmp_path: Path) -> None:
+@pytest.fixture
+def engine() -> Engine:
+    """The engine that is shown."""
     names: dict[str, Any] = {}
     exec("".join(example.source for example in doctest.DocTestParser().get_examples(ADDING)), names)
-    engine: Engine = names["one_after_another"]
-    planned = paddle_reshard.plan(SOURCE, to="tp=1").plan
-    written = Written()
-    store = paddle_reshard.plan(SOURCE, to="tp=1").store
-    reports = list(engine(plan_work(planned), store, written))
-    assert len(reports) == planned.groups
+    shown: Engine = names["OneAfterAnother"]()
+    return shown
+
+
+def test_the_engine_that_is_shown_converts(engine: Engine, tmp_path: Path) -> None:
+    conversion = paddle_reshard.plan(SOURCE, tmp_path / "made", to="tp=1")
+    report = run_conversion(
+        conversion, Outputs([LocalTarget(tmp_path / "made", False)]), engine, ignore_events
+    )
+    assert report.groups == conversion.plan.groups
     paddle_reshard.convert(SOURCE, tmp_path / "T", to="tp=1")
-    for file in planned.target_files:
-        made = (tmp_path / "T" / file.path).read_bytes()
-        found = {start: part for (path, start), part in written.parts.items() if path == file.path}
-        assert b"".join(found[start] for start in sorted(found)) == made, file.path
+    for file in conversion.plan.target_files:
+        assert (tmp_path / "made" / file.path).read_bytes() == (tmp_path / "T" / file.path).read_bytes()
+
+
+def test_the_engine_that_is_shown_verifies(engine: Engine, tmp_path: Path) -> None:
+    """Equal checkpoints of two topologies, and one of which a byte of a tensor was changed."""
+    one = tmp_path / "one"
+    paddle_reshard.convert(SOURCE, one, to="tp=1")
+    request = replace(read_verify_request(SOURCE, one, None, False, {}), engine=engine)
+    assert verify_request(request).differences == ()
+    file = one / "optimizer.pdopt"
+    content = bytearray(file.read_bytes())
+    content[1562531] ^= 1  # [20, 18] of a master weight, as docs/tour.md computes it
+    file.write_bytes(content)
+    (difference,) = verify_request(request).differences
+    assert "model.layers.3.self_attn.k_proj.weight" in difference.tensor
 
 
 def test_a_family_is_one_file(tmp_path: Path) -> None:

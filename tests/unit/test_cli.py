@@ -271,8 +271,8 @@ def test_layout_comes_from_a_file_and_flags_win(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     slow = (
-        "import time; from paddle_reshard.clusters.inline import InlineEngine as Engine; run = Engine.__call__; "
-        "Engine.__call__ = lambda *a: (r for r in run(*a) if print('moving', flush=True) or time.sleep(60)); "
+        "import time; from paddle_reshard.clusters.inline import InlineEngine as Engine; run = Engine.run; "
+        "Engine.run = lambda *a: (r for r in run(*a) if print('moving', flush=True) or time.sleep(60)); "
         "from paddle_reshard.pipeline.cli.main import main; main()"
     )
     command = [

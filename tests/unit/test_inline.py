@@ -99,9 +99,9 @@ def test_any_number_of_workers_makes_the_same(
 ) -> None:
     works = plan_work(conversion.plan)
     one, several = Written(), Written()
-    expected = list(chain.from_iterable(InlineEngine(workers=1)(works, conversion.store, one)))
+    expected = list(chain.from_iterable(InlineEngine(workers=1).run(works, conversion.store, one)))
     assert [report.group for report in expected] == [work.group for work in works]
-    found = chain.from_iterable(InlineEngine(memory_bytes, workers)(works, conversion.store, several))
+    found = chain.from_iterable(InlineEngine(memory_bytes, workers).run(works, conversion.store, several))
     assert sorted(found, key=lambda report: report.group) == expected
     assert several.parts == one.parts
     assert not our_threads()
@@ -112,7 +112,7 @@ def test_an_observer_learns_what_each_worker_runs(conversion: ConversionPlan) ->
     memory_bytes = FOOTPRINT_BYTES + 2 * GROUP_BYTES
     engine = InlineEngine(memory_bytes, 3, observe=events.append)
     works = plan_work(conversion.plan)
-    reports = list(chain.from_iterable(engine(works, conversion.store, Written())))
+    reports = list(chain.from_iterable(engine.run(works, conversion.store, Written())))
     ran = {group: event.worker for event in events for groups in event.groups or () for group in groups}
     assert ran == {report.group: report.worker for report in reports}
     assert sorted(ran) == [work.group for work in works]
@@ -130,21 +130,21 @@ def test_groups_overlap(conversion: ConversionPlan) -> None:
     reading = [work.group for work in plan_work(conversion.plan) if len(work.bands)][:6]
     works = plan_work(conversion.plan, set(range(conversion.plan.groups)) - set(reading))
     source = Reads(conversion.store, gate=threading.Barrier(2, timeout=PATIENCE_SECONDS))
-    reports = list(InlineEngine(workers=2)(works, source, Written()))
+    reports = list(InlineEngine(workers=2).run(works, source, Written()))
     assert len(reports) == len(works)
 
 
 def test_a_failure_ends_all(conversion: ConversionPlan) -> None:
     source = Reads(conversion.store, fails=4)
     with pytest.raises(OSError, match="the disk is gone"):
-        list(InlineEngine(workers=3)(plan_work(conversion.plan), source, Written()))
+        list(InlineEngine(workers=3).run(plan_work(conversion.plan), source, Written()))
     assert source.made <= 8
     assert not our_threads()
 
 
 def test_a_run_can_be_closed_at_any_time(conversion: ConversionPlan) -> None:
     source = Reads(conversion.store)
-    with closing(InlineEngine(workers=3)(plan_work(conversion.plan), source, Written())) as reports:
+    with closing(InlineEngine(workers=3).run(plan_work(conversion.plan), source, Written())) as reports:
         next(reports)
     assert source.made <= 6
     assert not our_threads()
@@ -156,7 +156,7 @@ def test_a_group_that_can_never_run_is_named(conversion: ConversionPlan) -> None
     with pytest.raises(
         MemoryBudgetError, match=rf"needs {FOOTPRINT_BYTES + conversion.plan.peak_bytes} bytes"
     ):
-        list(engine(works, conversion.store, Written()))
+        list(engine.run(works, conversion.store, Written()))
     assert not our_threads()
 
 
