@@ -167,8 +167,10 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     report = run_conversion(
         conversion.plan,
         Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
-        lambda works, source, target: engine(workers=1).run(
-            works, FailsOnce(source, tmp_path / "failed"), target
+        Through(
+            lambda works, source, target: engine(workers=1).run(
+                works, FailsOnce(source, tmp_path / "failed"), target
+            )
         ),
         lambda event: None,
     )
