@@ -12,6 +12,11 @@ import click
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence
 from paddle_reshard.pipeline.core.errors import ReshardError, SignatureError
 
+DEFECT = "Defect"
+"""Kind of an error that nobody has foreseen."""
+LIMITS = "Limits"
+"""Topic of errors of a machine that does not give what a command needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -21,6 +26,13 @@ class End:
     message: str
     kind: str
     retryable: bool = False
+    topic: str = ""
+    """The heading of docs/guides/troubleshooting.md that is about it; empty where the message says all."""
+
+    @property
+    def shown(self) -> str:
+        """The message, with its topic."""
+        return f"{self.message} [{self.topic}]" if self.topic else self.message
 
 
 def end_of(error: BaseException, trouble: int) -> End:
@@ -29,16 +41,18 @@ def end_of(error: BaseException, trouble: int) -> End:
     if isinstance(error, click.ClickException):
         return End(error.exit_code, error.format_message(), "UsageError")
     if isinstance(error, SignatureError):  # an answer: what was checked is not what was signed
-        return End(error.exit_status, str(error), kind)
+        return End(error.exit_status, str(error), kind, topic=kind)
     if isinstance(error, ReshardError):
-        return End(max(trouble, error.exit_status), str(error), kind, error.retryable)
+        return End(max(trouble, error.exit_status), str(error), kind, error.retryable, kind)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         return End(exit_status(error), sentence(error), "Interrupted", True)
     if lacking := _lacking(error):
-        return End(trouble, lacking, kind, True)
+        return End(trouble, lacking, kind, True, LIMITS)
     if isinstance(error, OSError):
-        return End(trouble, f"{kind}: {error}", kind, isinstance(error, (ConnectionError, TimeoutError)))
-    return End(trouble, f"{kind}: {error} ({_frames(error)}); this is a bug in paddle-reshard", "Defect")
+        lost = isinstance(error, (ConnectionError, TimeoutError))
+        return End(trouble, f"{kind}: {error}", kind, lost, OSError.__name__)
+    message = f"{kind}: {error} ({_frames(error)}); this is a bug in paddle-reshard"
+    return End(trouble, message, DEFECT, topic=DEFECT)
 
 
 def _lacking(error: BaseException) -> str | None:

@@ -222,7 +222,7 @@ class Commands(click.Group):
                 status = end.status
                 if as_json:
                     print_error(command, end)
-                note_failure(end.message)
+                note_failure(end.shown)
                 if not events:
                     _report(error, end)
             stdout.flush()
@@ -244,7 +244,7 @@ def _report(error: BaseException, end: End) -> None:
             click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
         say(f"Error: {end.message}", err=True)
     else:
-        say(f"paddle-reshard: {end.message}", err=True)
+        say(f"paddle-reshard: {end.shown}", err=True)
 
 
 def _status_without_output(command: str | None, failure: OSError, status: int, trouble: int) -> int:

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.convert.integrity import IntegrityReport
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.verify import VerifyReport
 from paddle_reshard.pipeline.core import version
+from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.units import PathLike
@@ -215,7 +216,8 @@ def describe_failure(
 ) -> ReportData:
     """What a conversion says that ended after it was planned."""
     planned = describe_plan(conversion, picture, command, proof)
-    message = str(error) or type(error).__name__
+    kind = type(error).__name__
+    message = f"{error} [{kind}]" if isinstance(error, ReshardError) else str(error) or kind
     *tiles, planned_memory = planned.tiles
     tiles = [_reached(run), *tiles, _memory(conversion.plan, run) or planned_memory]
     return replace(planned, status="not converted", tone=BAD, error=message, run=run, tiles=tuple(tiles))

@@ -13,12 +13,16 @@ from unittest import mock
 
 import pytest
 
+from paddle_reshard.pipeline.cli.ends import end_of
 from tests.conftest import REPO, case_directory
-from tests.documents.blocks import blocks_of
 from tests.documents.names import begin
 from tests.jobs.command import copy_checkpoint, run_here
 
 PAGE = REPO / "docs/guides/troubleshooting.md"
+CHINESE = REPO / "docs/zh/guides/troubleshooting.md"
+FOLDERS = ("clusters", "pipeline", "storage", "tasks")
+ANSWERS = "Damage"
+"""The heading of what is no error, but an answer of ``verify``."""
 
 
 @pytest.fixture
@@ -117,21 +121,59 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def shown() -> list[str]:
-    blocks = blocks_of(PAGE.read_text("utf-8"))
-    return [line for block in blocks if block.language == "text" for line in block.text.splitlines()]
+def shown(page: Path = PAGE) -> dict[str, str]:
+    """Every message of a page, with the heading above it."""
+    heading, block, found = "", False, {}
+    for line in page.read_text("utf-8").splitlines():
+        if line.startswith("```"):
+            block = line == "```text"
+        elif block:
+            found[line] = heading
+        elif line.startswith("##"):
+            heading = line.lstrip("# ")
+    return found
+
+
+def kinds() -> set[str]:
+    """Every class of errors in the sources."""
+    sources = [path.read_text("utf-8") for folder in FOLDERS for path in (REPO / folder).rglob("*.py")]
+    bases = dict(re.findall(r"^class (\w+)\((\w+)\):", "\n".join(sources), re.MULTILINE))
+    found = {"ReshardError"}
+    while further := {name for name, base in bases.items() if base in found} - found:
+        found |= further
+    return found
 
 
 @pytest.mark.parametrize("message", SITUATIONS)
-def test_messages_appear(message: str, folder: Path) -> None:
-    (line,) = (line for line in shown() if message in line)
+def test_messages_appear_with_the_heading_below_which_they_are(message: str, folder: Path) -> None:
+    ((line, heading),) = ((line, heading) for line, heading in shown().items() if message in line)
     make, command = SITUATIONS[message]
     with mock.patch.dict(os.environ):
         make(folder)
         done = run_here(*shlex.split(command))
     assert done.returncode in (1, 2)
     assert line in done.stderr + done.stdout
+    refused = done.stderr.splitlines()[-1:]
+    assert heading == ANSWERS if not refused else refused[0].endswith(f" [{heading}]")
 
 
 def test_every_message_of_the_page_is_made_to_appear() -> None:
     assert all(any(message in line for message in SITUATIONS) for line in shown())
+
+
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=["en", "zh"])
+def test_every_kind_of_error_has_a_heading(page: Path) -> None:
+    headings = {
+        line.removeprefix("### ") for line in page.read_text("utf-8").splitlines() if line.startswith("### ")
+    }
+    foreseen = [error() for error in (OSError, PermissionError, ConnectionResetError, MemoryError, KeyError)]
+    assert headings == kinds() | {end_of(error, 1).topic for error in foreseen}
+
+
+def test_both_pages_have_the_same_messages_below_the_same_headings() -> None:
+    english, chinese = (
+        {line: heading for line, heading in shown(page).items() if heading in kinds()}
+        for page in (PAGE, CHINESE)
+    )
+    assert english == chinese
+    assert shown(PAGE).keys() == shown(CHINESE).keys()

@@ -215,7 +215,8 @@ def test_an_explicit_address_takes_precedence_and_a_silent_one_is_reported_in_on
     done = run(*arguments, env={"RAY_ADDRESS": "http://127.0.0.1:7"})
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "paddle-reshard: the cluster rejected the job: Failed to connect to Ray at address: http://127.0.0.1:9."
+        "paddle-reshard: the cluster rejected the job: Failed to connect to Ray at address: http://127.0.0.1:9. "
+        "[JobError]"
     ]
 
 
@@ -280,4 +281,4 @@ def test_with_json_stdout_is_one_object_also_where_there_is_no_cluster() -> None
     said = checked(done)
     assert said["command"] == "submit"
     assert (said["kind"], said["retryable"]) == ("JobError", True)
-    assert f"paddle-reshard: {said['error']}\n" == done.stderr
+    assert f"paddle-reshard: {said['error']} [JobError]\n" == done.stderr

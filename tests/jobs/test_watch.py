@@ -617,7 +617,8 @@ def test_a_run_that_is_not_there_is_an_error_unless_it_is_waited_for(training: R
     missing = training.watch()
     assert missing.returncode == 2
     assert missing.stderr == (
-        f"paddle-reshard: {training.run}: no such folder; use --wait if the run has not started yet\n"
+        f"paddle-reshard: {training.run}: no such folder; use --wait if the run has not started yet "
+        "[UsageError]\n"
     )
     assert not training.out.exists()
     waiting = training.watch("--wait")
@@ -670,7 +671,7 @@ def test_with_json_stdout_is_one_object_and_quiet_is_quiet(training: Run) -> Non
     refused = run("watch", training.root / "nope", training.out, "--to", "tp=1", "--json", "--once")
     said = checked(refused)
     assert (refused.returncode, said["command"], said["kind"]) == (2, "watch", "UsageError")
-    assert refused.stderr == f"paddle-reshard: {said['error']}\n"
+    assert refused.stderr == f"paddle-reshard: {said['error']} [UsageError]\n"
 
 
 ODD_CLAIMS = {

@@ -235,7 +235,7 @@ def test_a_removed_working_directory_is_a_sentence(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path / "gone", timeout=300
     )
-    told = "paddle-reshard: the working directory has been removed: change to one that exists\n"
+    told = "paddle-reshard: the working directory has been removed: change to one that exists [Limits]\n"
     assert (done.returncode, done.stderr) == (1, told)
 
 
