@@ -156,6 +156,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "copied_share": round(plan.copied_share, 4),
         "compared_with_master_weights": dict(zip(("full", "sample"), plan.checked_parameters, strict=True)),
         "master_weights_made": conversion.master_weights_made,
+        "filled_tensors": [] if conversion.source.filled is None else list(conversion.source.filled.tensors),
         "donated_tensors": [] if completion is None else list(completion.tensors),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],

@@ -54,10 +54,10 @@ from paddle_reshard.pipeline.core.shown import (
 from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
-from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Donor
+from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Donor, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import read_donor
 from paddle_reshard.pipeline.layouts.lora import with_adapter
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
@@ -153,15 +153,14 @@ def read_source(
         If it is incomplete or inconsistent, or the options do not fit it.
     """
     locations = request.locations
-    filling = read_filling(locations.fill, request.allow_missing, locations.reading)
+    filling = None if locations.fill is None else open_filling(locations.fill, locations.reading)
     program = load_program(request.aoa)
     tables, config = load_tables(request.rules, request.convention), load_config(request.config)
     own = open_checkpoint(locations.sources[0], locations.reading)
-    policy = replace(filling.policy, drops_mtp=MTP in request.dropped)
+    policy = MissingPolicy(allowed=request.allow_missing, drops_mtp=MTP in request.dropped)
     pieces = program is None and locations.merge_into is None
-    checkpoint = index_checkpoint(own, tables, config, policy, index_files, pieces)
+    store, checkpoint = index_filled(own, filling, tables, config, policy, index_files, pieces)
     checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
-    store = filling.serve(own)
     if locations.merge_into is not None:
         from paddle_reshard.pipeline.convert.merge import merge_into
 

@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
-from paddle_reshard.pipeline.layouts.checkpoint import Completion
+from paddle_reshard.pipeline.layouts.checkpoint import Completion, Filled
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.checksum import ALGORITHM
@@ -286,12 +286,20 @@ def describe_targets(
                 "states_dropped": list(conversion.dropped),
                 "replica_drift": list(replica_drift),
             },
+            **_filled(conversion.source.filled),
             **_like(conversion.source.completion, target),
             **({"remarks": list(target.remarks)} if target.remarks else {}),
             "etags": {},
             "parts": _below(prefix, parts),
         }
     return described
+
+
+def _filled(filled: Filled | None) -> dict[str, Any]:
+    """What the source lacked and was taken from elsewhere."""
+    if filled is None:
+        return {}
+    return {"filled": {"location": absolute(filled.location), "tensors": list(filled.tensors)}}
 
 
 def _like(completion: Completion | None, target: PlannedTarget) -> dict[str, Any]:

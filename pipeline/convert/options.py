@@ -174,11 +174,13 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             decides=Decides.LOCATION,
             consent=True,
-            metavar="FILE",
-            help="Safetensors file or URL with tensors that are missing from SRC.",
+            metavar="BASE",
+            help="Checkpoint in any format, Hugging Face model, or safetensors file that has what SRC lacks "
+            "(parameters that were not trained, buffers): only that is taken from it.",
         ),
     ]
-    """A safetensors file with tensors that are missing from the source."""
+    """A checkpoint in any format and topology, a Hugging Face model, or a safetensors file, that has what the source
+    lacks: parameters that were not trained, and buffers. Only that is taken from it; a file must hold nothing else."""
     merge_into: Annotated[
         PathLike | None,
         Option(

@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion, Donor
+from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion, Donor, Filled
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.layouts.format import Request, Target
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_to_complete, names_of
@@ -158,15 +158,7 @@ class ConversionPlan(Shown):
             for number, target in enumerate(targets)
             for decision in target.spec.decisions
         ]
-        facts.append(("from", source_in_words(self.source)))
-        if self.source.dequantised is not None:
-            facts.append(("dequantised", self.source.dequantised))
-        if self.source.merged is not None:
-            facts.append(("merged", self.source.merged))
-        if self.source.completion is not None:
-            facts.append(("like", _completion_in_words(self.source.completion, targets)))
-        if self.source.newer:
-            facts.append(("newer", self.source.newer))
+        facts += self._of_source()
         locations = self.target_locations if len(targets) > 1 else ()
         for number, target in enumerate(targets):
             where = f"{locations[number]}: " if locations else ""
@@ -208,6 +200,20 @@ class ConversionPlan(Shown):
         ]
         return facts + self._not_carried()
 
+    def _of_source(self) -> Facts:
+        """What is read, and what was taken from elsewhere."""
+        source = self.source
+        filled = None if source.filled is None else _filled_in_words(source.filled)
+        like = None if source.completion is None else _completion_in_words(source.completion, self.targets)
+        taken = (
+            *(("dequantised", source.dequantised), ("merged", source.merged)),
+            *(("filled", filled), ("like", like), ("newer", source.newer or None)),
+        )
+        return [
+            ("from", source_in_words(source)),
+            *((name, said) for name, said in taken if said is not None),
+        ]
+
     def _not_carried(self) -> Facts:
         facts = [("dropped", f"{', '.join(self.dropped)}: as requested")] if self.dropped else []
         for number, target in enumerate(self.targets):
@@ -234,6 +240,11 @@ def _completion_in_words(completion: Completion, targets: Sequence[PlannedTarget
         *(f"{entry} of {CONFIG}" for entry in completion.config),
     ]
     return f"{', '.join(given) or 'nothing was lacking'}: from {completion.location}"
+
+
+def _filled_in_words(filled: Filled) -> str:
+    given = [names for _, names in by_reason([(key, "") for key in filled.tensors])]
+    return f"{', '.join(given) or 'nothing was lacking'}: from {filled.location}"
 
 
 def source_in_words(source: Checkpoint) -> str:

@@ -76,7 +76,7 @@ class LoadOptions(ReadOptions, total=False):
     memory: str
     """Memory that loading may use in addition to the tensors, default ``"1GiB"``."""
     fill: PathLike | None
-    """A safetensors file with tensors that are missing from the checkpoint."""
+    """A checkpoint, Hugging Face model or safetensors file that has what the checkpoint lacks."""
     allow_missing: Sequence[str]
     """Patterns of names (``*`` matches anything): entries that keep their values if the checkpoint has none for them,
     and parameters that the checkpoint may lack."""

@@ -45,7 +45,7 @@ class Locations:
     targets: tuple[str, ...]
     """Empty if the conversion is only planned."""
     fill: str | None
-    """A file with missing tensors."""
+    """A checkpoint or file with missing tensors."""
     merge_into: str | None
     """The base model of an adapter."""
     like: str | None

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import check_dtypes
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.formats import FORMATS, format_of
+from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.storage.store import Source
@@ -60,12 +60,6 @@ def index_source(
     """:func:`index_checkpoint` for files that are already open."""
     _refuse_folder_of_checkpoints(files)
     format = format_of(files)
-    if missing is not None and missing.filled and not format.loses_tensors:
-        losing = " and ".join(known.name for known in FORMATS.values() if known.loses_tensors)
-        raise CoverageError(
-            min(missing.filled),
-            f"given with --fill, but only {losing} checkpoints can lack tensors; omit the option",
-        )
     checkpoint = format.index(files, tables, missing)
     if files.safetensors:
         from paddle_reshard.tasks.dequantise import DequantisedSource

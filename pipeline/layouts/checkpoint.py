@@ -7,28 +7,21 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
-from paddle_reshard.pipeline.core.catalog import Catalog, File
+from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.tensors import EMA_STATES
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 
 
 @dataclass(frozen=True)
 class MissingPolicy:
-    """How to treat tensors that no file of a checkpoint holds.
+    """How to treat tensors that no file of a checkpoint holds."""
 
-    PaddleFormers' sharded saving loses buffers and parameters that are not trained
-    (``trainer/utils/sharding_io.py:70-107``).
-    """
-
-    filled: Mapping[str, ArrayRef] = field(default_factory=dict)
-    """Structured key → array in ``file``."""
-    file: File | None = None
-    """The file given with ``--fill``; the source serves it under this path."""
+    fills: bool = False
+    """Whether they are taken from elsewhere, after the checkpoint is indexed."""
     allowed: tuple[str, ...] = ()
     """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
     drops_mtp: bool = False
@@ -37,6 +30,15 @@ class MissingPolicy:
     def allows(self, key: str) -> bool:
         """Whether a tensor may be missing."""
         return any(fnmatchcase(key, pattern) for pattern in self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a checkpoint lacked and ``--fill`` gave."""
+
+    location: str
+    tensors: tuple[str, ...]
+    """Structured keys of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Checkpoint:
     """Whether its master weights are made from its parameters on request, without other optimizer states."""
     completion: Completion | None = None
     """What it took from another model; ``None`` where none was given."""
+    filled: Filled | None = None
+    """What it took with ``--fill``; ``None`` where nothing was given."""
     former_config: Mapping[str, Any] | None = None
     """The source's config, if tensors were given other names or layouts and the model has another one."""
     statements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

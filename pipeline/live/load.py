@@ -21,8 +21,7 @@ from paddle_reshard.pipeline.convert.read_options import LoadOptions
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.live.layout import Names, check_complete, find_tensors, lay_out_live
@@ -186,11 +185,12 @@ def _read_request(
 
 def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
     """The store, the checkpoint in it, and the policy for missing tensors."""
-    filling = read_filling(request.fill, request.allow_missing, request.access)
+    filling = None if request.fill is None else open_filling(request.fill, request.access)
     own = open_checkpoint(request.location, request.access)
     config = request.config if not isinstance(request.config, Path) else load_config(request.config)
-    checkpoint = index_checkpoint(own, load_tables(request.rules), config, filling.policy)
-    return filling.serve(own), checkpoint, filling.policy
+    policy = MissingPolicy(allowed=request.allow_missing)
+    store, checkpoint = index_filled(own, filling, load_tables(request.rules), config, policy)
+    return store, checkpoint, policy
 
 
 def _check_sections(state_dict: Mapping[str, Any]) -> None:

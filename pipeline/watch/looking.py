@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from paddle_reshard.pipeline.convert.inputs import as_file, load_config, load_tables
 from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.core.units import texts_of
+from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
+from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
 from paddle_reshard.pipeline.watch.records import Records, digest
 from paddle_reshard.storage.locate import open_source, source_access
@@ -29,9 +30,9 @@ class Inspector:
         options = self.options
         self.tables = load_tables(as_file(options.get("rules")))
         self.config = load_config(as_file(options.get("config")))
-        fill, allowed = options.get("fill"), options.get("allow_missing", ())
-        location = None if fill is None else os.fspath(fill)
-        self.missing = read_filling(location, allowed, source_access(options)).policy
+        fill = options.get("fill")
+        self.filling = None if fill is None else open_filling(os.fspath(fill), source_access(options))
+        self.missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
         """Why a checkpoint is incomplete, or ``None``. ``order`` are all checkpoints of the run, by step.
@@ -73,4 +74,4 @@ class Inspector:
 
     def _index(self, name: str) -> None:
         source = open_source(self.records.run.at(name), *source_access(self.options))
-        index_checkpoint(source, self.tables, self.config, self.missing, pieces=True)
+        index_filled(source, self.filling, self.tables, self.config, self.missing, pieces=True)

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, RuleError
-from paddle_reshard.pipeline.indexing.fill import read_filling
+from paddle_reshard.pipeline.indexing.fill import open_filling
 from paddle_reshard.storage.locate import Access
 from tests import oracle
 from tests.conftest import case_directory
@@ -117,7 +117,7 @@ def test_copies_that_drifted_are_refused_unless_allowed(name: str, tmp_path: Pat
 def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: Path) -> None:
     source, truth = _case(name) / "checkpoint-3", _bits(_truth(name))
     with pytest.raises(
-        CoverageError, match=r"e_score_correction_bias.*--fill FILE.*float32 \[4\].*--allow-m"
+        CoverageError, match=r"e_score_correction_bias.*--fill BASE.*float32 \[4\].*--allow-m"
     ):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
     paddle_reshard.convert(source, tmp_path / "filled", fill=_lost(name, tmp_path), to="tp=1")
@@ -187,12 +187,12 @@ def test_an_average_continues_without_tensors_that_no_file_holds(tmp_path: Path)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}" * 8)
     with pytest.raises(CheckpointError, match=r"--fill .*config\.json.*expected a safetensors file"):
-        read_filling(str(tmp_path / "config.json"), (), Access({}))
+        paddle_reshard.plan(_case(DSV3) / "checkpoint-3", to="tp=1", fill=tmp_path / "config.json")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lost\.safetensors: no such file"):
-        read_filling(str(tmp_path / "lost.safetensors"), (), Access({}))
+        open_filling(str(tmp_path / "lost.safetensors"), Access({}))
 
 
 # --- writing ------------------------------------------------------------------------------------------

@@ -167,6 +167,8 @@ def test_the_base_of_a_unified_checkpoint_makes_the_trainers_own_flexcheckpoint(
     (given,) = (tmp_path / "base").glob("model-*.safetensors")
     paddle_reshard.convert(checkpoint("lora_single"), tmp_path / "made", format="flex", fill=given)
     assert flex_arrays(tmp_path / "made") == flex_arrays(checkpoint("lora_fc_single"))
+    paddle_reshard.convert(checkpoint("lora_single"), tmp_path / "again", format="flex", fill=base)
+    assert flex_arrays(tmp_path / "again") == flex_arrays(tmp_path / "made")
 
 
 def test_a_part_of_the_base_is_refused(tmp_path: Path) -> None:

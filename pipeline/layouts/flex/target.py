@@ -117,7 +117,7 @@ class FlexTarget:
             return None
         return (
             "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; supply it with "
-            "--fill FILE, the model file of the base converted with --format unified; or merge LoRA into it with "
+            "--fill BASE; or merge LoRA into it with "
             "--merge-into BASE"
         )
 

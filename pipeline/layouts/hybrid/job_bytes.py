@@ -43,7 +43,7 @@ def job_bytes(checkpoint: Checkpoint, target: HybridJob) -> tuple[RankBytes, int
         if (
             before is None or cell.held is not before.held
         ):  # tp ranks share what only their coordinate tells apart
-            ranks = [sizes.of_rank(cell, shard) for shard in cell.held]
+            ranks = sizes.of_ranks(cell)
             of_cell = max(ranks, key=lambda rank: rank.on_card)
             in_files = sizes.in_files(cell, ranks)
         fullest = max(fullest, of_cell, key=lambda rank: rank.on_card)
@@ -76,8 +76,12 @@ class _Sizes:
             state: item_size(state) for state in (*accumulators, MASTER_WEIGHT, EMA_MASTER_WEIGHT, EMA_PARAM)
         }
 
-    def of_rank(self, cell: Cell, shard: int) -> RankBytes:
-        """What a rank of the sharding group holds."""
+    def of_ranks(self, cell: Cell) -> list[RankBytes]:
+        """What each rank of the sharding group holds."""
+        whole = 0 if self.target.strategy == "stage3" else self._parameters(cell, 0)
+        return [self._of_rank(cell, shard, whole or self._parameters(cell, shard)) for shard in cell.held]
+
+    def _of_rank(self, cell: Cell, shard: int, parameters: int) -> RankBytes:
         masters = moments = ema = 0
         for tensor in cell.held[shard] if self.checkpoint.has_optimizer else ():
             key, elements = tensor.key, self._elements(cell, tensor.key, shard)
@@ -88,9 +92,7 @@ class _Sizes:
                 ema += self.item_size[EMA_MASTER_WEIGHT](key) * elements
         plain = () if self.planner.only_experts(cell.ep) else cell.model_state[shard]
         ema += sum(self.item_size[EMA_PARAM](t.key) * prod(cell.local_shapes[t.key]) for t in plain)
-        return RankBytes(
-            self._parameters(cell, shard), masters, moments, ema if self.checkpoint.has_ema else 0
-        )
+        return RankBytes(parameters, masters, moments, ema if self.checkpoint.has_ema else 0)
 
     def in_files(self, cell: Cell, ranks: Sequence[RankBytes]) -> int:
         """Bytes of the tensors in all files of a cell."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array as numbers_of
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from typing import Any
@@ -27,12 +27,12 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     DType,
     Tensor,
-    dtype_of_code,
     is_per_parameter,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.completeness import check_layers
+from paddle_reshard.pipeline.layouts.filling import lost
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray, StoredArrays
 from paddle_reshard.pipeline.layouts.hybrid.experts import (
     check_experts,
@@ -74,7 +74,6 @@ from paddle_reshard.pipeline.layouts.rules.literal import StoredJob, StoredKey, 
 from paddle_reshard.pipeline.layouts.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
@@ -564,7 +563,6 @@ class _HybridCatalogBuilder:
             for slices in expected_slices(strategy, ranks, cells, model)
         ]
         self.missing: set[str] = set()
-        self.filled: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
         self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
@@ -583,8 +581,6 @@ class _HybridCatalogBuilder:
                 self._add(cell, group, key, state, arrays)
             cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
-        _check_filled(self.policy, self.filled)
-        _check_base(self.model, self.filled, self.missing)
         _check_states(self.model, self.ranks.has_ema, self.tensors)
         return Catalog(self.tensors, tuple(self.files), self.placements.fragments(), implied)
 
@@ -652,81 +648,20 @@ class _HybridCatalogBuilder:
         implied = {}
         for tensor in self.model.tensors:
             identity = self._identity(tensor.key)
-            if tensor.missing and tensor.key not in self.policy.filled:  # of the base model of an adapter
+            if tensor.missing:  # of the base model of an adapter
                 self.missing.add(tensor.key)
                 continue
             if self.tensors.find(identity, PARAM) is not None:
                 continue
             master = self.tensors.find(identity, MASTER_WEIGHT)
             if master is None:
-                self._fill(tensor, identity)
+                if not (self.policy.fills or self.policy.allows(tensor.key)):
+                    raise lost(tensor)
+                self.missing.add(tensor.key)
                 continue
             index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
             implied[index] = master
         return implied
-
-    def _fill(self, tensor: ModelTensor, identity: str) -> None:
-        """Take a tensor that no file holds from the given file, omit it, or raise, as the policy says."""
-        array, file = filling_of(self.policy, tensor), self.policy.file
-        if array is None or file is None:
-            self.missing.add(tensor.key)
-            return
-        if not self.filled:
-            self.files.append(file)
-        self.filled.add(tensor.key)
-        index = self._tensor(tensor.key, PARAM, tensor.dtype, array.shape, file.path)
-        kind = self.placements.kind(ArrayKind(array.shape, TensorCut(1, None), tensor.dtype.itemsize))
-        self.placements.add(kind, 0, index, len(self.files) - 1, array.byte_offset, tensor.dtype, 0)
-
-
-def filling_of(policy: MissingPolicy, tensor: ModelTensor) -> ArrayRef | None:
-    """The array to use for a tensor that no file holds; ``None``: the tensor may be missing.
-
-    Raises
-    ------
-    CoverageError
-        If it may not be missing, or the given array has another dtype or shape.
-    """
-    array, file = policy.filled.get(tensor.key), policy.file
-    if array is None or file is None:
-        if not policy.allows(tensor.key):
-            raise CoverageError(
-                f"{tensor.key} (param)",
-                "no file holds it, and it has no master weight to cast (sharded saving loses buffers and parameters "
-                "that are not trained); supply it with --fill FILE, a safetensors file that holds it as "
-                f"{tensor.dtype.name} {list(tensor.global_shape)}, or omit it with --allow-missing '{tensor.key}'",
-            )
-        return None
-    dtype = dtype_of_code(array.dtype, file.path)
-    if (dtype, array.shape) != (tensor.dtype, tensor.global_shape):
-        raise CoverageError(
-            f"{tensor.key} (param)",
-            f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, but {dtype.name} {array.shape} in the file "
-            "given with --fill",
-            (file.path,),
-        )
-    return array
-
-
-def _check_filled(policy: MissingPolicy, filled: Collection[str]) -> None:
-    """Refuse tensors given with ``--fill`` that would be ignored."""
-    for key in sorted(policy.filled.keys() - set(filled)):
-        raise CoverageError(
-            key,
-            "given with --fill, but the checkpoint already holds it or has no such tensor; remove it from the file",
-        )
-
-
-def _check_base(model: Model, filled: Collection[str], missing: Collection[str]) -> None:
-    """Refuse a part of the base model of an adapter: a target holds all of it, or nothing."""
-    base = [tensor for tensor in model.tensors if tensor.of_base]
-    lacking = [tensor.key for tensor in base if tensor.key in missing]
-    if lacking and len(lacking) < len(base):
-        given = next(tensor.key for tensor in base if tensor.key in filled)
-        raise CoverageError(
-            lacking[0],
-            f"belongs to the base model, of which --fill gives {given}, but not this; give the whole base or none",
-        )
 
 
 def _check_states(model: Model, has_ema: bool, tensors: Tensors) -> None:

@@ -1,0 +1,129 @@
+"""``--fill``: what sharded saving loses comes from another checkpoint, and is what the trainer had in memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import paddle_reshard
+from tests.conftest import case_directory
+from tests.golden.compare_one_card import read_one_card
+from tests.oracle import read_truth
+
+SHARDED = "small-frozen/frozen_llama_sh2_s1v2_meta_ema"
+WHOLE = "small-frozen/frozen_llama_single"
+EMBEDDING = "model.embed_tokens.weight"
+BASES: dict[str, dict[str, Any]] = {
+    "huggingface": {"format": "huggingface"},
+    "flex": {"format": "flex"},
+    "unified": {"format": "unified"},
+    "tensor-parallel": {"format": "hybrid-plain", "to": "tp=2"},
+}
+
+
+def checkpoint(case: str) -> Path:
+    return case_directory(case) / "checkpoint-3"
+
+
+def truth(case: str = SHARDED) -> dict[str, bytes]:
+    return {
+        key: array.tobytes() for key, array in read_truth(case_directory(case) / "truth.safetensors").items()
+    }
+
+
+def frozen() -> list[str]:
+    """Parameters of which the trainer kept no state."""
+    found = truth()
+    return [key for key in found if f"{key}.w_0" not in found and re.fullmatch(r".*\.weight", key)]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base on one card, as checkpoints of other formats and topologies."""
+    folder = tmp_path_factory.mktemp("bases")
+    for name, options in BASES.items():
+        paddle_reshard.convert(checkpoint(WHOLE), folder / name, **options)
+    return folder
+
+
+@pytest.mark.parametrize("base", [None, *BASES])
+def test_what_no_file_holds_comes_from_any_checkpoint(base: str | None, bases: Path, tmp_path: Path) -> None:
+    given = checkpoint(WHOLE) if base is None else bases / base
+    report = paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=given)
+    assert read_one_card(tmp_path / "card") == truth()
+    record = json.loads((tmp_path / "card" / "paddle_reshard.json").read_text())["filled"]
+    assert record["location"] == str(given)
+    assert sorted(record["tensors"]) == sorted(frozen())
+    assert f": from {given}" in dict(report.facts())["filled"]
+    assert paddle_reshard.check(tmp_path / "card")
+
+
+@pytest.mark.parametrize("options", [{"format": "huggingface", "drop": ["ema"]}, {"to": "sharding=2"}])
+def test_any_target_holds_what_was_filled(options: dict[str, Any], tmp_path: Path) -> None:
+    given = checkpoint(WHOLE)
+    paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "made", fill=given, **options)
+    paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=given)
+    states = ["param"] if "format" in options else None
+    assert paddle_reshard.verify(tmp_path / "made", tmp_path / "card", states=states).equal
+
+
+def test_a_killed_conversion_resumes_with_the_base_given_again(bases: Path, tmp_path: Path) -> None:
+    given = bases / "huggingface"
+    paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=given)
+    again = paddle_reshard.plan_again(tmp_path / "card", checkpoint(SHARDED), fill=given)
+    assert again.source.filled is not None
+    assert set(again.source.filled.tensors) == set(frozen())
+
+
+def test_a_base_that_nothing_is_taken_from_is_said(tmp_path: Path) -> None:
+    planned = paddle_reshard.plan(checkpoint(WHOLE), to="tp=1", fill=checkpoint(WHOLE))
+    assert dict(planned.facts())["filled"].startswith("nothing was lacking")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"vocab_pad": 128}, r"bfloat16 \(96, 32\) in the checkpoint, but bfloat16 \(128, 32\) in "),
+        ({"dtype": "float32"}, r"bfloat16 \(96, 32\) in the checkpoint, but float32 \(96, 32\) in "),
+    ],
+)
+def test_a_base_with_another_shape_or_dtype_is_refused(
+    options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    given = tmp_path / "base"
+    paddle_reshard.convert(checkpoint(WHOLE), given, format="huggingface", **options)
+    with pytest.raises(paddle_reshard.CoverageError, match=sentence) as caught:
+        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=given)
+    assert EMBEDDING in str(caught.value)
+    assert f"{given}, given with --fill" in str(caught.value)
+
+
+def test_a_base_that_lacks_it_too_is_refused() -> None:
+    with pytest.raises(paddle_reshard.CoverageError, match="has no such tensor either") as caught:
+        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=checkpoint(SHARDED))
+    assert EMBEDDING in str(caught.value)
+
+
+def test_a_base_of_another_family_is_refused() -> None:
+    other = case_directory("moe/moe_single") / "checkpoint-3"
+    with pytest.raises(paddle_reshard.CheckpointError, match=r"a model of qwen3_moe .*of llama"):
+        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=other)
+
+
+def test_a_file_still_holds_exactly_what_is_missing(tmp_path: Path) -> None:
+    arrays = read_truth(case_directory(SHARDED) / "truth.safetensors")
+    save_file({key: np.array(arrays[key]) for key in frozen()}, tmp_path / "lost.safetensors")
+    paddle_reshard.convert(
+        checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=tmp_path / "lost.safetensors"
+    )
+    assert read_one_card(tmp_path / "card") == truth()
+    more = {key: np.array(arrays[key]) for key in [*frozen(), "model.norm.weight"]}
+    save_file(more, tmp_path / "more.safetensors")
+    with pytest.raises(paddle_reshard.CoverageError, match=r"model\.norm\.weight: given with --fill"):
+        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=tmp_path / "more.safetensors")
