@@ -9,13 +9,34 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from paddle_reshard.pipeline.core.errors import UsageError
 
 FILE = "environment.sh"
 WORKER_ENV = "PADDLE_RESHARD_WORKER_ENV"
 """Variable with the names of the driver's variables to pass to its workers, separated by commas."""
+
+
+def chosen_variables(names: Sequence[str]) -> dict[str, str]:
+    """The variables of this process with these names; ``*`` in a name matches anything, as in ``AWS_*``.
+
+    Raises
+    ------
+    UsageError
+        If none has a name.
+    """
+    chosen: dict[str, str] = {}
+    for name in names:
+        found = {known: value for known, value in os.environ.items() if fnmatchcase(known, name)}
+        if not found:
+            what = (
+                "no environment variable matches" if "*" in name else "this environment variable is not set"
+            )
+            raise UsageError(f"--env {name}: {what}")
+        chosen |= found
+    return chosen
 
 
 def shell_file(variables: Mapping[str, str]) -> bytes:

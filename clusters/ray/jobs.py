@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from paddle_reshard.clusters.ray import environment
-from paddle_reshard.pipeline.core.errors import JobError, ReshardError, UsageError
+from paddle_reshard.pipeline.core.errors import JobError, ReshardError
+from paddle_reshard.pipeline.core.version import __version__
+from paddle_reshard.storage.session.holder import user_at_host
 
 PACKAGE = Path(__file__).parents[2]
 POLL_SECONDS = 1.0
@@ -47,7 +49,7 @@ class JobRequest:
     """A conversion to run as a job."""
 
     arguments: tuple[str, ...]
-    """Arguments of ``paddle-reshard convert``, without secrets."""
+    """Arguments of ``paddle-reshard convert``, without secrets; first the source and the target."""
     submission_id: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Name → contents of the small files that the arguments name; they are sent with the job."""
@@ -57,7 +59,7 @@ class JobRequest:
     pip: tuple[str, ...] = ()
     """Requirements to install for the job."""
     env: tuple[str, ...] = ()
-    """Names of this process's environment variables to pass to the job."""
+    """Names of this process's environment variables to pass to the job; ``*`` matches anything."""
     cpus: float | None = None
     """CPUs that the converter itself reserves; ``None``: it runs on the head and reserves none."""
     again: bool = False
@@ -95,6 +97,18 @@ def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> s
     return f". ./{environment.FILE} && {line}" if with_environment else line
 
 
+def metadata_of(request: JobRequest) -> dict[str, str]:
+    """What Ray's dashboard and ``list_jobs`` show of a job besides its id: a name, and what becomes of what."""
+    source, target = request.arguments[:2]
+    return {
+        "job_name": f"paddle-reshard {PurePosixPath(source).name} to {target}",
+        "source": source,
+        "target": target,
+        "submitted_by": user_at_host(),
+        "version": __version__,
+    }
+
+
 # ----------------------------------------------------------------------------------------------- submitting
 
 
@@ -106,9 +120,9 @@ def submit_conversion(request: JobRequest, address: str | None) -> Job:
     JobError
         If the cluster cannot be reached, or rejects the job.
     UsageError
-        If an environment variable for the job is not set.
+        As :func:`~.environment.chosen_variables`.
     """
-    variables = _variables(request.env)
+    variables = environment.chosen_variables(request.env)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     with _failing(variables.values()):
@@ -124,6 +138,7 @@ def submit_conversion(request: JobRequest, address: str | None) -> Job:
                     submission_id=submission_id,
                     runtime_env=runtime_env,
                     entrypoint_num_cpus=request.cpus,
+                    metadata=metadata_of(request),
                 )
             except RuntimeError as error:
                 if "already exists" not in str(error):
@@ -170,13 +185,6 @@ def _status(client: JobSubmissionClient, submission_id: str) -> JobStatus | None
         if "404" in str(error) or "does not exist" in str(error):
             return None
         raise
-
-
-def _variables(names: Sequence[str]) -> dict[str, str]:
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise UsageError(f"--env {missing[0]}: this environment variable is not set")
-    return {name: os.environ[name] for name in names}
 
 
 def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:

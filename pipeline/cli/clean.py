@@ -8,13 +8,13 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import answer
 from paddle_reshard.pipeline.cli.terminal import say
 
 
 @click.command()
-@click.argument("target", metavar="DST")
+@click.argument("target", type=LOCATION, metavar="DST")
 @declared(
     "take_over",
     help="Do not wait for the lock of a conversion that has ended on another machine to expire.",

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.cli.json_output import cards_data, conversion_data,
 from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing, waiting
 from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
     Decorator,
     SectionedCommand,
     all_of,
@@ -72,8 +73,8 @@ target_options = all_of(
     progress_option,
 )
 conversion_options = all_of(
-    click.argument("source", metavar="SRC"),
-    click.argument("target", metavar="[DST]", required=False),
+    click.argument("source", type=LOCATION, metavar="SRC"),
+    click.argument("target", type=LOCATION, metavar="[DST]", required=False),
     outcome_option(
         "--target",
         "targets",
@@ -95,7 +96,14 @@ run_options = all_of(
 )
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    examples=(
+        "checkpoint-1000 --cards 4",
+        "checkpoint-1000 --to tp=2,pp=2",
+        "checkpoint-1000 two-cards --to tp=2 --save two.plan --report two.html",
+    ),
+)
 @conversion_options
 @click.option(
     "--save",
@@ -183,7 +191,16 @@ def _show_cards(
     answer(cards_data(found), as_json, quiet, lambda: print_cards(found))
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    examples=(
+        "checkpoint-1000 one-card --to tp=1",
+        "checkpoint-1000 four-stages --to pp=4,sharding=2 --report four.html",
+        "checkpoint-1000 model --format huggingface --dtype bfloat16",
+        "s3://bucket/checkpoint-1000 s3://bucket/two-cards --to tp=2 --memory 4GiB",
+        "checkpoint-1000 one-card --resume",
+    ),
+)
 @conversion_options
 @run_options
 @all_of(*_declared(("expected_plan", "device", "verify")))

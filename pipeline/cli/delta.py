@@ -10,6 +10,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import apply_data, delta_data
 from paddle_reshard.pipeline.cli.observers import observing
 from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
     all_of,
     declared,
     given,
@@ -40,9 +41,9 @@ _delta_options = all_of(
 
 
 @click.command()
-@click.argument("old", metavar="OLD")
-@click.argument("new", metavar="NEW")
-@click.argument("target", metavar="DST")
+@click.argument("old", type=LOCATION, metavar="OLD")
+@click.argument("new", type=LOCATION, metavar="NEW")
+@click.argument("target", type=LOCATION, metavar="DST")
 @_delta_options
 @click.pass_context
 def delta(
@@ -58,9 +59,9 @@ def delta(
 
 
 @click.command()
-@click.argument("old", metavar="OLD")
-@click.argument("changes", metavar="DELTA")
-@click.argument("target", metavar="DST")
+@click.argument("old", type=LOCATION, metavar="OLD")
+@click.argument("changes", type=LOCATION, metavar="DELTA")
+@click.argument("target", type=LOCATION, metavar="DST")
 @_delta_options
 @click.pass_context
 def apply(

@@ -12,6 +12,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import diff_data
 from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
     compare_options,
     declared,
     given,
@@ -32,8 +33,8 @@ DIFFERENT = 1
 
 
 @click.command()
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", type=LOCATION, metavar="A")
+@click.argument("b", type=LOCATION, metavar="B")
 @click.option(
     "--states",
     metavar="LIST",

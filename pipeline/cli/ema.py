@@ -12,14 +12,20 @@ from paddle_reshard.pipeline.cli.conversion import run_options, target_options
 from paddle_reshard.pipeline.cli.json_output import conversion_data
 from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing
-from paddle_reshard.pipeline.cli.options import SectionedCommand, given
+from paddle_reshard.pipeline.cli.options import LOCATION, SectionedCommand, given
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
-@click.command(cls=SectionedCommand)
-@click.argument("paths", nargs=-1, metavar="SRC SRC… DST", required=True)
+@click.command(
+    cls=SectionedCommand,
+    examples=(
+        "run-7/checkpoint-10 run-7/checkpoint-20 averaged --uniform",
+        "run-7/checkpoint-10 run-7/checkpoint-20 model --decay 0.9 --format huggingface",
+    ),
+)
+@click.argument("paths", type=LOCATION, nargs=-1, metavar="SRC SRC… DST", required=True)
 @click.option(
     "--decay",
     type=float,

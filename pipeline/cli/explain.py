@@ -12,7 +12,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.conversion import OF_ONE_SOURCE, target_options
 from paddle_reshard.pipeline.cli.json_output import explanation_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import SectionedCommand, all_of, declared, given
+from paddle_reshard.pipeline.cli.options import LOCATION, SectionedCommand, all_of, declared, given
 from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.convert.options import flag_of, is_complete
@@ -26,8 +26,15 @@ SHOWN_BYTES = 40
 """So many bytes of a literal are shown."""
 
 
-@click.command(cls=SectionedCommand)
-@click.argument("source", metavar="SRC")
+@click.command(
+    cls=SectionedCommand,
+    examples=(
+        "checkpoint-1000 optimizer.tp01.pdopt --to tp=2",
+        "checkpoint-1000 --tensor model.norm.weight --to tp=2",
+        "two-cards optimizer.tp01.pdopt --source checkpoint-1000",
+    ),
+)
+@click.argument("source", type=LOCATION, metavar="SRC")
 @click.argument("file", metavar="[FILE]", required=False)
 @click.argument("key", metavar="[KEY]", required=False)
 @click.option(

@@ -9,12 +9,19 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import fingerprint_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, json_option, progress_option, quiet_option
+from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
+    declared,
+    given,
+    json_option,
+    progress_option,
+    quiet_option,
+)
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
-@click.argument("source", metavar="SRC")
+@click.argument("source", type=LOCATION, metavar="SRC")
 @click.option("--output", metavar="FILE", help="Write the fingerprints of all tensors to this file.")
 @declared("memory")
 @declared("cluster", help="Where the tensors are read.")

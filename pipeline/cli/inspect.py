@@ -9,7 +9,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import inspection_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import given, inspect_options, json_option
+from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", metavar="SRC")
+@click.argument("source", type=LOCATION, metavar="SRC")
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
 @inspect_options
 @json_option

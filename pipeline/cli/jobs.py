@@ -21,12 +21,21 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import click
+from click.core import ParameterSource
 
 from paddle_reshard.pipeline.cli.conversion import convert
 from paddle_reshard.pipeline.cli.ends import End
 from paddle_reshard.pipeline.cli.notify import notify
 from paddle_reshard.pipeline.cli.observers import measuring
-from paddle_reshard.pipeline.cli.options import decides, given, log_file_option, metrics_option, notify_option
+from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
+    WITHOUT_VARIABLES,
+    decides,
+    given,
+    log_file_option,
+    metrics_option,
+    notify_option,
+)
 from paddle_reshard.pipeline.cli.output import print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, relay, say
@@ -43,6 +52,8 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from paddle_reshard.clusters.ray.jobs import JobRequest
     from paddle_reshard.pipeline.core.events import Observer
     from paddle_reshard.pipeline.watch.claims import Policy
@@ -58,8 +69,22 @@ OF_ONE_PROCESS: Mapping[str, str] = {
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 REPORT = "report_path"
 """An option with a local file that is not sent with a job: the job writes it."""
-_FOR_CONVERT = {"ignore_unknown_options": True}
-"""Context settings of commands that hand unknown options to ``convert``."""
+NO_ACCESS = ("no credentials were found", "access denied")
+"""What the conversion of a job says that lacks credentials, or has those of the machine on which it runs."""
+
+
+class ForConvert(click.Command):
+    """A command that hands the options that it does not know to ``convert``, and completes those too."""
+
+    ignore_unknown_options = True
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """What may stand here."""
+        own = super().shell_complete(ctx, incomplete)
+        of_convert = convert.make_context("convert", [], parent=ctx, resilient_parsing=True)
+        apart = {"--target", *OF_ONE_PROCESS.values(), *(item.value for item in own)}
+        further = convert.shell_complete(of_convert, incomplete)
+        return [*own, *(item for item in further if item.value not in apart)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +119,20 @@ class Request:
         locations = (option.name or "" for option in flags if decides(option) is Decides.LOCATION)
         for name in ("source", "target", *locations):
             check_scheme(values[name] or "", values["allow_scheme"])
-        plain = command.make_context("convert", ["SRC", "DST"])
+        plain = command.make_context("convert", ["SRC", "DST"], obj=WITHOUT_VARIABLES)
         return cls(command, context, values, plain.params, options)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Option that holds secrets → the environment variable that gives it."""
+        return {
+            option.name: str(option.envvar)
+            for option in self.command.params
+            if isinstance(option, click.Option)
+            and option.name is not None
+            and decides(option) is Decides.ACCESS
+            and self.context.get_parameter_source(option.name) is ParameterSource.ENVIRONMENT
+        }
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
         """Every option with a value other than its default."""
@@ -136,7 +173,7 @@ class Request:
                 identity[name] = list(value) if isinstance(value, tuple) else value
         return conversion_id(identity)
 
-    def spell(self, source: str, target: str, unattended: bool = False) -> tuple[str, ...]:
+    def spell(self, source: str, target: str, *further_flags: str) -> tuple[str, ...]:
         """The command line of a job: local files by name alone, and the job's own cluster by default.
 
         Raises
@@ -147,10 +184,12 @@ class Request:
         spelled = [_absolute(source), _absolute(target)]
         for option, value in self.options():
             flag = option.opts[0]
+            if option.name in self.variables:  # a job reads the variable itself
+                continue
             if decides(option) is Decides.ACCESS:
                 raise UsageError(
-                    f"{flag} would be readable in the job's command line; put its contents into environment "
-                    "variables and name them with --env"
+                    f"{flag} would be readable in the job's command line; put its contents into the environment "
+                    f"variable {option.envvar} and give --env {option.envvar}"
                 )
             if option.is_flag:
                 spelled.append(flag if value else option.secondary_opts[0])
@@ -165,9 +204,7 @@ class Request:
                     spelled += [flag, str(item)]
         if "cluster" not in self.given:
             spelled += ["--cluster", "ray"]
-        if unattended:
-            spelled += [flag for flag in ("--json", "--resume") if flag not in spelled]
-        return tuple(spelled)
+        return (*spelled, *(flag for flag in further_flags if flag not in spelled))
 
 
 def _is_sent(option: click.Option, value: object) -> bool:
@@ -231,7 +268,8 @@ def _job_options(function: Any) -> Any:
                 "--env",
                 multiple=True,
                 metavar="NAME",
-                help="Pass this environment variable to the job, for example with credentials. Can be repeated.",
+                help="Pass this environment variable to the job, for example with credentials; * matches anything, as "
+                "in 'AWS_*'. Can be repeated.",
             ),
             click.option(
                 "--cpus",
@@ -244,7 +282,7 @@ def _job_options(function: Any) -> Any:
     return function
 
 
-@click.command("submit", context_settings=_FOR_CONVERT, short_help="Run a conversion as a Ray job.")
+@click.command("submit", cls=ForConvert, short_help="Run a conversion as a Ray job.")
 @click.option(
     "--address",
     metavar="URL",
@@ -258,7 +296,7 @@ def _job_options(function: Any) -> Any:
 )
 @click.option("--again", is_flag=True, help="Run the conversion again even if it has succeeded.")
 @_job_options
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SRC DST")
+@click.argument("arguments", nargs=-1, type=LOCATION, metavar="SRC DST")
 def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str, ...], **job: Any) -> None:
     """Run `paddle-reshard convert SRC DST …` as a job of a Ray cluster.
 
@@ -272,25 +310,35 @@ def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str,
     with _reporting("submit", consequence, "--json" in arguments):
         request = Request.read(convert, arguments)
         output = _Output(request.values["as_json"], request.values["quiet"])
-        status = _run_job(_job_request(request, job, again=again), address, follow, output)
+        afresh = again and request.values["overwrite"]
+        asked = _job_request(request, job, *([] if afresh else ["--resume"]), again=again)
+        status = _run_job(asked, address, follow, output)
     sys.exit(status)
 
 
 def _job_request(
     request: Request,
     job: Mapping[str, Any],
+    *flags: str,
     source: str | None = None,
     target: str | None = None,
-    again: bool = False,
-    unattended: bool = False,
+    again: bool,
     report: Path | None = None,
 ) -> JobRequest:
+    """A job that converts, with these ``flags`` of ``convert`` too."""
+    from paddle_reshard.clusters.ray.environment import chosen_variables
     from paddle_reshard.clusters.ray.jobs import JobRequest
 
+    passed = chosen_variables(job["env"])
+    for name, variable in request.variables.items():
+        if variable not in passed:
+            raise UsageError(
+                f"{variable} gives {flag_of(name)} here; give --env {variable} to pass it to the job"
+            )
     source, target = source or request.values["source"], target or request.values["target"]
     written = () if report is None else ("--report", _absolute(str(report)))
     return JobRequest(
-        arguments=(*request.spell(source, target, unattended), *written),
+        arguments=(*request.spell(source, target, *flags), *written),
         submission_id=request.identify(source, target),
         files={f"{name}.json": data for name, data in request.files().items()},
         again=again,
@@ -350,6 +398,10 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
         output.say(f"{end.submission_id} {end.status}")
     else:
         _say(f"{end.submission_id} {end.status}: {end.message}")
+        if not request.env and any(reason in line for line in lines for reason in NO_ACCESS):
+            _say(
+                "the job has none of this shell's environment variables; pass credentials with --env 'AWS_*'"
+            )
     if output.as_json:
         result = answer.data() if end.succeeded and answer is not None else None
         facts |= {"status": end.status, "result": result}
@@ -362,9 +414,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     return end.exit_status
 
 
-@click.command(
-    "watch", context_settings=_FOR_CONVERT, short_help="Convert the checkpoints of a run as they finish."
-)
+@click.command("watch", cls=ForConvert, short_help="Convert the checkpoints of a run as they finish.")
 @click.option(
     "--once",
     is_flag=True,
@@ -436,7 +486,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
 @metrics_option
 @notify_option
 @_job_options
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RUN_DIR DST_ROOT")
+@click.argument("arguments", nargs=-1, type=LOCATION, metavar="RUN_DIR DST_ROOT")
 def watch(
     once: bool,
     every: float,
@@ -507,12 +557,18 @@ def _watcher(
     conversion = Conversion(settings, request.identify)
     convert = convert_inline(conversion, observe, _pages(request, report_dir) if address is None else None)
     if address is not None:
-        if missing := [name for name in job["env"] if name not in os.environ]:
-            raise UsageError(f"--env {missing[0]}: this environment variable is not set")
-        request.spell("SRC", "DST")  # refuse credentials before the first job
+        _job_request(request, job, again=True)  # refuse what no job can have before the first one
         convert = convert_as_job(
             conversion,
-            lambda s, t: _job_request(request, job, s, t, True, True, _page_path(report_dir, t)),
+            lambda s, t: _job_request(
+                request,
+                job,
+                *("--json", "--resume"),
+                source=s,
+                target=t,
+                again=True,
+                report=_page_path(report_dir, t),
+            ),
             address,
         )
     elif flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:

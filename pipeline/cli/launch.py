@@ -9,12 +9,12 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import launch_data
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import declared, given, inspect_options, json_option
+from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
-@click.argument("checkpoint", metavar="DST")
+@click.argument("checkpoint", type=LOCATION, metavar="DST")
 @declared("to", help="Topology of the job, if the format records none, or to add dp: tp=2,pp=2.")
 @inspect_options
 @json_option

@@ -9,12 +9,12 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import given, inspect_options, json_option
+from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_table
 
 
 @click.command()
-@click.argument("run", metavar="RUN_DIR")
+@click.argument("run", type=LOCATION, metavar="RUN_DIR")
 @click.option(
     "--targets",
     multiple=True,

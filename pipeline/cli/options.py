@@ -19,6 +19,12 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.formats.strict_json import parse_json
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+LOCATION = click.Path(readable=False)
+"""A folder, file or URL, which need not exist; shells complete it as a path."""
+VARIABLE = "PADDLE_RESHARD_{}"
+"""Environment variable of an option that may be given so."""
+WITHOUT_VARIABLES = object()
+"""``obj`` of a context in which no option has the value of an environment variable."""
 LAYOUT_FLAGS: Mapping[str, str] = {
     "comm_buffer_size_mb": "comm_buffer_size_MB",
     "sequence_parallel": "sequence_parallel",
@@ -34,6 +40,10 @@ class Option(click.Option):
         super().__init__(*args, **settings)
         self.decides = decides
 
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """The value of its environment variable, if that counts."""
+        return None if ctx.obj is WITHOUT_VARIABLES else super().resolve_envvar_value(ctx)
+
 
 def decides(option: click.Option) -> Decides:
     """What an option decides; the outcome unless declared otherwise."""
@@ -43,7 +53,7 @@ def decides(option: click.Option) -> Decides:
 USUAL = (
     *("made_from", "tensor", "element", "decay", "weights", "uniform"),
     *("to", "format", "sharding_strategy", "targets", "state", "dtype", "cards", "save", "prove"),
-    *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet", "help"),
+    *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet"),
 )
 """Options that the help of a command with many lists first, in this order."""
 SECTIONS: Mapping[Decides, str] = {
@@ -55,17 +65,46 @@ SECTIONS: Mapping[Decides, str] = {
 
 
 class SectionedCommand(click.Command):
-    """A command with so many options that its help lists the usual ones first, and the others by what they decide."""
+    """A command with so many options that ``-h`` shows only the usual ones.
+
+    ``--help`` has them first, and the others by what they decide. Both begin with ``examples``.
+    """
+
+    def __init__(self, *args: Any, examples: tuple[str, ...], **settings: Any) -> None:
+        settings["context_settings"] = {"help_option_names": ["--help"]}
+        super().__init__(*args, **settings)
+        self.examples = examples
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The parameters, with the two options for help at the end."""
+        *own, all_options = super().get_params(ctx)
+        settings: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+        usual = click.Option(["-h"], callback=_show_usual, help="Show the usual options.", **settings)
+        return [*own, usual, all_options]
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the command does, and examples."""
+        if ctx.obj is USUAL:
+            with formatter.indentation():
+                formatter.write_paragraph()
+                formatter.write_text(self.get_short_help_str(limit=formatter.width))
+        else:
+            super().format_help_text(ctx, formatter)
+        with formatter.section("Examples"):
+            for example in self.examples:
+                formatter.write(f"{'':{formatter.current_indent}}paddle-reshard {self.name} {example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections of the help."""
-        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        *options, for_usual, for_all = [
+            option for option in self.get_params(ctx) if isinstance(option, click.Option)
+        ]
         usual = sorted(
             (o for o in options if o.name in USUAL), key=lambda option: USUAL.index(str(option.name))
         )
-        sections = {"Usual options": usual}
+        sections = {"Usual options": [*usual, for_usual, for_all]}
         for option in options:
-            if option.name not in USUAL:
+            if option.name not in USUAL and ctx.obj is not USUAL:
                 sections.setdefault(SECTIONS[decides(option)], []).append(option)
         for title in dict.fromkeys(("Usual options", *SECTIONS.values())):
             records = [
@@ -74,6 +113,16 @@ class SectionedCommand(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+        if ctx.obj is USUAL:
+            formatter.write_paragraph()
+            formatter.write_text(f"All {len(options)} options: {ctx.command_path} --help")
+
+
+def _show_usual(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        context.obj = USUAL
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 Decorator = Callable[[Any], Any]
@@ -99,6 +148,8 @@ def declared(name: str, *further_flags: str, help: str | None = None) -> Decorat
     settings: dict[str, Any] = {"metavar": option.metavar, "help": help or option.help}
     if option.default is not None:
         settings |= {"default": option.default, "show_default": True}
+    if option.variable:
+        settings |= {"envvar": VARIABLE.format(name.upper()), "show_envvar": True}
     if option.choices:
         settings["type"] = (Choice if option.suggests else click.Choice)(tuple(option.choices))
     elif option.kind is Kind.COUNT:
@@ -111,6 +162,8 @@ def declared(name: str, *further_flags: str, help: str | None = None) -> Decorat
         settings["type"] = FILE
     elif option.kind is Kind.OBJECT:
         settings |= {"metavar": "JSON|@FILE", "callback": lambda context, parameter, text: read_object(text)}
+    elif option.decides is Decides.LOCATION:
+        settings["type"] = LOCATION
     return click.option(flag_of(name), *further_flags, name, cls=Option, decides=option.decides, **settings)
 
 

@@ -31,6 +31,10 @@ COMPLETION = "_PADDLE_RESHARD_COMPLETE"
 """Environment variable by which a shell requests completions."""
 ANSWERS = ("diff", "explain", "families", "fingerprint", "inspect", "plan", "simulate", "verify")
 """Commands that are run for their output."""
+_HELP_INSTEAD: tuple[type[Exception], ...] = tuple(
+    filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
+)
+"""What click raises, since 8.2, where no command is given: its message is the help."""
 TROUBLE = {"diff": 2, "verify": 2}
 """Exit status of failures, for commands where 1 is a valid answer."""
 
@@ -238,7 +242,9 @@ def _status(code: object) -> int:
 
 
 def _report(error: BaseException, end: End) -> None:
-    if isinstance(error, click.ClickException):
+    if isinstance(error, _HELP_INSTEAD):
+        click.echo(end.message, err=True)
+    elif isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         if context is not None:
             click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)

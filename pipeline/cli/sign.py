@@ -8,12 +8,12 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import sign_data
-from paddle_reshard.pipeline.cli.options import declared, given, json_option, quiet_option
+from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
-@click.argument("path", metavar="FILE|DST")
+@click.argument("path", type=LOCATION, metavar="FILE|DST")
 @click.option(
     "--key", metavar="KEY.pem", required=True, help="The private key, on an elliptic curve and unencrypted."
 )

@@ -42,9 +42,10 @@ def say(message: str, err: bool = False) -> None:
 
 
 def relay(text: str, err: bool = False) -> None:
-    """Print output of another process without its colours."""
+    """Print output of another process, lines and columns as they are, without its colours."""
     lines = _COLOUR.sub("", text).split("\n")
-    click.echo("\n".join(printable(line.rstrip("\r")) for line in lines), nl=False, err=err)
+    columns = (line.rstrip("\r").split("\t") for line in lines)
+    click.echo("\n".join("\t".join(map(printable, line)) for line in columns), nl=False, err=err)
 
 
 def console(err: bool = False, width: int | None = None) -> Console:

@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.cli.json_output import (
 )
 from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
     compare_options,
     declared,
     given,
@@ -60,8 +61,8 @@ OPTIONS_FOR_ONE = (
 
 
 @click.command()
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="[B]", required=False)
+@click.argument("a", type=LOCATION, metavar="A")
+@click.argument("b", type=LOCATION, metavar="[B]", required=False)
 @click.option("--states", metavar="LIST", help="Compare only these states, comma-separated: param,moment1,…")
 @click.option(
     "--subset",
@@ -149,6 +150,7 @@ def verify(
     options.pop("resume", None)  # of a conversion it is a flag; here it names a file
     if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
+        options = {name: value for name, value in options.items() if name in OPTIONS_FOR_ONE}
         with (
             waiting("comparing with the manifest", quiet or as_json) as observe,
             reporting(report_path, observe) as page,
@@ -205,7 +207,7 @@ def _holds_manifest(location: str, access: Mapping[str, Any]) -> bool:
 def _refuse_options_for_two(context: click.Context) -> None:
     """Refuse options that ``verify`` of a single target would ignore."""
     for option in context.command.params:
-        is_given = context.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT
+        is_given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
         if is_given and option.name not in OPTIONS_FOR_ONE:
             raise UsageError(
                 f"{option.opts[0]} is for two checkpoints; a single target is compared with its manifest, "

@@ -76,6 +76,8 @@ class Option:
     consent: bool = False
     """Whether it is consent rather than a choice. A record next to a target cannot give consent: the session only
     records that the option was given."""
+    variable: bool = False
+    """Whether an environment variable may give it too, because a user repeats it every day."""
     not_scheduled: str = ""
     """Why it cannot apply to every checkpoint of a run; empty if it can."""
 
@@ -218,6 +220,7 @@ class ConversionOptions(TargetOptions, total=False):
             metavar="SIZE",
             decides=Decides.EXECUTION,
             kept=True,
+            variable=True,
             default=DEFAULT_MEMORY,
             help="Memory budget of each worker, as in 512MiB or 4GiB.",
         ),
@@ -360,6 +363,7 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
+            variable=True,
             help="Options with which fsspec opens the store: key, secret, endpoint_url, profile, … They "
             "are never printed or stored; @FILE keeps them out of the list of processes.",
         ),
@@ -380,6 +384,7 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
+            variable=True,
             help="The same for the source only; replaces --storage-options.",
         ),
     ]
@@ -389,6 +394,7 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
+            variable=True,
             help="The same for the target only; replaces --storage-options.",
         ),
     ]
@@ -404,6 +410,7 @@ class RunOptions(TypedDict, total=False):
         str,
         Option(
             decides=Decides.EXECUTION,
+            variable=True,
             default="inline",
             metavar="inline|ray|ray:ADDRESS",
             help="Where the conversion runs.",

@@ -53,6 +53,11 @@ def is_tensor_file(path: str) -> bool:
     return re.fullmatch(_TENSORS, path) is not None
 
 
+def is_index(path: str) -> bool:
+    """Whether a file says where tensors lie in a whole checkpoint, as some topologies have one."""
+    return re.fullmatch(_INDEX, path) is not None
+
+
 def is_random_state(path: str) -> bool:
     """Whether a file holds the random state of one rank, or of all."""
     return re.fullmatch(_RANDOM_STATE, path) is not None
@@ -71,6 +76,15 @@ def is_training_state(path: str) -> bool:
 def is_of_training(path: str) -> bool:
     """Whether the trainer writes a file with every checkpoint of a run that has it at all: not one of the model's."""
     return any(re.fullmatch(p, path) for p in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
+
+
+def kind_of(path: str) -> str:
+    """The name of a file without the numbers of ranks and parts: what a job of any topology would call it.
+
+    >>> kind_of("optimizer.tp00_pp01.pdopt"), kind_of("rng_state_3.pth"), kind_of("model-00001-of-00002.safetensors")
+    ('optimizer.pdopt', 'rng_state.pth', 'model.safetensors')
+    """
+    return re.sub(rf"{_NUMBER}|{_RANK.removesuffix('?')}|_shard_\d{{4}}|_?\d+", "", path)
 
 
 def is_model_file(path: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
-from paddle_reshard.pipeline.core.trainer_files import is_of_training
+from paddle_reshard.pipeline.core.trainer_files import is_index, is_of_training, is_tensor_file, kind_of
 
 _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
@@ -41,10 +41,13 @@ def merging(files: Collection[str]) -> str | None:
 def lacking(files: Collection[str], before: Collection[str]) -> str | None:
     """What the trainer has yet to write to a checkpoint whose tensors are complete, judging by the previous one.
 
-    ``None`` if every rank has signalled, the trainer's own state is there, and no kind of file is missing.
+    ``None`` if every rank has signalled, the trainer's own state is there, and no file is missing. Where the topology
+    has changed, names of ranks prove nothing: a kind of file must be missing.
 
     >>> lacking({"saved_signal_0", "trainer_state.json"}, {"scheduler.pdparams", "notes.txt"})
     'scheduler.pdparams is not there yet'
+    >>> now = {"model_state.pdparams", "saved_signal_0", "trainer_state.json"}
+    >>> lacking(now, {"model_state.tp00.pdparams", "model_state.tp01.pdparams", "saved_signal_0", "saved_signal_1"})
     """
     if not any(_SIGNAL.fullmatch(path) for path in files):
         return "no saved_signal file marks it as finished"
@@ -52,7 +55,11 @@ def lacking(files: Collection[str], before: Collection[str]) -> str | None:
         return "trainer_state is not there yet"
     ranks = {match[1] or match[2] for path in files if (match := _OF_RANK.fullmatch(path))}
     silent = sorted(f"{SIGNAL_PREFIX}{rank}" for rank in ranks if f"{SIGNAL_PREFIX}{rank}" not in files)
-    missing = silent + sorted(p for p in before if p not in files and is_of_training(p))
+    gone = {path for path in before if path not in files and is_of_training(path)}
+    if any(map(is_tensor_file, gone)):
+        kinds = {kind_of(path) for path in files}
+        gone = {path for path in gone if kind_of(path) not in kinds and not is_index(path)}
+    missing = silent + sorted(gone)
     return f"{missing[0]} is not there yet" if missing else None
 
 

@@ -248,6 +248,18 @@ def test_what_the_trainer_still_has_to_write() -> None:
     assert lacking(whole, whole | {"my_notes.txt"}) is None
     assert lacking(whole, whole | {"ema_state/0.metadata"}) == "ema_state/0.metadata is not there yet"
     assert lacking(whole, whole | {"optimizer.safetensors.index.json"}) is not None
+    two_ranks = {
+        *whole,
+        "saved_signal_1",
+        "model_state.tp00.pdparams",
+        "model_state.tp01.pdparams",
+        "model_meta.json",
+    }
+    one_rank = whole | {"model_state.pdparams"}
+    assert lacking(one_rank, two_ranks) is None
+    assert lacking(two_ranks, one_rank) is None
+    assert lacking(one_rank, two_ranks | {"ema.tp00.pdopt"}) == "ema.tp00.pdopt is not there yet"
+    assert lacking(two_ranks - {"saved_signal_1"}, two_ranks) == "saved_signal_1 is not there yet"
     for of_rank in ("rng_state_1.pth", "model_state/1_0.distcp"):
         assert lacking(whole | {of_rank}, set()) == "saved_signal_1 is not there yet"
         assert lacking(whole | {of_rank, "saved_signal_1"}, set()) is None

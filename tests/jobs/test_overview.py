@@ -56,6 +56,19 @@ def test_checkpoints_are_listed_by_step_with_what_is_missing(run: Path) -> None:
     assert "optimizer.tp01_pp01_shard01.pdopt" in str(damaged.problem)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_run_whose_topology_changes_is_complete_all_the_same(tmp_path: Path, reverse: bool) -> None:
+    """The ranks of the step before are no longer there, and with them the files that bear their numbers."""
+    cases = ("mp2pp2", "mp2", "pp2", "sh2_s1v2", "sh2_s2", "mp2sh2_s1v1_meta")
+    for step, case in enumerate(reversed(cases) if reverse else cases):
+        (source,) = case_directory(case).glob("checkpoint-3")
+        (tmp_path / f"checkpoint-{step}").symlink_to(source)
+    found = paddle_reshard.checkpoints(tmp_path, allow_links=True)
+    assert [(checkpoint.name, checkpoint.problem) for checkpoint in found.checkpoints] == [
+        (f"checkpoint-{step}", None) for step in range(len(cases))
+    ]
+
+
 def test_conversions_name_their_source_as_published(run: Path) -> None:
     command = [sys.executable, "-m", "paddle_reshard", "ls", str(run.parent / "converted")]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=120)

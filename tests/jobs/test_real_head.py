@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.events import StepStarted
 from tests.conftest import REPO
 from tests.jobs.command import GOLDEN, command_line, copy_checkpoint, run, snapshot
 from tests.jobs.head import Head, running_head
@@ -45,7 +46,9 @@ def one_card(tmp_path: Path) -> dict[str, bytes]:
 
 
 def test_a_job_on_a_real_head_runs_once(tmp_path: Path) -> None:
-    """Interrupted while it follows, and submitted again: one job, without visible secrets."""
+    """Continued from where it was killed, interrupted while it follows, and submitted again: one job, without visible
+    secrets.
+    """
     with running_head() as head:
         check_that_it_runs_once(head, tmp_path)
 
@@ -58,11 +61,23 @@ def test_jobs_on_a_real_head(tmp_path: Path, one_card: dict[str, bytes]) -> None
         check_that_watch_submits(head, tmp_path / "watch", one_card)
 
 
+def leave_unfinished(target: Path, layout: Path) -> None:
+    """A conversion that ended when everything was moved and nothing published."""
+
+    def stop(event: object) -> None:
+        if isinstance(event, StepStarted) and event.step == "verify":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        paddle_reshard.convert(GOLDEN, target, to="tp=1", layout=layout, memory="256MiB", observe=stop)
+
+
 def check_that_it_runs_once(head: Head, tmp_path: Path) -> None:
     layout = tmp_path / "target-job.json"
     layout.write_text('{"segmentation": "uniform"}')
     arguments = [GOLDEN, tmp_path / "out", "--to", "tp=1", "--layout", layout, "--env", "STORE_SECRET"]
     arguments += ["--memory", "256MiB"]
+    leave_unfinished(tmp_path / "out", layout)
     command = command_line("submit", "--address", head.address, *arguments)
     env = {**os.environ, **head.env, "STORE_SECRET": SECRET}
     with subprocess.Popen(command, stdout=-1, stderr=subprocess.PIPE, text=True, env=env) as first:
@@ -82,16 +97,17 @@ def check_that_it_runs_once(head: Head, tmp_path: Path) -> None:
     assert second.returncode == 0, second.stderr
     assert f"attached to {submission_id}" in second.stderr
     assert "publish: " in second.stdout
+    assert re.search(r"^reused\t2 of 2 groups", second.stdout, re.MULTILINE), second.stdout
     paddle_reshard.convert(GOLDEN, tmp_path / "here", to="tp=1", layout=layout, memory="256MiB")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "here")
-    # a slow start leaves all groups to whichever worker is there first
-    assert re.search(r"worker \d+\b", second.stdout), "the job did not use its cluster"
     known = jobs(head)
     assert list(known) == [submission_id], "another job than the conversion was left behind"
     job = known[submission_id]
     assert job["entrypoint"].startswith(". ./environment.sh && python -m paddle_reshard convert ")
     line = f"convert {GOLDEN} {tmp_path / 'out'} --to tp=1 --layout layout.json --memory 256MiB --cluster ray"
+    line += " --resume"
     assert job["entrypoint"].endswith(line)
+    assert job["metadata"]["job_name"] == f"paddle-reshard {GOLDEN.name} to {tmp_path / 'out'}"
     assert SECRET not in "".join((json.dumps(job), said, second.stdout, second.stderr))
     logs = [path for path in head.folder.rglob("*") if path.is_file() and "logs" in path.parts]
     assert logs

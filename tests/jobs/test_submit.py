@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from paddle_reshard.clusters.ray.jobs import entrypoint_of
+from paddle_reshard.clusters.ray.environment import chosen_variables
+from paddle_reshard.clusters.ray.jobs import JobRequest, entrypoint_of, metadata_of
 from paddle_reshard.pipeline.cli import conversion
 from paddle_reshard.pipeline.cli.jobs import OF_ONE_PROCESS, Request
 from paddle_reshard.pipeline.cli.options import Option
@@ -282,3 +283,39 @@ def test_with_json_stdout_is_one_object_also_where_there_is_no_cluster() -> None
     assert said["command"] == "submit"
     assert (said["kind"], said["retryable"]) == ("JobError", True)
     assert f"paddle-reshard: {said['error']} [JobError]\n" == done.stderr
+
+
+def test_secrets_of_a_variable_reach_a_job_as_that_variable_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_RESHARD_STORAGE_OPTIONS", '{"secret": "hunter2"}')
+    monkeypatch.setenv("PADDLE_RESHARD_MEMORY", "4GiB")
+    request = read("/a", "/b", "--to", "tp=1")
+    assert list(request.spell("/a", "/b")) == [
+        "/a",
+        "/b",
+        "--to",
+        "tp=1",
+        "--memory",
+        "4GiB",
+        "--cluster",
+        "ray",
+    ]
+    assert request.identify("/a", "/b") == identity("/a", "/b", "--to", "tp=1")
+    refused = invoke("submit", "--address", "http://127.0.0.1:9", "/a", "/b", "--to", "tp=1")
+    assert (refused.exit_code, "give --env PADDLE_RESHARD_STORAGE_OPTIONS" in refused.stderr) == (2, True)
+
+
+def test_variables_of_a_job_are_chosen_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"OF_THE_STORE_KEY": "a", "OF_THE_STORE_SECRET": "b"}
+    for name, value in {**chosen, "NOT_OF_IT": "c"}.items():
+        monkeypatch.setenv(name, value)
+    assert chosen_variables(["OF_THE_STORE_*"]) == chosen
+    assert chosen_variables(["NOT_OF_IT", "OF_THE_STORE_KEY"]).keys() == {"NOT_OF_IT", "OF_THE_STORE_KEY"}
+    with pytest.raises(UsageError, match=r"--env NONE_\*: no environment variable matches"):
+        chosen_variables(["NONE_*"])
+
+
+def test_a_job_has_a_name_and_says_what_becomes_of_what() -> None:
+    found = metadata_of(JobRequest(("s3://b/run/checkpoint-3", "/out", "--to", "tp=1"), "paddle-reshard-1"))
+    assert found["job_name"] == "paddle-reshard checkpoint-3 to /out"
+    assert (found["source"], found["target"]) == ("s3://b/run/checkpoint-3", "/out")
+    assert all(isinstance(value, str) for value in found.values())  # Ray takes nothing else

@@ -139,6 +139,18 @@ def test_verify_that_could_not_compare_is_trouble_as_for_cmp_and_diff(one_card: 
     assert f"truncated: has {size_bytes // 2} bytes, the manifest says {size_bytes}" in damaged.stdout
 
 
+def test_a_variable_that_a_check_of_one_target_does_not_need_is_no_mistake(one_card: Path) -> None:
+    variables = {**os.environ, "PADDLE_RESHARD_MEMORY": "2GiB", "PADDLE_RESHARD_STORAGE_OPTIONS": "{}"}
+    assert run_alone("verify", one_card, env=variables).returncode == 0
+    assert run_alone("verify", DEMO, one_card, env=variables).returncode == 0
+
+
+def test_a_command_alone_prints_its_help_in_lines() -> None:
+    done = run_alone()
+    assert "Commands:\n  apply " in done.stderr
+    assert "Error" not in done.stderr
+
+
 def test_a_report_is_true_only_if_the_two_are_equal(one_card: Path, tmp_path: Path) -> None:
     assert paddle_reshard.verify(DEMO, one_card)
     assert paddle_reshard.check(one_card)

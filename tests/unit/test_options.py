@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import re
+import shlex
+import subprocess
+import sys
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -64,12 +68,24 @@ def test_what_is_left_out_means_the_same_on_the_command_line_and_in_python() -> 
     assert given(context) == {}
 
 
+def test_short_help_is_the_usual_options_and_examples_that_are_read_as_they_stand() -> None:
+    shown = invoke("convert", "-h").stdout
+    listed = re.findall(r"^  (--?[\w-]+)", shown, re.MULTILINE)
+    assert len(listed) == 14 + 2
+    assert listed[-2:] == ["-h", "--help"]
+    examples = [line.split() for line in shown.splitlines() if line.startswith("  paddle-reshard ")]
+    assert len(examples) > 3
+    for _, name, *arguments in examples:
+        assert given(cli.commands[name].make_context(name, arguments))
+    assert len(shown.splitlines()) < len(invoke("convert", "--help").stdout.splitlines()) / 2
+
+
 @pytest.mark.parametrize("name", ["convert", "ema", "explain", "plan"])
 def test_help_in_sections_has_every_option_once_and_the_usual_ones_first(name: str) -> None:
     shown = invoke(name, "--help").stdout
-    listed = re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)
+    listed = re.findall(r"^  (--?[\w-]+)", shown, re.MULTILINE)
     options = [option for option in cli.commands[name].params if option.param_type_name == "option"]
-    assert sorted(listed) == sorted(["--help", *(option.opts[0] for option in options)])
+    assert sorted(listed) == sorted(["-h", "--help", *(option.opts[0] for option in options)])
     usual, *others = shown.split("\n\n")[-4:]
     assert usual.startswith("Usual options:\n")
     assert all(f"  {flag} " in usual for flag in ("--to", "--format", "--memory", "--json"))
@@ -166,3 +182,40 @@ def test_an_option_of_a_target_is_an_entry_of_some_format_and_refused_for_the_ot
     done = invoke("convert", "a", "b", "--format", "flex", "--segmentation", "uniform")
     assert done.exit_code == 2
     assert "--layout (segmentation) does not apply to --format flex" in done.stderr
+
+
+def test_a_variable_counts_as_if_its_option_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_RESHARD_MEMORY", "4GiB")
+    monkeypatch.setenv("PADDLE_RESHARD_STORAGE_OPTIONS", '{"profile": "lab"}')
+    found = given(CONVERT.make_context("convert", ["a", "b", "--to", "tp=1"]))
+    assert found == {"to": "tp=1", "memory": "4GiB", "storage_options": {"profile": "lab"}}
+    assert given(CONVERT.make_context("convert", ["a", "b", "--memory", "2GiB"]))["memory"] == "2GiB"
+    monkeypatch.setenv("PADDLE_RESHARD_STORAGE_OPTIONS", "hunter2")
+    wrong = invoke("convert", "a", "b", "--to", "tp=1")
+    assert (wrong.exit_code, "hunter2" in wrong.output) == (2, False)
+
+
+def completed(*words: str) -> list[str]:
+    """What the shell is told to offer for the last of the words; ``file,…``: paths, by its own means."""
+    asked = {"COMP_WORDS": shlex.join(["paddle-reshard", *words]), "COMP_CWORD": str(len(words))}
+    environment = {**os.environ, "_PADDLE_RESHARD_COMPLETE": "bash_complete", **asked}
+    command = [
+        sys.executable,
+        "-c",
+        "from paddle_reshard.pipeline.cli.main import cli; cli(prog_name='paddle-reshard')",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_shells_complete_paths_options_and_values() -> None:
+    for name in ("convert", "plan", "inspect", "ls", "clean", "verify", "submit", "watch", "sign"):
+        assert completed(name, "check") == ["file,check"], name
+    assert completed("convert", "a", "b", "--like", "check") == ["file,check"]
+    assert completed("convert", "a", "b", "--format", "hug") == ["plain,huggingface"]
+    assert completed("submit", "a", "b", "--fo") == ["plain,--follow", "plain,--format"]
+    assert completed("submit", "a", "b", "--target") == [
+        "plain,--target-meta",
+        "plain,--target-storage-options",
+    ]
