@@ -46,6 +46,7 @@ def inspection_data(found: Inspection) -> Json:
             "base": found.adapter.base,
         },
         "newer": found.newer,
+        "unproven": found.unproven,
         "tensor_files": found.tensor_files,
         "tensor_bytes": found.tensor_bytes,
         "states": [asdict(state) for state in found.states],

@@ -76,6 +76,8 @@ class Inspection(Shown):
     """The contents of ``lora_config.json``, if there is one."""
     newer: str = ""
     """Entries of its files that are newer than the tested library versions; they change no value."""
+    unproven: str = ""
+    """What nothing in its files proves."""
     rules: str | None = None
     """Why no rule table is used, and what follows; ``None`` if a table describes the model."""
     stored: tuple[StoredTensor, ...] = ()
@@ -113,6 +115,8 @@ class Inspection(Shown):
             facts.append(("LoRA", lora))
         if self.newer:
             facts.append(("newer", self.newer))
+        if self.unproven:
+            facts.append(("not proven", self.unproven))
         if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
             facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
         return facts
@@ -178,6 +182,7 @@ def inspect(
         other_files=tuple(sorted(sizes.keys() - own.keys())),
         adapter=checkpoint.adapter,
         newer=checkpoint.newer,
+        unproven=checkpoint.unproven,
         rules=_without_rules(checkpoint.model),
     )
 

@@ -207,11 +207,11 @@ class ConversionPlan(Shown):
         like = None if source.completion is None else _completion_in_words(source.completion, self.targets)
         taken = (
             *(("dequantised", source.dequantised), ("merged", source.merged)),
-            *(("filled", filled), ("like", like), ("newer", source.newer or None)),
+            *(("filled", filled), ("like", like), ("newer", source.newer), ("not proven", source.unproven)),
         )
         return [
             ("from", source_in_words(source)),
-            *((name, said) for name, said in taken if said is not None),
+            *((name, said) for name, said in taken if said),
         ]
 
     def _not_carried(self) -> Facts:

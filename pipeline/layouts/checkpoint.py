@@ -126,6 +126,8 @@ class Checkpoint:
     """Key → the statements of ``--aoa`` that made it, in order, with file and line."""
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
+    unproven: str = ""
+    """What nothing in its files proves, in words."""
 
     @property
     def source_config(self) -> Mapping[str, Any]:

@@ -65,6 +65,35 @@ def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[Cell], model: M
     return expected
 
 
+class RankFiles:
+    """What the files of ranks show and what it stands for, to find those that could be exchanged without a trace."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, int] = {}
+        self._meant: dict[str, int] = {}
+
+    def add(self, path: str, shown: tuple[object, ...], meant: tuple[object, ...]) -> None:
+        """Add an array: what anyone can see of it in its file, and which part of which tensor it is said to be.
+
+        The sums of hashes are only compared with each other.
+        """
+        self._shown[path] = self._shown.get(path, 0) + hash(shown)
+        self._meant[path] = self._meant.get(path, 0) + hash(meant)
+
+    def in_words(self) -> str:
+        """How many files show the same as a file of another rank, and mean something else."""
+        alike: dict[int, list[str]] = {}
+        for path, shown in self._shown.items():
+            alike.setdefault(shown, []).append(path)
+        files = sum(len(paths) for paths in alike.values() if len({self._meant[path] for path in paths}) > 1)
+        if not files:
+            return ""
+        return (
+            f"which rank wrote {files} of {len(self._shown)} files with tensors: each holds the same names and shapes "
+            "as that of another rank, and only the names of the files tell"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _OptimizerList:
     """Parameters that share communication buffers, in the order of the optimizer."""

@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 )
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
-from paddle_reshard.pipeline.layouts.hybrid.positions import expected_slices
+from paddle_reshard.pipeline.layouts.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, expert_of, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharding_group import (
     ShardingGroup,
@@ -153,6 +153,7 @@ def read_hybrid(
         expert_axis=expert_axis,
         unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
         adapter=adapter,
+        unproven=builder.rank_files.in_words(),
     )
 
 
@@ -562,6 +563,7 @@ class _HybridCatalogBuilder:
             ShardingGroup(strategy, ranks.topology.sharding, slices)
             for slices in expected_slices(strategy, ranks, cells, model)
         ]
+        self.rank_files = RankFiles()
         self.missing: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
@@ -615,9 +617,13 @@ class _HybridCatalogBuilder:
         cut = self.cuts[key]
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
+        shown = _shown(cell, tensor, state)
         for copy in group.copies(cell, key, state, arrays):
             replica = self._replica(index, rank)
             for array in copy:
+                start, stop = array.flat or (0, 0)
+                seen = start if shown == key else stop - start
+                self.rank_files.add(array.path, (state, shown, seen), (state, key, start, rank))
                 kind = self.placements.kind(
                     ArrayKind(cell.shapes[key], cut, dtype.itemsize, array.flat, array.axes)
                 )
@@ -662,6 +668,17 @@ class _HybridCatalogBuilder:
             index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
             implied[index] = master
         return implied
+
+
+def _shown(cell: Cell, tensor: ModelTensor, state: str) -> str:
+    """What tells which tensor a state belongs to: its key, or only the name of a parameter, which each cell has anew.
+
+    Master weights belong to the parameters that they are compared with. Other states are in the same file as these,
+    but averages are not.
+    """
+    of_optimizer = state not in (PARAM, EMA_PARAM, EMA_MASTER_WEIGHT)
+    by_value = of_optimizer and tensor.master and (tensor.key, PARAM) in cell.arrays
+    return tensor.key if by_value or state in (PARAM, EMA_PARAM) else cell.names[tensor.key]
 
 
 def _check_states(model: Model, has_ema: bool, tensors: Tensors) -> None:
