@@ -151,6 +151,12 @@ class Source(ReadRange, Protocol):
     def versions(self) -> Mapping[str, str]:
         """Name of every file → fingerprint that changes with the file, taken when the source was opened."""
 
+    def modified(self) -> Mapping[str, int]:
+        """Name of every file → when it was last written, in nanoseconds since the epoch.
+
+        Empty where that is not known: the time of an object is that of the end of its upload.
+        """
+
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
 

@@ -83,6 +83,10 @@ class JoinedSource(ReadRange):
         }
         return found | {path: content.decode() for path, content in self.made.items()}
 
+    def modified(self) -> dict[str, int]:
+        """Nothing: files of several stores, and files made here, are not one save."""
+        return {}
+
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         for mount in self.mounts:
@@ -183,6 +187,10 @@ class ComputedSource(ReadRange):
     def versions(self) -> Mapping[str, str]:
         """Name of every file → fingerprint of what is stored."""
         return self.inner.versions()
+
+    def modified(self) -> Mapping[str, int]:
+        """Times of what is stored."""
+        return self.inner.modified()
 
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""

@@ -12,6 +12,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.indexing.small_files import check_steps
+from paddle_reshard.pipeline.indexing.times import far_apart
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import format_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
@@ -70,7 +71,9 @@ def index_source(
         checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)
     check_steps(files.store, checkpoint.lr_scheduler)
-    return checkpoint
+    held = sorted(file.path for file in checkpoint.catalog.files)
+    apart = far_apart(held, files.store.modified(), files.sizes)
+    return replace(checkpoint, unproven="; ".join(filter(None, (checkpoint.unproven, apart))))
 
 
 def _refuse_folder_of_checkpoints(files: SourceFiles) -> None:

@@ -148,6 +148,10 @@ class LocalSource(ReadRange):
         """Name of every file → its modification time when the source was opened."""
         return {path: f"modified {stamp.modified_ns} ns" for path, stamp in self.stamps.items()}
 
+    def modified(self) -> dict[str, int]:
+        """Name of every file → its modification time when the source was opened, in nanoseconds since the epoch."""
+        return {path: stamp.modified_ns for path, stamp in self.stamps.items()}
+
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         for path, resolved in self.resolved.items():
