@@ -1,26 +1,20 @@
 """Files of two ranks that have changed places: refused, or the result is the same, or nothing in the files can tell.
 
-Every exchange of two files and every reversal is tried, of each kind of files alone and of all together. Nothing can
-tell only where each file holds exactly the same entries, names, shapes and dtypes as the one whose place it takes, and
-then ``inspect`` says so. What the files hold is read by this suite's own reader, and whether a result is the same is
-decided by the bytes of its files: those of the undisturbed checkpoint are compared with the truth elsewhere.
+Nothing can tell only where each file holds exactly the same entries, names, shapes and dtypes as the one whose place it
+takes, and then ``inspect`` says so.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Mapping
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import ReshardError
-from tests import oracle
-from tests.conftest import case_directory, case_names
-from tests.permuted import Renamed, permutations, permuted
+from tests.conftest import REPO
+from tests.mutations.exchanged import CASES, COUNTS, checkpoint_of, in_words, outcomes
 from tests.sampling import exhaustive
 
 SAMPLE = (
@@ -31,80 +25,20 @@ SAMPLE = (
     "dense/sh2_s3_seg512",
     "moe/ep2_sh2_s1v2_meta_ema",
 )
-_OF_SEVERAL_RANKS = re.compile(r"(mp|pp|sh|dp)\d")
-_OTHER_FORMATS = re.compile(r"(^|_)(fc|uc|muon|tohf|auto)")
-CASES = tuple(
-    name
-    for group in ("dense", "moe", "states", "families", "small-families")
-    for name in case_names(group)
-    if _OF_SEVERAL_RANKS.search(name) and not _OTHER_FORMATS.search(name.partition("/")[2])
-    if name != "dense/dp2"  # whose ranks write one set of files
-)
-
-ANYWHERE: tuple[dict[str, Any], ...] = (
-    {"format": "flex"},
-    {"format": "flex", "allow_replica_drift": True, "allow_missing": ("*",)},
-    {"format": "hybrid-plain", "to": "tp=1", "allow_replica_drift": True},
-)
-"""Targets that hold everything, for ordinary sources, for those with copies that differ or with tensors in no file, and
-for LoRA."""
-
-
-def checkpoint_of(case: str) -> Path:
-    (folder,) = case_directory(case).glob("checkpoint-*")
-    return folder
-
-
-def converted(source: Path, target: Path, options: Mapping[str, Any]) -> dict[str, bytes]:
-    """The tensor files of a conversion."""
-    paddle_reshard.convert(source, target, **options)
-    suffixes = (".distcp", ".metadata", ".pdparams", ".pdopt")
-    files = {
-        str(path.relative_to(target)): path.read_bytes()
-        for path in target.rglob("*")
-        if path.suffix in suffixes
-    }
-    shutil.rmtree(target)
-    return files
-
-
-def undisturbed(folder: Path, tmp_path: Path) -> tuple[dict[str, bytes], Mapping[str, Any]]:
-    """The files that a checkpoint becomes, and how."""
-    for number, options in enumerate(ANYWHERE[:-1]):
-        try:
-            return converted(folder, tmp_path / f"undisturbed{number}", options), options
-        except ReshardError:
-            continue
-    return converted(folder, tmp_path / "undisturbed", ANYWHERE[-1]), ANYWHERE[-1]
-
-
-def alike(folder: Path, renamed: Renamed) -> bool:
-    """Whether every file holds the same entries as the one whose place it takes, except for values."""
-    held = oracle.structure(folder)
-    return all(held[name] == held[other] for name, other in renamed.items())
 
 
 @pytest.mark.parametrize("case", [*SAMPLE, *(exhaustive(case) for case in CASES if case not in SAMPLE)])
 def test_exchanged_files_are_refused_or_change_nothing_or_are_said_to_be_alike(
     case: str, tmp_path: Path
 ) -> None:
-    folder = checkpoint_of(case)
-    whole, options = undisturbed(folder, tmp_path)
-    nothing_tells, others, tried = [], [], 0
-    for how, renamed in permutations(folder):
-        source = permuted(folder, renamed, tmp_path / "exchanged")
-        try:
-            result = converted(source, tmp_path / "converted", options)
-        except ReshardError:
-            result = whole
-        if result != whole:
-            (nothing_tells if alike(folder, renamed) else others).append((how, result))
-        tried += 1
-        shutil.rmtree(source)
-    assert tried
-    assert not nothing_tells or "which rank wrote" in paddle_reshard.inspect(folder).unproven
-    for how, result in others:  # files that are alike changed places, and stages whose keys tell them
-        assert any(result == told for _, told in nothing_tells), how
+    assert outcomes(case, tmp_path) == json.loads(COUNTS.read_text())[case]
+
+
+def test_the_document_states_what_was_found() -> None:
+    counts = json.loads(COUNTS.read_text())
+    assert set(counts) == set(CASES)
+    document = " ".join((REPO / "docs" / "mutations.md").read_text().split())
+    assert in_words(counts) in document
 
 
 def made(case: str, target: Path, **options: Any) -> Path:

@@ -331,7 +331,8 @@ def whole_files(folder: Folder, files: Iterable[str]) -> Iterator[Change]:
             one.rpartition("/")[0] == two.rpartition("/")[0] and one.split(".")[0] == two.split(".")[0]
         )
         if first != second and (same_kind or one.endswith(".distcp")):
-            yield Change("the files of two ranks swapped", {one: second, two: first}, where=f"{one}, {two}")
+            of = "a FlexCheckpoint" if one.endswith(".distcp") else "two ranks"
+            yield Change(f"two files of {of} swapped", {one: second, two: first}, where=f"{one}, {two}")
 
 
 def of_another(folder: Folder, other: Mapping[str, bytes], kind: str) -> Iterator[Change]:
