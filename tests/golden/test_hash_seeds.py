@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPO, case_directory
+from tests.conftest import case_directory
+from tests.rule_tables import whole
 
 RUN = "from paddle_reshard.pipeline.cli.main import main; main()"
-RULES = REPO / "pipeline" / "layouts" / "rules"
 SEEDS = ("0", "1", "2", "3")
 
 
@@ -38,7 +38,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 )
 def test_the_same_unknown_tensor_is_named(case: str, family: str, tmp_path: Path) -> None:
     """By a table that lacks the rows of multi-token prediction."""
-    table = json.loads((RULES / f"{family}.paddleformers.json").read_text())
+    table = whole(f"{family}.paddleformers")
     for entry, name in (("items", "name"), ("rules", "item")):
         table[entry] = [row for row in table[entry] if not row[name].startswith("mtp")]
     (tmp_path / "rules.json").write_text(json.dumps(table))

@@ -328,25 +328,16 @@ def _mtp_rows(statements: Sequence[str], decoder: Mapping[str, _Form]) -> list[d
     return rows
 
 
-def as_text(table: Mapping[str, Any]) -> str:
-    """A table as it lies in the repository: a row in a line."""
-    lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in table.items() if k not in ("items", "rules")]
-    for name in ("items", "rules"):
-        rows = ",\n".join(f"    {json.dumps(_last(row, 'source'))}" for row in table[name])
-        lines.append(f'  "{name}": [\n{rows}\n  ]')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _last(row: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if k != name} | {k: v for k, v in row.items() if k == name}
-
-
 def tables() -> dict[Path, str]:
     """Path → text of every table that follows from what is declared."""
+    from tests.rule_tables import shortened, whole
+
     made = {}
     for family, declared in json.loads(DECLARED.read_text())["families"].items():
-        former = json.loads((RULES / f"{family}.paddleformers.json").read_text())
-        made[RULES / f"{family}.paddlefleet.json"] = as_text(compile_table(family, declared, former))
+        former = whole(f"{family}.paddleformers")
+        made[RULES / f"{family}.paddlefleet.json"] = shortened(
+            f"{family}.paddlefleet", compile_table(family, declared, former)
+        )
     return made
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import safetensors
 
-from tests.lab.fleet import CLASSES, RULES, as_text
+from tests.lab.fleet import CLASSES, RULES
 
 REPO = Path(__file__).resolve().parents[2]
 DECLARED = REPO / "tests" / "golden" / "fleet" / "only.json"
@@ -519,7 +519,12 @@ def table(family: str) -> dict[str, Any]:
 
 def tables() -> dict[Path, str]:
     """Path → text of every table."""
-    return {RULES / f"{family}.paddlefleet.json": as_text(table(family)) for family in CONFIGS}
+    from tests.rule_tables import shortened
+
+    return {
+        RULES / f"{family}.paddlefleet.json": shortened(f"{family}.paddlefleet", table(family))
+        for family in CONFIGS
+    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.layouts.rules.extends import expanded
 from paddle_reshard.pipeline.layouts.rules.items import Item
 from paddle_reshard.pipeline.layouts.rules.rule import Rule
 from paddle_reshard.pipeline.layouts.rules.table import RuleTable
@@ -24,7 +25,7 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         If it is not valid JSON, an entry is unknown, missing or of the wrong type, or entries contradict each other.
     """
     try:
-        table = typed(_renamed(parse_json(text)), RuleTable)
+        table = typed(_renamed(expanded(parse_json(text), where)), RuleTable)
     except EntryError as error:
         raise UsageError(f"{where}: {error}") from error
     except JsonError as error:
