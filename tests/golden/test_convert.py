@@ -2,7 +2,7 @@
 
 ``make test`` converts the cases that differ most to every second target, and each of the others to every fourth, not
 the same ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source
-once; the conversions of ``test_structure.py`` have a run each.
+once; the conversions of ``test_as_the_job_reads.py`` have a run each.
 """
 
 import json

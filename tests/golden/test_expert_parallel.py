@@ -195,6 +195,17 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         open_filling(str(tmp_path / "lost.safetensors"), Access({}))
 
 
+def test_names_are_refused_where_an_unlisted_buffer_counts_in_them(tmp_path: Path) -> None:
+    """The bias of the router is a buffer with one card, and with expert parallelism a parameter with a number."""
+    lost, single = _case(DSV3) / "checkpoint-3", _case("dsv3_single") / "checkpoint-3"
+    paddle_reshard.convert(lost, tmp_path / "without", to="tp=1", allow_missing=BIAS)
+    with pytest.raises(RuleError, match=r"e_score_correction_bias: .* counts it when it names parameters"):
+        paddle_reshard.plan(tmp_path / "without", to="ep=2,sharding=2")
+    assert paddle_reshard.plan(tmp_path / "without", to="sharding=2").plan.groups
+    assert paddle_reshard.plan(lost, to="ep=2,sharding=2", allow_missing=BIAS).plan.groups
+    assert paddle_reshard.plan(single, to="ep=2,sharding=2").plan.groups
+
+
 # --- writing ------------------------------------------------------------------------------------------
 
 PARALLEL, SERIAL = {"sequence_parallel": True}, {"sequence_parallel": False}

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of
 from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
-from paddle_reshard.pipeline.layouts.model import Model
+from paddle_reshard.pipeline.layouts.model import AUTOMATIC, Model
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters, special_optimizer
 from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
@@ -338,6 +338,23 @@ def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
         )
 
 
+def _check_counted(model: Model, topology: Topology) -> None:
+    """Refuse a model that lacks buffers which are parameters under expert parallelism, where they count in names.
+
+    Files of a job without sharded saving do not list them if they are not stored, so that only the rules know of them.
+    """
+    held = {tensor.rule.key for tensor in model.tensors}
+    for rule in model.table.rules:
+        counts = rule.name_class == AUTOMATIC and rule.name_class_ep not in (None, AUTOMATIC)
+        if counts and rule.applies(model.config) and rule.key not in held:
+            raise RuleError(
+                rule.key,
+                f"the source does not hold or list it, and with ep={topology.ep} the trainer counts it when it names "
+                "parameters; convert from a checkpoint that has it, or pass the names of a job of the target topology "
+                "with --target-meta model_meta.json",
+            )
+
+
 def _check_family(table: RuleTable, topology: Topology) -> None:
     """Refuse combinations of axes with which the trainer cannot start a job of the family."""
     for axes, reason in table.refused.items():
@@ -373,6 +390,8 @@ def check_job(checkpoint: Checkpoint, target: HybridTarget) -> None:
     _check_told(checkpoint.model.table, checkpoint.model.config, target)
     _check_family(checkpoint.model.table, target.topology)
     _check_experts(checkpoint, target)
+    if target.topology.ep > 1 and target.names is None:
+        _check_counted(checkpoint.model, target.topology)
     if checkpoint.model.has_lora:
         _check_lora(checkpoint.model, target)
     if special_optimizer(checkpoint.model) == ADAMW_MINI:
