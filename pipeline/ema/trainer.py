@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.ema.paddle_objects import rank_boxes, rank_pieces, 
 from paddle_reshard.pipeline.ema.resume import RankPieces
 from paddle_reshard.pipeline.ema.stretches import Weights
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS
+from paddle_reshard.pipeline.live.trainer import library_of
 
 logger = logging.getLogger(__name__)
 _TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
@@ -53,7 +54,7 @@ def ema_callback(
     UnsupportedError
         If experts are distributed over data-parallel ranks.
     """
-    args, library = trainer.args, _library(trainer)
+    args, library = trainer.args, library_of(trainer)
     if library == "paddlenlp" and args.use_expert_parallel and args.data_parallel_degree > 1:
         raise UnsupportedError(
             "EMA during training does not support PaddleNLP experts distributed over data-parallel "
@@ -75,13 +76,6 @@ def ema_callback(
     base = import_module(f"{library}.trainer").TrainerCallback
     callback = type("EmaCallback", (_EmaCallback, base), {})
     return callback(trainer, resume_from, rules, AsyncEma(lambda: weights_of(trainer), **options))
-
-
-def _library(trainer: Any) -> str:
-    for cls in type(trainer).__mro__:
-        if cls.__name__ == "Trainer" and cls.__module__.startswith(("paddleformers.", "paddlenlp.")):
-            return cls.__module__.partition(".")[0]
-    raise UsageError(f"{type(trainer).__name__} is not a Trainer of PaddleFormers or PaddleNLP")
 
 
 def weights_of(trainer: Any) -> Weights:
@@ -122,7 +116,7 @@ def pieces_of(trainer: Any) -> RankPieces:
     """
     args, tp = trainer.args, 1
     if args.use_hybrid_parallel:
-        tp = int(getattr(args, _TP_DEGREES[_library(trainer)]))
+        tp = int(getattr(args, _TP_DEGREES[library_of(trainer)]))
     tp_rank = int(args.tensor_parallel_rank) if tp > 1 else 0
     return rank_pieces(_model(trainer), trainer.optimizer, tp=max(tp, 1), tp_rank=tp_rank)
 
@@ -133,7 +127,7 @@ def _is_flex(trainer: Any) -> bool:
 
 def _model(trainer: Any) -> Any:
     """The model whose ``state_dict`` has structured keys."""
-    unwrap_model = import_module(f"{_library(trainer)}.transformers.model_utils").unwrap_model
+    unwrap_model = import_module(f"{library_of(trainer)}.transformers.model_utils").unwrap_model
     return unwrap_model(trainer.model if _is_flex(trainer) else trainer.sharding_io.model)
 
 
@@ -186,7 +180,7 @@ class _EmaCallback:
             if distributed.get_world_size() > 1:
                 distributed.all_gather_object(boxes, own)
             self.flex_rank = FlexRank(distributed.get_rank(), tuple(boxes or [own]))
-            collector = import_module(f"{_library(trainer)}.trainer.utils.zero_cost_checkpoint")
+            collector = import_module(f"{library_of(trainer)}.trainer.utils.zero_cost_checkpoint")
             facts = collector.DistInfoCollectorValidator(trainer.args, trainer.hcg)
             self.meta = facts.gather_distributed_model_meta(model, trainer.optimizer)
         return self.flex_rank

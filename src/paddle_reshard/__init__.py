@@ -106,7 +106,9 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.model import ModelTensor
     from paddle_reshard.pipeline.live.converter import CheckpointConverter
     from paddle_reshard.pipeline.live.load import LoadReport, load_into
+    from paddle_reshard.pipeline.live.names import check_names
     from paddle_reshard.pipeline.live.tensors import stage3_state_dict
+    from paddle_reshard.pipeline.live.trainer import names_callback
     from paddle_reshard.pipeline.planning.compare import Difference
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
     from paddle_reshard.pipeline.report.html_report import HtmlReport
@@ -216,6 +218,7 @@ __all__ = [
     "apply_delta",
     "average",
     "check",
+    "check_names",
     "checkpoints",
     "clean",
     "convert",
@@ -227,6 +230,7 @@ __all__ = [
     "inspect",
     "launch",
     "load_into",
+    "names_callback",
     "plan",
     "plan_again",
     "prove",
@@ -301,6 +305,8 @@ _HOMES = {
     ),
     # Into a running job
     "pipeline.live.load": ("LoadReport", "load_into"),
+    "pipeline.live.names": ("check_names",),
+    "pipeline.live.trainer": ("names_callback",),
     "pipeline.live.tensors": ("stage3_state_dict",),
     "pipeline.live.converter": ("CheckpointConverter",),
     # Averages beside training

@@ -1,0 +1,217 @@
+"""A job whose parameters are not called as a checkpoint calls them is refused before it trains.
+
+The checkpoints are those of real trainers, and small ones by Paddle's own layers, optimizer and ``paddle.save``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard import CheckpointError, UsageError, check_names
+from tests import oracle
+from tests.conftest import REPO, case_directory
+
+NAMES = "StructuredToParameterName@@"
+
+
+@pytest.fixture(scope="module")
+def paddle() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
+        import paddle
+    return paddle
+
+
+def model_of(paddle: Any, *, first: str = "up", width: int = 8, more: bool = False) -> Any:
+    """A model of real layers; which of two equal ones is built first decides over their names."""
+    with paddle.utils.unique_name.guard():
+        model = paddle.nn.Layer()
+        model.embedding = paddle.nn.Embedding(16, 8)
+        for name in (first, "down" if first == "up" else "up"):
+            setattr(model, name, paddle.nn.Linear(8, width if name == "down" else 8))
+        if more:
+            model.head = paddle.nn.Linear(8, 2)
+    return model
+
+
+def save(paddle: Any, model: Any, folder: Path) -> Path:
+    """One step of Paddle's AdamW, and the files of a job on one card."""
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    hidden = model.embedding(paddle.to_tensor([1, 2]))
+    (model.up(hidden).sum() + model.down(hidden).sum()).backward()
+    optimizer.step()
+    folder.mkdir(exist_ok=True)
+    paddle.save(model.state_dict(), str(folder / "model_state.pdparams"))
+    paddle.save(optimizer.state_dict(), str(folder / "optimizer.pdopt"))
+    return folder
+
+
+def test_the_same_model_fits(paddle: Any, tmp_path: Path) -> None:
+    assert check_names(model_of(paddle), save(paddle, model_of(paddle), tmp_path)) == 5
+
+
+def test_layers_in_another_order_are_refused(paddle: Any, tmp_path: Path) -> None:
+    """The trainer would load every state without a word: names and shapes are all there."""
+    saved = save(paddle, model_of(paddle), tmp_path)
+    message = (
+        r"up\.weight is linear_1\.w_0 in this job and linear_0\.w_0 in the checkpoint; .*, and 1 more: the"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_names(model_of(paddle, first="down"), saved)
+
+
+def test_another_shape_is_refused(paddle: Any, tmp_path: Path) -> None:
+    saved = save(paddle, model_of(paddle), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"down\.weight is \(8, 4\) in this job and \(8, 8\) in the checkpo"
+    ):
+        check_names(model_of(paddle, width=4), saved)
+
+
+def test_a_parameter_of_one_side_alone_is_refused(paddle: Any, tmp_path: Path) -> None:
+    saved = save(paddle, model_of(paddle), tmp_path / "fewer")
+    with pytest.raises(CheckpointError, match=r"head\.weight \(linear_2\.w_0\) is only in this job"):
+        check_names(model_of(paddle, more=True), saved)
+    saved = save(paddle, model_of(paddle, more=True), tmp_path / "more")
+    with pytest.raises(CheckpointError, match=r"head\.weight \(linear_2\.w_0\) is only in the checkpoint"):
+        check_names(model_of(paddle), saved)
+
+
+def test_states_of_another_model_are_refused(paddle: Any, tmp_path: Path) -> None:
+    """Parameters that fit say nothing about the states beside them."""
+    saved, other = (
+        save(paddle, model_of(paddle), tmp_path / "a"),
+        save(paddle, model_of(paddle, width=4), tmp_path / "b"),
+    )
+    (saved / "optimizer.pdopt").write_bytes((other / "optimizer.pdopt").read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"holds linear_1\.w_0_moment1_\d+ as \(8, 4\), in this job it is \(8, 8\)"
+    ):
+        check_names(model_of(paddle), saved)
+
+
+# --- real jobs ----------------------------------------------------------------------------------------
+
+
+def job_of(case: str, rank: str) -> Any:
+    """The model of one rank of a real job: its keys, and names and shapes of its tensors."""
+    folder = case_directory(case) / "checkpoint-3"
+    tp, pp, shard = (
+        int(found[1]) if (found := re.search(rf"{part}(\d+)", rank)) else 0 for part in ("tp", "pp", "shard")
+    )
+    tensors = {}
+    if (folder / "model_meta.json").exists():
+        meta = json.loads((folder / "model_meta.json").read_text())
+        cell = f"tp{tp:02}_pp{pp:02}"
+        if (ep := meta["parallel_config"].get("ep_degree", 1)) > 1:
+            apart = ep // meta["parallel_config"]["mp_degree"]
+            cell += f"_ep{shard % apart * meta['parallel_config']['mp_degree'] + tp:02}"
+        described = meta["sharding_metas"][cell]
+        tensors = {
+            key: (name, described["param_meta"][key][0])
+            for key, name in described["structure_name_mapping"].items()
+        }
+    else:
+        suffix = re.sub(r"_?shard\d+", "", rank)
+        (path,) = folder.glob(f"model_state.{suffix}*pdparams" if suffix else "model_state.pdparams")
+        root = oracle.unpickle(path)
+        tensors = {key: (name, root[key].shape) for key, name in root[NAMES].items()}
+    live = {
+        key: SimpleNamespace(name=n, shape=list(s), stop_gradient=False) for key, (n, s) in tensors.items()
+    }
+    return SimpleNamespace(state_dict=lambda: live)
+
+
+def ranks_of(case: str) -> list[str]:
+    paths = (case_directory(case) / "checkpoint-3").glob("optimizer*.pdopt")
+    return [path.name.removeprefix("optimizer").removesuffix("pdopt").strip(".") for path in sorted(paths)]
+
+
+REAL = (
+    *("dense/single", "dense/mp2pp2", "dense/mp2pp2_sp", "dense/sh2_s3_seg512", "dense/single_tied"),
+    *("dense/mp2pp2sh2_s1v2_meta_ema", "dense/nlp_mp2", "moe/ep2_mp2", "moe/ep4_mp2pp2sh2_s1v2_meta"),
+    *("moe/nlp_dsv2_ep_dp2", "moe/dsv3_single", "small-families/nlp_gpt_mp2pp2sh2_s1v2_meta"),
+)
+
+
+@pytest.mark.parametrize("case", REAL)
+def test_every_rank_of_a_real_job_fits_its_own_files(case: str) -> None:
+    for rank in ranks_of(case):
+        assert check_names(job_of(case, rank), case_directory(case) / "checkpoint-3", rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("job", "checkpoint", "advice"),
+    [
+        (
+            "dense/mp2pp2",
+            "dense/mp2pp2_sp",
+            r"start it with --sequence_parallel true.*--no-sequence-parallel",
+        ),
+        (
+            "dense/mp2pp2_sp",
+            "dense/mp2pp2",
+            r"start it with --sequence_parallel false.*or convert with --sequence-parallel",
+        ),
+    ],
+)
+def test_names_of_sequence_parallelism_are_refused_in_a_job_without(
+    job: str, checkpoint: str, advice: str
+) -> None:
+    for rank in ranks_of(job):
+        with pytest.raises(CheckpointError, match=advice):
+            check_names(job_of(job, rank), case_directory(checkpoint) / "checkpoint-3", rank=rank)
+
+
+def test_a_mixture_named_for_sequence_parallelism_is_refused_in_a_job_without(tmp_path: Path) -> None:
+    """Its projections are called otherwise, and so are its experts, whose numbers stay within the same class."""
+    source = case_directory("moe/moe_single") / "checkpoint-3"
+    paddle_reshard.convert(source, tmp_path / "two", to="tp=2", layout={"sequence_parallel": True})
+    with pytest.raises(CheckpointError, match=r"--sequence_parallel true"):
+        check_names(job_of("moe/moe_mp2", "tp01"), tmp_path / "two", rank="tp01")
+    paddle_reshard.convert(source, tmp_path / "serial", to="tp=2", layout={"sequence_parallel": False})
+    assert check_names(job_of("moe/moe_mp2", "tp01"), tmp_path / "serial", rank="tp01")
+
+
+def test_experts_of_a_neighbour_are_refused() -> None:
+    case = "moe/ep4_mp2pp2sh2_s1v2_meta"
+    with pytest.raises(CheckpointError, match=r"experts\.\d"):
+        check_names(
+            job_of(case, "tp00_pp00_shard00"), case_directory(case) / "checkpoint-3", rank="tp00_pp00_shard01"
+        )
+
+
+def test_another_topology_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"there is no optimizer\.tp00\.pdopt, the file of this rank"):
+        check_names(job_of("dense/single", ""), case_directory("dense/pp2") / "checkpoint-3", rank="tp00")
+
+
+def test_what_stores_states_by_keys_needs_no_check() -> None:
+    with pytest.raises(UsageError, match="holds no optimizer files of ranks"):
+        check_names(job_of("dense/single", ""), case_directory("dense/fc_single") / "checkpoint-3")
+
+
+def test_it_runs_where_the_trainer_does() -> None:
+    """Without pyarrow, Ray and what object stores need."""
+    missing = {"pyarrow", "ray", "fsspec", "s3fs", "click", "rich", "paddle"}
+    program = f"""
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {missing!r}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+from tests.live.test_names import job_of, case_directory, check_names
+assert check_names(job_of("dense/single", ""), case_directory("dense/single") / "checkpoint-3") == 39
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=REPO, check=True)
