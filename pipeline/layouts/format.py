@@ -6,6 +6,7 @@ Code outside a format's folder never checks which format it deals with: all diff
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -35,87 +36,103 @@ TARGET_META = FormatOption("model_meta.json of a job of the target topology, whi
 """Shared by all formats that store parameter names."""
 
 
-class Format(Protocol):
+class Format(ABC):
     """A format: its name and options, and how its checkpoints are recognised and read.
+
+    The defaults are those of a format with whole tensors of parameters and states, in files that say nothing of ranks.
 
     The module of a format does not import NumPy, and its methods import what reads and writes files: the command line
     needs the names and options of all formats, but a command rarely uses more than two.
     """
 
-    @property
-    def name(self) -> str:
-        """Name, as users give it."""
-
-    @property
-    def help(self) -> str:
-        """Description for the command line's help."""
+    name: str
+    """Name, as users give it."""
+    help: str
+    """Description for the command line's help."""
 
     @property
     def options(self) -> Mapping[str, FormatOption]:
         """Name → option, for the options that apply to a target of this format."""
+        return {}
 
     @property
     def average_options(self) -> Mapping[str, str]:
         """Options that export the moving average as a model; empty if the format stores it along with the weights."""
+        return {}
 
     @property
     def model_only(self) -> bool:
         """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
+        return False
 
     @property
     def starts_with(self) -> str:
         """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
+        return ""
 
     @property
     def starts_with_masters(self) -> str:
         """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
+        return ""
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
         """Arguments with which a library's trainer reads it, and goes on saving it, under a sharding strategy.
 
         ``None`` if the trainer cannot, or how is not known.
         """
+        return None
 
     @property
     def cannot_hold(self) -> tuple[str, ...]:
         """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
+        return ()
 
     @property
     def holds_lora(self) -> bool:
         """Whether its files can hold LoRA."""
+        return False
 
     @property
     def special_optimizers(self) -> tuple[str, ...]:
         """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
+        return ()
 
     @property
     def by_table(self) -> bool:
         """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
+        return False
 
     @property
     def loses_tensors(self) -> bool:
         """Whether its trainers lose tensors, which ``--fill`` can supply."""
+        return False
 
     @property
     def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
         """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
+        return None
 
     @property
     def read_donor(self) -> Callable[[SourceFiles], Donor] | None:
         """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
+        return None
 
     def rank_of(self, path: str) -> Mapping[str, int] | None:
         """Axis → coordinate of the rank that writes a file, as far as its name tells.
 
         ``None`` if ranks have no files of their own.
         """
+        return None
 
     def process_of(self, path: str) -> int | None:
         """Number of the job's process that writes a file, if its name tells only that; ``None`` if it tells nothing."""
+        return None
 
+    @abstractmethod
     def recognises(self, files: SourceFiles) -> bool:
         """Whether files have this format, provided that no later format in the table recognises them."""
 
+    @abstractmethod
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Interpret a checkpoint from its metadata.
 
@@ -125,6 +142,7 @@ class Format(Protocol):
             If it is incomplete or inconsistent, or no rule covers a tensor.
         """
 
+    @abstractmethod
     def request(self, asked: Mapping[str, Any]) -> Request:
         """Parse the options of a target.
 

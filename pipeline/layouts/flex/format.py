@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
-from paddle_reshard.pipeline.layouts.format import MUON, TARGET_META, FormatOption
+from paddle_reshard.pipeline.layouts.format import MUON, TARGET_META, Format, FormatOption
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -24,19 +24,13 @@ _OPTIONS: Mapping[str, FormatOption] = {
 
 
 @dataclass(frozen=True)
-class DistFormat:
+class DistFormat(Format):
     """Data files, and metadata that say which box of which tensor each of their arrays is."""
 
     name: str
     help: str
     auto_parallel: bool
     """One folder, states under parameter names; else folders of PaddleFormers, structured names."""
-    average_options: ClassVar[Mapping[str, str]] = {}
-    model_only: ClassVar[bool] = False
-    starts_with: ClassVar[str] = ""
-    loses_tensors: ClassVar[bool] = False
-    index_as: ClassVar[None] = None
-    read_donor: ClassVar[None] = None
 
     @property
     def starts_with_masters(self) -> str:
@@ -74,9 +68,6 @@ class DistFormat:
         if self.auto_parallel or library != "paddleformers":
             return None
         return {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
-
-    def rank_of(self, path: str) -> None:
-        """No file is one of a rank."""
 
     def process_of(self, path: str) -> int | None:
         """The rank of the process in the job (``distributed/checkpoint/save_state_dict.py`` of Paddle).

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paddle_reshard.pipeline.layouts.format import FormatOption
+from paddle_reshard.pipeline.layouts.format import Format, FormatOption
 from paddle_reshard.pipeline.layouts.huggingface.choices import EMA, EXPORTED_STATES, FLOATING, QUANTISATIONS
 from paddle_reshard.pipeline.layouts.huggingface.name import HUGGINGFACE
 
@@ -40,7 +40,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
 
 
 @dataclass(frozen=True)
-class HuggingFaceFormat:
+class HuggingFaceFormat(Format):
     """Weights in safetensors files, and nothing of a training job."""
 
     name: str
@@ -48,22 +48,7 @@ class HuggingFaceFormat:
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
-    starts_with: ClassVar[str] = ""
-    starts_with_masters: ClassVar[str] = ""
-    cannot_hold: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
-    special_optimizers: ClassVar[tuple[str, ...]] = ()
-    by_table: ClassVar[bool] = False
-    loses_tensors: ClassVar[bool] = False
-
-    def loaded_with(self, library: str, strategy: str) -> None:
-        """Holds nothing of a job to go on with."""
-
-    def rank_of(self, path: str) -> None:
-        """No file is one of a rank."""
-
-    def process_of(self, path: str) -> None:
-        """Files have numbers, ranks have none."""
 
     def recognises(self, files: SourceFiles) -> bool:
         """Safetensors files alone; those in Paddle's own layout are of another format."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_reshard.pipeline.core.topology import STRATEGIES
-from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, TARGET_META, FormatOption
+from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, TARGET_META, Format, FormatOption
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
 
 
 @dataclass(frozen=True)
-class HybridFormat:
+class HybridFormat(Format):
     """A set of files per rank."""
 
     name: str
@@ -47,19 +47,14 @@ class HybridFormat:
     sharded_saving: bool
     """Whether ``model_meta.json`` is written where the trainer does; it is read wherever it is."""
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
-    average_options: ClassVar[Mapping[str, str]] = {}
-    model_only: ClassVar[bool] = False
     starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
     starts_with_masters: ClassVar[str] = (
         "--load_checkpoint_format sharding_io --load_sharded_model true --ignore_load_lr_and_optim true"
     )
-    cannot_hold: ClassVar[tuple[str, ...]] = ()
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = (ADAMW_MINI,)
     by_table: ClassVar[bool] = True
     loses_tensors: ClassVar[bool] = True
-    index_as: ClassVar[None] = None
-    read_donor: ClassVar[None] = None
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
         """By each rank, from a file of its own part, as ``model_meta.json`` lists them, or from a complete file.
@@ -93,9 +88,6 @@ class HybridFormat:
             return None
         named = {"tp": found.tp, "pp": found.pp, "sharding": found.shard, "dp": found.moe, "ep": found.ep}
         return {axis: rank for axis, rank in named.items() if rank is not None}
-
-    def process_of(self, path: str) -> None:
-        """Names tell coordinates."""
 
     def recognises(self, files: SourceFiles) -> bool:
         """Accept what no other format recognises; :meth:`index` reports what it lacks."""

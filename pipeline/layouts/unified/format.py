@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paddle_reshard.pipeline.layouts.format import FormatOption
+from paddle_reshard.pipeline.layouts.format import Format, FormatOption
 from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class UnifiedFormat:
+class UnifiedFormat(Format):
     """Weights, master weights and optimizer states, each kind in files of its own."""
 
     name: str
@@ -25,17 +25,7 @@ class UnifiedFormat:
     options: ClassVar[Mapping[str, FormatOption]] = {
         "files": FormatOption("number of files of each kind. Default: 1.")
     }
-    average_options: ClassVar[Mapping[str, str]] = {}
-    model_only: ClassVar[bool] = False
-    starts_with: ClassVar[str] = ""
-    starts_with_masters: ClassVar[str] = ""
     cannot_hold: ClassVar[tuple[str, ...]] = ("ema",)
-    holds_lora: ClassVar[bool] = False
-    special_optimizers: ClassVar[tuple[str, ...]] = ()
-    by_table: ClassVar[bool] = False
-    loses_tensors: ClassVar[bool] = False
-    index_as: ClassVar[None] = None
-    read_donor: ClassVar[None] = None
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool]:
         """Under any strategy."""
@@ -45,12 +35,6 @@ class UnifiedFormat:
             "save_checkpoint_format": "unified_checkpoint",
             "load_checkpoint_format": "unified_checkpoint",
         }
-
-    def rank_of(self, path: str) -> None:
-        """No file is one of a rank."""
-
-    def process_of(self, path: str) -> None:
-        """Files have numbers, which are not those of ranks."""
 
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of files of states; weights alone by the layout that they say they are in (not ERNIE's)."""
