@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
@@ -73,7 +73,7 @@ class Launch(Shown):
 def launch(
     checkpoint: PathLike,
     *,
-    to: str | Topology | None = None,
+    to: str | Mapping[str, int] | Topology | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[InspectOptions],
 ) -> Launch:
@@ -84,8 +84,8 @@ def launch(
     checkpoint
         Path or URL of the checkpoint.
     to
-        Topology of the job, ``"tp=2,pp=2"``. Required for formats that record none, which any job reads; otherwise it
-        may only add data-parallel ranks.
+        Topology of the job, ``"tp=2,pp=2"`` or ``{"tp": 2, "pp": 2}``. Required for formats that record none, which any
+        job reads; otherwise it may only add data-parallel ranks.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -103,7 +103,7 @@ def launch(
     found = inspect(checkpoint, observe=observe, **options)
     if FORMATS[found.format].model_only:
         return Launch(found.path, "transformers", 1, {}, _serving_commands(found.path), ())
-    topology = _topology(found, Topology.parse(to) if isinstance(to, str) else to)
+    topology = _topology(found, None if to is None else Topology.of(to))
     job = TrainingJob(
         found.convention,
         found.format,

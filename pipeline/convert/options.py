@@ -7,11 +7,14 @@ sessions, jobs and schedules. Nothing heavy is imported here, because help and c
 
 # No "from __future__ import annotations": the annotations are the declarations and must not become strings.
 
+import ast
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from textwrap import indent
 from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from paddle_reshard.pipeline.convert.given import GivenFile
@@ -23,11 +26,28 @@ from paddle_reshard.pipeline.core.choices import (
     FINGERPRINTS,
     MASTER_WEIGHTS,
     REPLICAS,
+    Checks,
+    Convention,
+    Device,
+    Dropped,
+    Dtype,
+    Exchange,
+    Fingerprinted,
+    MasterWeights,
+    ModelState,
+    Quantised,
+    Replicas,
 )
 from paddle_reshard.pipeline.core.suggest import did_you_mean
-from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.topology import Strategy, Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, help_of_formats, option_of_formats
+from paddle_reshard.pipeline.layouts.formats import (
+    DEFAULT,
+    FORMATS,
+    FormatName,
+    help_of_formats,
+    option_of_formats,
+)
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 
 
@@ -104,7 +124,7 @@ class TargetOptions(TypedDict, total=False):
     """Options of a target. Each format declares which it supports; the rest are refused."""
 
     format: Annotated[
-        str | None,
+        FormatName | None,
         Option(
             choices=tuple(FORMATS),
             suggests=True,
@@ -116,16 +136,17 @@ class TargetOptions(TypedDict, total=False):
     ``"huggingface"``: ``.safetensors`` files, ``config.json`` and tokenizer for ``transformers``. ``"flex"``:
     FlexCheckpoint folders of PaddleFormers. ``"auto-parallel"``: the single folder of auto-parallel training, with
     parameter names. ``"unified"``: the safetensors files of unified checkpoints."""
-    to: Annotated[str | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
-    """Topology of the target, ``"tp=2,pp=2,sharding=2"``."""
-    sharding_strategy: Annotated[str | None, _of_formats("sharding_strategy")]
+    to: Annotated[str | Mapping[str, int] | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
+    """Topology of the target, ``"tp=2,pp=2,sharding=2"`` or ``{"tp": 2, "pp": 2, "sharding": 2}``; omitted axes are 1.
+    """
+    sharding_strategy: Annotated[Strategy | None, _of_formats("sharding_strategy")]
     """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: ``none`` if sharding is 1; otherwise the
     source's strategy if the target topology allows it, else the trainer's default (PaddleFormers ``stage1v2``,
     PaddleNLP ``stage1v1``). The plan states the choice and the reason."""
-    state: Annotated[str | None, _of_formats("state")]
+    state: Annotated[ModelState | None, _of_formats("state")]
     """``"param"`` (default): the parameters; ``"ema"``: their exponential moving average, rounded from float32 to the
     dtype of the parameters."""
-    dtype: Annotated[str | None, _of_formats("dtype")]
+    dtype: Annotated[Dtype | None, _of_formats("dtype")]
     """``"bfloat16"``, ``"float16"`` or ``"float32"`` for floating-point tensors, except those that the model keeps in
     float32. Default: the parameter's own dtype and bits. Any different dtype is rounded once from the most precise
     values in the source, the master weight if there is one."""
@@ -135,7 +156,7 @@ class TargetOptions(TypedDict, total=False):
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
     """The Paddle version that will read the target: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``; ``"3.4"`` uses pickle
     protocol 5, as Paddle 3.4 does, which then loads arrays without copying."""
-    quantize: Annotated[str | None, _of_formats("quantize")]
+    quantize: Annotated[Quantised | None, _of_formats("quantize")]
     """``"fp8"``: the linear layers of the decoder as 8-bit floats (e4m3) with a scale for each block of 128 × 128
     elements, as DeepSeek-V3 is published, from the master weights if there are any."""
     max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
@@ -162,7 +183,7 @@ class ConversionOptions(TargetOptions, total=False):
     """A file of Paddle's AOA statements, which rename, split, concatenate, transpose or cast tensors. The targets have
     the resulting keys and shapes."""
     convention: Annotated[
-        str | None,
+        Convention | None,
         Option(
             choices=CONVENTIONS,
             suggests=True,
@@ -250,7 +271,7 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     """Patterns of keys (``*`` matches anything) that may be missing from the source, and then from the targets too."""
     replicas: Annotated[
-        str,
+        Replicas,
         Option(
             choices=REPLICAS,
             default=REPLICAS[0],
@@ -264,7 +285,7 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     """If copies differ, use the first and report it, instead of refusing."""
     check: Annotated[
-        str,
+        Checks,
         Option(
             decides=Decides.EXECUTION,
             kept=True,
@@ -277,7 +298,7 @@ class ConversionOptions(TargetOptions, total=False):
     """How parameters are compared with their stored master weights: ``"sample"`` (default) compares every element if
     both are loaded anyway, otherwise samples of every array; ``"full"`` reads and compares every element."""
     fingerprint: Annotated[
-        str,
+        Fingerprinted,
         Option(
             decides=Decides.EXECUTION,
             kept=True,
@@ -327,7 +348,7 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     """Trim the vocabulary to this number of rows; the rest is dropped."""
     master_weights: Annotated[
-        str,
+        MasterWeights,
         Option(
             choices=MASTER_WEIGHTS,
             default=MASTER_WEIGHTS[0],
@@ -338,7 +359,7 @@ class ConversionOptions(TargetOptions, total=False):
     """``"stored"`` (default): the source's, if it has any. ``"from-parameters"``, for a source that holds parameters
     only: their values as float32, for a job that starts from them."""
     drop: Annotated[
-        Sequence[str],
+        Sequence[Dropped],
         Option(
             kind=Kind.LIST,
             metavar="NAME",
@@ -442,7 +463,7 @@ class RunOptions(TypedDict, total=False):
     """On Ray, the labels of the nodes on which workers run: ``("ray.io/availability-zone=us-east-1a",)``. Also
     ``KEY=!VALUE``, ``KEY=in(A,B)`` and ``KEY=!in(A,B)``; all must hold. Default: all nodes."""
     exchange: Annotated[
-        str,
+        Exchange,
         Option(
             decides=Decides.EXECUTION,
             choices=EXCHANGES,
@@ -496,7 +517,7 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
     ]
     """A file written by ``plan --save``; refuse unless this conversion has the same plan."""
     device: Annotated[
-        str,
+        Device,
         Option(
             decides=Decides.EXECUTION,
             choices=DEVICES,
@@ -537,9 +558,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes(options: Any) -> Callable[[Function], Function]:
-    """Make ``help`` and completion list the ``options``, a TypedDict, of a function that takes ``**options``.
+    """Make ``help``, the reference and completion list the ``options``, a TypedDict, of a function with ``**options``.
 
-    Type checkers know them from the annotation ``Unpack[…]``.
+    Each has its type, its default, and the sentences that stand below its declaration. Type checkers know them from the
+    annotation ``Unpack[…]``.
     """
 
     def spell_out(function: Function) -> Function:
@@ -553,9 +575,43 @@ def takes(options: Any) -> Callable[[Function], Function]:
             for name in options.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        said = _sentences(options)
+        told = [f"{name}\n{indent(said[name], '    ')}" for name in options.__annotations__ if name in said]
+        if told and function.__doc__:
+            section = "\n".join(("Other Parameters", "----------------", *told))
+            function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{section}\n"
         return function
 
     return spell_out
+
+
+def _sentences(options: Any) -> dict[str, str]:
+    """Option → what it is: the text below its declaration, in the TypedDict itself or where its name is declared."""
+    found: dict[str, str] = {}
+    for module in dict.fromkeys((__name__, options.__module__)):
+        texts = _texts_below(module)
+        for kind, of_kind in texts.items():
+            if kind != options.__name__:
+                found |= {name: text for name, text in of_kind.items() if name not in found}
+        found |= texts.get(options.__name__, {})
+    return found
+
+
+@cache
+def _texts_below(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Class of a module → name of an entry → the text below it; empty where a module has no source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except OSError:
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for entry, below in zip(kind.body, kind.body[1:], strict=False):
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
+                value = below.value if isinstance(below, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    found.setdefault(kind.name, {})[entry.target.id] = inspect.cleandoc(value.value)
+    return found
 
 
 def _default_of(name: str) -> Any:

@@ -9,6 +9,7 @@ in :mod:`~paddle_reshard.pipeline.convert.options`.
 from collections.abc import Sequence
 from typing import TypedDict
 
+from paddle_reshard.pipeline.core.choices import Replicas
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.storage.locate import StorageOptions
 
@@ -44,7 +45,7 @@ class VerifyOptions(InspectOptions, total=False):
     """On Ray, the number of workers. Inline, the number of groups at a time."""
     label_selector: Sequence[str]
     """On Ray, the labels of the nodes on which workers run, as in ``convert``."""
-    replicas: str
+    replicas: Replicas
     """``"compare"`` (default): differing copies of a tensor within one checkpoint count as a difference; ``"first"``:
     only the first copy is read."""
     allow_missing: Sequence[str]

@@ -91,7 +91,7 @@ def plain(name: str, value: Any) -> Any:
     if not value:
         return None
     if name == "to":
-        return str(value if isinstance(value, Topology) else Topology.parse(value))
+        return str(Topology.of(value))
     if name == "layout":
         entries = value if isinstance(value, Mapping) else read_layout_file(Path(value))
         return {entry: _listed(entries[entry]) for entry in sorted(entries)}

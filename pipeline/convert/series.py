@@ -241,7 +241,7 @@ def series_source(stores: Sequence[Source], average: bytes) -> JoinedSource:
 
 
 @takes(AverageOptions)
-def average(
+def ema(
     sources: Sequence[PathLike],
     target: Targets,
     *,
@@ -284,6 +284,10 @@ def average(
     how = {"decay": decay, "weights": weights, "uniform": uniform}
     stated = stated_average(sources, target, asked, how)
     return average_request(request, weighting, read_run(options), observe, stated)
+
+
+average = ema
+"""The same, by its former name."""
 
 
 def average_request(

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from paddle_reshard.pipeline.core.errors import UsageError
 
-REPLICAS = ("compare", "first")
-MASTER_WEIGHTS = ("stored", "from-parameters")
-CHECKS = ("sample", "full")
-FULL = "full"
-FINGERPRINTS = ("off", "known", FULL)
-EXCHANGES = ("auto", "always", "never")
-CONVENTIONS = ("paddleformers", "paddlenlp", "paddlefleet")
+Replicas = Literal["compare", "first"]
+MasterWeights = Literal["stored", "from-parameters"]
+Checks = Literal["sample", "full"]
+Fingerprinted = Literal["off", "known", "full"]
+Exchange = Literal["auto", "always", "never"]
+Convention = Literal["paddleformers", "paddlenlp", "paddlefleet"]
 """Libraries whose names and layouts are known."""
-DEVICES = ("cpu", "gpu")
+Device = Literal["cpu", "gpu"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+ModelState = Literal["param", "ema"]
+Quantised = Literal["fp8"]
+Dropped = Literal["ema", "mtp"]
+REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
+MASTER_WEIGHTS: tuple[MasterWeights, ...] = get_args(MasterWeights)
+CHECKS: tuple[Checks, ...] = get_args(Checks)
+FULL = "full"
+FINGERPRINTS: tuple[Fingerprinted, ...] = get_args(Fingerprinted)
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
+DEVICES: tuple[Device, ...] = get_args(Device)
 UPLOADS = ("always", "never")
 
 

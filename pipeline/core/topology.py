@@ -6,14 +6,17 @@ of one pipeline rank into chunks, and is kept beside the axes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Literal, get_args
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.limits import MAX_PARTS, MAX_RANKS
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
-STRATEGIES = ("none", "stage1v1", "stage1v2", "stage2", "stage3")
+Strategy = Literal["none", "stage1v1", "stage1v2", "stage2", "stage3"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,33 @@ class Topology:
                 raise UsageError(f"axis {axis!r} is given twice in topology {text!r}")
             sizes[axis] = int(size)
         return cls(**sizes)
+
+    @classmethod
+    def of(cls, given: str | Mapping[str, int] | Topology) -> Topology:
+        """The topology that a user gives as text, as a mapping of axes, or as it is.
+
+        >>> Topology.of({"tp": 2, "sharding": 4}) == Topology.of("tp=2,sharding=4")
+        True
+
+        Raises
+        ------
+        UsageError
+            If an axis is unknown, or its size is not a whole number from 1.
+        """
+        if isinstance(given, Topology):
+            return given
+        if isinstance(given, str):
+            return cls.parse(given)
+        if not isinstance(given, Mapping):
+            raise UsageError(f"{given!r} is no topology; give tp=2,pp=2 as text or as a mapping")
+        known = [field.name for field in fields(cls)]
+        for axis in given:
+            if axis not in known:
+                raise UsageError(
+                    f"unknown axis {axis!r} in topology {dict(given)!r}; axes are {', '.join(known)}"
+                    f"{did_you_mean(str(axis), known)}"
+                )
+        return cls(**given)
 
     @property
     def world_size(self) -> int:

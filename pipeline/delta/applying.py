@@ -45,7 +45,7 @@ from paddle_reshard.storage.store import Receipt, Source
 
 
 @takes(DeltaOptions)
-def apply_delta(
+def apply(
     old: PathLike,
     delta: PathLike,
     target: PathLike,
@@ -119,6 +119,10 @@ def apply_delta(
         written.resumed_bytes,
         job.seconds,
     )
+
+
+apply_delta = apply
+"""The same, by its former name."""
 
 
 def _verbatim(manifest: bytes, receipts: Sequence[Receipt]) -> bytes:

@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.layouts.rules.tables import RuleTables, shipped_tab
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.storage.locate import Access, is_local, local_path, open_file
 from paddle_reshard.storage.store import Source
-from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.index import index_here
 
 ENDING = ".safetensors"
@@ -84,6 +83,8 @@ def index_filled(
             min(given.numbers, default=filling.location) if given else filling.location,
             f"given with --fill, but only {losing} checkpoints can lack tensors; omit the option",
         )
+    from paddle_reshard.storage.views import JoinedSource, Mount
+
     filled = fill(checkpoint, given or _of_checkpoint(filling, checkpoint, tables, index_files), policy)
     return JoinedSource((Mount("", store), Mount(PREFIX, filling.store))), filled
 

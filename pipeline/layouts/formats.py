@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from paddle_reshard.pipeline.layouts.flex import format as flex
 from paddle_reshard.pipeline.layouts.format import FormatOption
@@ -20,6 +20,8 @@ _ALL: Final[tuple[Format, ...]] = (*hybrid.FORMATS, huggingface.FORMAT, unified.
 """From general to specific: the last format that recognises the files is used."""
 FORMATS: Final[Mapping[str, Format]] = {format.name: format for format in _ALL}
 """Name → format."""
+FormatName = Literal["hybrid", "hybrid-plain", "huggingface", "unified", "flex", "auto-parallel"]
+"""The names in the table, for type checkers."""
 DEFAULT: Final = _ALL[0].name
 
 

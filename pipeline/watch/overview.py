@@ -94,7 +94,7 @@ HEADINGS = (
 
 
 @takes(InspectOptions)
-def checkpoints(
+def ls(
     run: PathLike,
     *,
     targets: Sequence[PathLike] = (),
@@ -142,6 +142,10 @@ def checkpoints(
             doubt = str(error)
         found.append(_described(name, step, described, doubt, made, elsewhere))
     return Run(here.location, tuple(found))
+
+
+checkpoints = ls
+"""The same, by its former name."""
 
 
 def _described(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         VerifyOptions,
     )
     from paddle_reshard.pipeline.convert.run import MoveReport
-    from paddle_reshard.pipeline.convert.series import average
+    from paddle_reshard.pipeline.convert.series import average, ema
     from paddle_reshard.pipeline.convert.signing import SignReport, sign
     from paddle_reshard.pipeline.convert.verify import VerifyReport, verify
     from paddle_reshard.pipeline.core.catalog import File
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.core.units import PathLike
-    from paddle_reshard.pipeline.delta.applying import apply_delta
+    from paddle_reshard.pipeline.delta.applying import apply, apply_delta
     from paddle_reshard.pipeline.delta.making import delta
     from paddle_reshard.pipeline.delta.options import DeltaOptions
     from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
@@ -112,7 +112,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.compare import Difference
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
     from paddle_reshard.pipeline.report.html_report import HtmlReport
-    from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, checkpoints
+    from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, checkpoints, ls
     from paddle_reshard.storage.locate import StorageOptions
     from paddle_reshard.tasks.figures import WorkerFigures
 
@@ -215,6 +215,7 @@ __all__ = [
     "WorkerAssigned",
     "WorkerFigures",
     "__version__",
+    "apply",
     "apply_delta",
     "average",
     "check",
@@ -224,12 +225,14 @@ __all__ = [
     "convert",
     "delta",
     "diff",
+    "ema",
     "ema_callback",
     "explain",
     "fingerprint",
     "inspect",
     "launch",
     "load_into",
+    "ls",
     "names_callback",
     "plan",
     "plan_again",
@@ -249,7 +252,7 @@ _HOMES = {
     "pipeline.layouts.model": ("ModelTensor",),
     "pipeline.core.tensors": ("DType", "Tensor"),
     "pipeline.api": ("clean", "convert", "plan"),
-    "pipeline.convert.series": ("average",),
+    "pipeline.convert.series": ("average", "ema"),
     "pipeline.convert.signing": ("SignReport", "sign"),
     "pipeline.convert.verify": ("VerifyReport", "verify"),
     "pipeline.convert.cards": ("Alternative", "CardsPlan", "RefusedTopology"),
@@ -286,7 +289,7 @@ _HOMES = {
     "storage.locate": ("StorageOptions",),
     # What changed between two checkpoints
     "pipeline.delta.making": ("delta",),
-    "pipeline.delta.applying": ("apply_delta",),
+    "pipeline.delta.applying": ("apply", "apply_delta"),
     "pipeline.delta.options": ("DeltaOptions",),
     "pipeline.delta.reports": ("ApplyReport", "DeltaReport"),
     # How far it is: what an observer is called with
@@ -342,7 +345,7 @@ _HOMES = {
         "UnsupportedError",
         "UsageError",
     ),
-    "pipeline.watch.overview": ("Run", "RunCheckpoint", "checkpoints"),
+    "pipeline.watch.overview": ("Run", "RunCheckpoint", "checkpoints", "ls"),
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""

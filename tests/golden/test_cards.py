@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_what_is_offered_can_be_planned_and_what_is_refused_cannot(case: str) ->
     cards = paddle_reshard.plan(source, cards=4)
     assert cards.alternatives
     for one in cards.alternatives:
-        planned = paddle_reshard.plan(source, to=one.topology)
+        planned = paddle_reshard.plan(source, to=asdict(one.topology))
         (target,) = planned.targets
         assert (target.spec.data()["sharding_strategy"], one.topology.world_size) == (one.strategy, 4)
         literals = int(planned.plan.literals.sizes.sum())

@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -27,6 +27,8 @@ from paddle_reshard.pipeline.convert.options import (
 )
 from paddle_reshard.pipeline.convert.request import RunSettings, check_options
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.tensors import DROPPABLE
+from paddle_reshard.pipeline.layouts.formats import FORMATS, FormatName
 from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
 from tests.jobs.command import invoke
 
@@ -102,10 +104,12 @@ TAKE_OPTIONS = {
 
 
 def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> None:
-    copies = {"apply_delta", "delta"}
+    copies = {"apply", "apply_delta", "delta"}
     others = {
         "average",
         "check",
+        "ema",
+        "ls",
         "convert",
         "diff",
         "fingerprint",
@@ -120,7 +124,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
     assert TAKE_OPTIONS.keys() == copies | others
     told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
     assert "memory: str = '1GiB'" in told
-    assert "replicas: str = 'compare'" in told
+    assert "replicas: Literal['compare', 'first'] = 'compare'" in told
     for name, function in TAKE_OPTIONS.items():
         (options,) = get_args(get_type_hints(function)["options"])
         listed = inspect.signature(function).parameters
@@ -131,11 +135,30 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
 
 
 @pytest.mark.parametrize("name", TAKE_OPTIONS)
+def test_help_says_what_every_option_is(name: str) -> None:
+    told = pydoc.render_doc(TAKE_OPTIONS[name], renderer=pydoc.plaintext)
+    (options,) = get_args(get_type_hints(TAKE_OPTIONS[name])["options"])
+    _, _, section = told.partition("Other Parameters")
+    for option in options.__annotations__:
+        assert re.search(rf"^ +{option}\n +\S.*\w", section, re.MULTILINE), option
+
+
+def test_types_list_the_choices() -> None:
+    types = get_type_hints(ConvertOptions)
+    for name, option in declarations().items():
+        kinds = [types[name], *get_args(types[name])]
+        (listed,) = [get_args(kind) for kind in kinds if get_origin(kind) is Literal] or [()]
+        assert name == "drop" or set(listed) == set(option.choices), name
+    assert get_args(get_args(types["drop"])[0]) == tuple(DROPPABLE)
+    assert set(get_args(FormatName)) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", TAKE_OPTIONS)
 def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
     places: list[Any] = (
-        ["a"] if name in ("check", "checkpoints", "fingerprint", "inspect", "launch") else [{}, "b"]
+        ["a"] if name in ("check", "checkpoints", "fingerprint", "inspect", "launch", "ls") else [{}, "b"]
     )
-    places += ["c"] if name in ("apply_delta", "delta") else []
+    places += ["c"] if name in ("apply", "apply_delta", "delta") else []
     with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))
 

@@ -66,7 +66,21 @@ def test_sizes_are_whole_numbers(size: object) -> None:
 def test_what_is_printed_can_be_parsed(sizes: dict[str, int]) -> None:
     topology = Topology(**sizes)
     assert Topology.parse(str(topology)) == topology
+    assert Topology.of(sizes) == Topology.of(str(topology)) == Topology.of(topology) == topology
     assert topology.world_size == sizes["tp"] * sizes["pp"] * sizes["sharding"] * sizes["dp"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"pt": 2}, "unknown axis 'pt' in topology"),
+        ({"tp": "2"}, "axis tp has size '2'"),
+        (3, "3 is no topology"),
+    ],
+)
+def test_a_mapping_is_checked_as_text_is(given: object, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Topology.of(given)  # type: ignore[arg-type]
 
 
 def test_one_card() -> None:

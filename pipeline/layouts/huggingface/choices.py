@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from paddle_reshard.pipeline.core.choices import Dtype, ModelState, Quantised
+
 EMA = "ema"
-EXPORTED_STATES = ("param", EMA)
+EXPORTED_STATES = get_args(ModelState)
 """The parameters, or as a model their exponential moving average."""
-QUANTISATIONS = ("fp8",)
+QUANTISATIONS = get_args(Quantised)
 """FP8 with a scale for each block of 128 × 128 elements."""
-FLOATING = ("bfloat16", "float16", "float32")
+FLOATING = get_args(Dtype)
 """What the values can be stored as; others (integers, booleans) keep their dtype."""

@@ -22,17 +22,17 @@ def parse_huggingface(
 ) -> HuggingFaceTarget:
     """What goes out as a Hugging Face checkpoint; ``None``: the default of :class:`HuggingFaceTarget`."""
     defaults = HuggingFaceTarget()
-    if state not in (None, *EXPORTED_STATES):
+    if state is not None and state not in EXPORTED_STATES:
         raise UsageError(
             f"unknown state {state!r}; known: {', '.join(EXPORTED_STATES)}{did_you_mean(state, EXPORTED_STATES)}"
         )
-    if dtype not in (None, *FLOATING):
+    if dtype is not None and dtype not in FLOATING:
         raise UsageError(
             f"unknown dtype {dtype!r}; known: {', '.join(FLOATING)}{did_you_mean(dtype, FLOATING)}"
         )
     if card not in _FLAGS:
         raise UsageError(f"card is {card!r}; known: true, false")
-    if quantize not in (None, *QUANTISATIONS):
+    if quantize is not None and quantize not in QUANTISATIONS:
         raise UsageError(
             f"unknown quantisation {quantize!r}; known: {', '.join(QUANTISATIONS)}"
             f"{did_you_mean(quantize, QUANTISATIONS)}"

@@ -81,7 +81,7 @@ class HybridRequest:
         return HYBRID if self.sharded_saving else HYBRID_PLAIN
 
     def __post_init__(self) -> None:
-        if self.strategy not in (None, *STRATEGIES):
+        if self.strategy is not None and self.strategy not in STRATEGIES:
             raise UsageError(
                 f"unknown sharding strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}"
                 f"{did_you_mean(self.strategy, STRATEGIES)}"
@@ -150,7 +150,7 @@ class HybridRequest:
 
 def parse_hybrid(
     sharded_saving: bool,
-    to: str | Topology | None,
+    to: str | Mapping[str, int] | Topology | None,
     strategy: str | None,
     layout: Entries | None,
     names: Mapping[str, Mapping[str, str]] | None,
@@ -164,7 +164,7 @@ def parse_hybrid(
     """
     return HybridRequest(
         sharded_saving,
-        to if isinstance(to, Topology) else Topology.parse(to or ""),
+        Topology.of(to or ""),
         strategy,
         LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where),
         names,
