@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paddle_reshard.pipeline.core.shown import readable_bytes
+from paddle_reshard.pipeline.core.shown import counted, readable_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class WorkerFigures:
     def in_words(self) -> str:
         """One line for people."""
         return (
-            f"{self.groups} groups, {readable_bytes(self.read_bytes)} read, "
+            f"{counted(self.groups, 'group')}, {readable_bytes(self.read_bytes)} read, "
             f"{readable_bytes(self.written_bytes)} written, busy for {self.busy_seconds:.1f} s, on {self.host}"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -11,6 +12,7 @@ from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, json_option, quiet_option
 from paddle_reshard.pipeline.cli.output import answer
 from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.core.errors import TargetError
 
 
 @click.command()
@@ -28,9 +30,21 @@ def clean(context: click.Context, /, target: str, as_json: bool, quiet: bool, **
     """Remove an unfinished conversion. Fails if it is running."""
     with waiting("removing the unfinished conversion", quiet or as_json):
         removed = paddle_reshard.clean(target, **given(context))
+        if not removed:
+            _check_is_there(target, given(context))
 
     def show() -> None:
         for line in removed or (f"{target}: no unfinished conversion",):
             say(f"removed {line}" if removed else line)
 
     answer({"removed": list(removed)}, as_json, quiet, show)
+
+
+def _check_is_there(target: str, options: Mapping[str, Any]) -> None:
+    """Refuse a location without a conversion and without anything else, which is most likely misspelt."""
+    from paddle_reshard.storage.listing import open_root
+    from paddle_reshard.storage.locate import target_access
+
+    access = target_access(options)
+    if not open_root(target, access.options, access.schemes).is_there():
+        raise TargetError(f"{target}: there is neither an unfinished conversion nor anything else")

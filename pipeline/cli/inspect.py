@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.cli.json_output import inspection_data
 from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
+from paddle_reshard.pipeline.core.shown import Count
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.inspection import Inspection
@@ -36,8 +37,8 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
         (
             state.state,
             "/".join(state.dtypes),
-            str(state.tensors),
-            f"{state.elements:,}",
+            Count(state.tensors),
+            Count(state.elements),
             f"{state.implied} as the cast of their master weight" if state.implied else "yes",
         )
         for state in found.states

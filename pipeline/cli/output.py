@@ -141,15 +141,20 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     print_table((), facts)
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
     """Print each row on its own line, without truncation: in columns on a terminal, tab-separated elsewhere.
 
-    Columns that contain only numbers are right-aligned.
+    Columns that contain only numbers are right-aligned. Sizes and counts are plain numbers where they are
+    tab-separated, so that ``cut`` and ``awk`` can add them up.
     """
-    lines = [tuple(map(printable, row)) for row in ((headings, *rows) if headings else rows)]
+    on_terminal = sys.stdout.isatty()
+    cells_of = str if on_terminal else _plain
+    lines = [
+        tuple(printable(cells_of(cell)) for cell in row) for row in ((headings, *rows) if headings else rows)
+    ]
     if not lines:
         return
-    if not sys.stdout or not sys.stdout.isatty():
+    if not on_terminal:
         for line in lines:
             click.echo("\t".join(line))
         return
@@ -168,6 +173,10 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             click.echo("  ".join(cells).rstrip())
         else:
             click.echo("  ".join((click.style(cells[0], bold=True), *cells[1:])).rstrip())
+
+
+def _plain(cell: str | int) -> str:
+    return f"{int(cell)}" if isinstance(cell, int) else cell
 
 
 def _is_number(cell: str) -> bool:

@@ -10,7 +10,7 @@ import click
 
 from paddle_reshard.pipeline.cli.output import print_object, print_table
 from paddle_reshard.pipeline.cli.reporting import report_option, reporting
-from paddle_reshard.pipeline.core.shown import readable_bytes
+from paddle_reshard.pipeline.core.shown import Bytes, Count
 from paddle_reshard.pipeline.core.units import parse_size
 
 if TYPE_CHECKING:
@@ -110,17 +110,17 @@ def _counts(text: str) -> list[int]:
         ) from error
 
 
-def _rows(found: list[Simulation]) -> list[tuple[str, ...]]:
+def _rows(found: list[Simulation]) -> list[tuple[str | int, ...]]:
     slowest: Any = max(found, key=lambda one: one.seconds)
     return [
         (
-            f"{one.workers:,}",
+            Count(one.workers),
             _duration(one.seconds),
             f"{slowest.seconds / one.seconds if one.seconds else 1.0:.1f}",
             f"{one.busy_share:.0%}",
-            readable_bytes(one.most_read_bytes),
-            readable_bytes(one.most_written_bytes),
-            readable_bytes(one.peak_bytes),
+            Bytes(one.most_read_bytes),
+            Bytes(one.most_written_bytes),
+            Bytes(one.peak_bytes),
         )
         for one in found
     ]

@@ -6,6 +6,7 @@ come from the session; the request becomes a plan, and :mod:`~paddle_reshard.pip
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from paddle_reshard.pipeline.convert.resuming import merge_with_session
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,
+    TargetError,
     UsageError,
 )
 from paddle_reshard.pipeline.core.events import (
@@ -48,6 +50,7 @@ from paddle_reshard.pipeline.core.shown import (
     SHOWN_WORKERS,
     Facts,
     Shown,
+    counted,
     readable_bytes,
     readable_seconds,
 )
@@ -102,7 +105,7 @@ class ConversionReport(Shown):
             repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
             facts.append(("repeated", repeated))
         if moved.resumed_bytes:
-            groups = f"{moved.resumed_groups} of {self.plan.plan.groups} groups"
+            groups = f"{moved.resumed_groups} of {counted(self.plan.plan.groups, 'group')}"
             facts.append(("reused", f"{groups}, {readable_bytes(moved.resumed_bytes)}, from an earlier run"))
         rate = (
             f", {readable_bytes(int(moved.written_bytes / self.seconds))}/s written" if self.seconds else ""
@@ -223,7 +226,7 @@ def resumed_request(
         if not is_complete(target, options):
             raise UsageError(
                 f"{store.location}: the options of the unfinished conversion here are not on record; give them "
-                f"again, or run paddle-reshard clean {store.location}"
+                f"again, or run {shlex.join(['paddle-reshard', 'clean', store.location])}"
             )
         return target, options
     if is_complete(target, options):
@@ -253,14 +256,19 @@ def plan_and_run(
     )
     engine = engine.observed(observe)
     started = time.monotonic()
-    counted, index_files = count_retries(), engine.indexing(observe)
+    earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
-    outputs = open_targets(request.locations, settings.resume, settings.take_over)
+    try:
+        outputs = open_targets(request.locations, settings.resume, settings.take_over)
+    except TargetError:
+        for location in request.locations.sources:  # a mistake there comes first, as it does in the command
+            open_source(location, *request.locations.reading)
+        raise
     conversion = make_plan(outputs, index_files, engine.in_process)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     decisions = [decision for target in conversion.targets for decision in target.spec.decisions]
     decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
-    facts = (*dict.fromkeys(decided), f"{groups} groups", f"{written_bytes} bytes to write")
+    facts = (*dict.fromkeys(decided), counted(groups, "group"), f"{readable_bytes(written_bytes)} to write")
     observe(StepEnded("plan", ", ".join(facts)))
     observe(Planned(conversion))
     plan = conversion.plan
@@ -268,7 +276,7 @@ def plan_and_run(
         len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
     )
     moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
-    moved = replace(moved, retries=add_retries((moved.retries, count_retries() - counted)))
+    moved = replace(moved, retries=add_retries((moved.retries, count_retries() - earlier_retries)))
     return ConversionReport(
         conversion.store.location, outputs.location, conversion, moved, time.monotonic() - started
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -204,7 +205,7 @@ def _about_ema(arguments: Arguments) -> str:
 
 def _serving_commands(path: str) -> tuple[str, ...]:
     """What loads an exported model; which engine supports which family: docs/serving.md."""
-    python = f"from transformers import AutoModel; AutoModel.from_pretrained({path!r})"
+    python = f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(path, ensure_ascii=False)})"
     return (
         shlex.join(["python", "-c", python]),
         shlex.join(["vllm", "serve", path]),

@@ -159,7 +159,7 @@ class TargetOptions(TypedDict, total=False):
     quantize: Annotated[Quantised | None, _of_formats("quantize")]
     """``"fp8"``: the linear layers of the decoder as 8-bit floats (e4m3) with a scale for each block of 128 × 128
     elements, as DeepSeek-V3 is published, from the master weights if there are any."""
-    max_shard_size: Annotated[str | None, _of_formats("max_shard_size", metavar="SIZE")]
+    max_shard_size: Annotated[str | int | None, _of_formats("max_shard_size", metavar="SIZE")]
     """Maximum bytes of tensors per file, ``"5GB"``; a larger tensor gets a file of its own."""
     card: Annotated[bool, _of_formats("card", kind=Kind.FLAG)]
     """Also write a model card, ``README.md``, that says what the model was made from."""

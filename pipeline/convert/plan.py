@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes, reread_in_words
+from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, reread_in_words
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
@@ -195,7 +195,7 @@ class ConversionPlan(Shown):
             facts.append(("made", f"{made}{'' if self.source.masters_made else reason}"))
         peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
         facts += [
-            ("memory", f"{peak} at most in {plan.groups} groups, budget {budget}"),
+            ("memory", f"{peak} at most in {counted(plan.groups, 'group')}, budget {budget}"),
             ("plan", plan.plan_id),
         ]
         return facts + self._not_carried()

@@ -9,6 +9,7 @@ was given, and the user must give it again.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ def plain(name: str, value: Any) -> Any:
         return True
     if name == "files":
         return parse_count(value)
+    if name == "max_shard_size":
+        return str(value)
     return list(texts_of(value)) if OPTIONS[name].kind is Kind.LIST else _listed(value)
 
 
@@ -140,7 +143,7 @@ def merge_with_session(
     if len(original_targets) != len(locations):
         raise StaleSessionError(
             f"{location}: the unfinished conversion here was started with {len(original_targets)} targets, not "
-            f"{len(locations)}; give the same targets in the same order, or run paddle-reshard clean {location}"
+            f"{len(locations)}; give the same targets in the same order, or run {_clean(location)}"
         )
     asked = list(target.values()) if isinstance(target, Mapping) else [cast(TargetOptions, options)]
     complete = is_complete(target, options)
@@ -173,7 +176,7 @@ def check_record(original: Mapping[str, Any], location: str) -> None:
     if not sound or not all(fits(given, names) for given, names in groups):
         raise StaleSessionError(
             f"{location}: the record of the unfinished conversion here holds no valid options; remove it with "
-            f"paddle-reshard clean {location}"
+            f"{_clean(location)}"
         )
 
 
@@ -231,9 +234,13 @@ def restored(name: str, kept: Any) -> Any:
     return KeptFile(kept["name"], kept["text"]) if name in FILES else kept
 
 
+def _clean(location: str) -> str:
+    return shlex.join(["paddle-reshard", "clean", location])
+
+
 def _contradiction(location: str, name: str, before: Any, now: Any) -> StaleSessionError:
     here = f"{location}: the unfinished conversion here was started"
-    clean = f"run paddle-reshard clean {location}"
+    clean = f"run {_clean(location)}"
     if now is None and OPTIONS[name].consent:
         again = f"{flag_of(name)} {OPTIONS[name].metavar}" if OPTIONS[name].metavar else flag_of(name)
         return StaleSessionError(

@@ -36,6 +36,7 @@ from paddle_reshard.pipeline.core.events import (
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.heap import trim_heap
+from paddle_reshard.pipeline.core.shown import counted, readable_bytes
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, PARAM
 from paddle_reshard.pipeline.indexing.detect import index_source
@@ -200,9 +201,9 @@ def _run(
     with outputs:
         observe(StepStarted("move", plan.written_bytes, plan.groups, plan.budget_bytes))
         report, receipts, sums = _move(conversion, outputs, engine, observe)
-        reused = f"{report.resumed_groups} groups, {report.resumed_bytes} bytes, from an earlier run"
+        reused = f"{_extent(report.resumed_groups, report.resumed_bytes)} from an earlier run"
         resumed = f"; {reused}" if report.resumed_bytes else ""
-        observe(StepEnded("move", f"{report.groups} groups, {report.written_bytes} bytes written{resumed}"))
+        observe(StepEnded("move", f"{_extent(report.groups, report.written_bytes)} written{resumed}"))
         if engine.in_process:  # the same memory is needed to index the staged targets
             plan.release_ops()
             trim_heap()
@@ -231,6 +232,10 @@ def _run(
     entries = {locations[prefix]: entry for prefix, entry in fingerprints.items() if entry is not None}
     roots = {location: entry["root"] for location, entry in entries.items() if entry["root"] is not None}
     return replace(report, fingerprint_roots=roots)
+
+
+def _extent(groups: int, size_bytes: int) -> str:
+    return f"{counted(groups, 'group')}, {readable_bytes(size_bytes)}"
 
 
 def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: bool) -> None:

@@ -48,6 +48,20 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
+class Bytes(int):
+    """A size in a table: for people as ``1.5 KiB``, and a plain number where programs read."""
+
+    def __str__(self) -> str:
+        return readable_bytes(self)
+
+
+class Count(int):
+    """A number in a table: for people as ``1,536``, and plain where programs read."""
+
+    def __str__(self) -> str:
+        return f"{self:,}"
+
+
 def readable_bytes(size_bytes: int) -> str:
     """A size for people.
 

@@ -15,12 +15,13 @@ PathLike = str | _PathLike[str]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
+def parse_size(size_in_words: str | int) -> int:
     """Bytes of ``1GiB``, ``512MiB``, ``2GB`` or a plain number.
 
-    >>> parse_size("1.5GiB")
-    1610612736
+    >>> parse_size("1.5GiB"), parse_size(200000)
+    (1610612736, 200000)
     """
+    text = str(size_in_words)
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text[:40]!r} is not a size; write 512MiB, 1GiB, …")

@@ -13,7 +13,7 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.watch.claims import steps_of
 from paddle_reshard.pipeline.watch.finished import lacking, merging
@@ -62,7 +62,7 @@ class Run(Shown):
             for found in self.checkpoints
         ]
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[tuple[str | int, ...]]:
         """The cells under :data:`HEADINGS`."""
         return [
             (
@@ -71,7 +71,7 @@ class Run(Shown):
                 found.topology or ("any" if found.format else "?"),
                 found.sharding_strategy or ("any" if found.format else "?"),
                 " ".join(found.states),
-                readable_bytes(found.tensor_bytes),
+                Bytes(found.tensor_bytes),
                 found.problem or "complete",
                 found.made_from or "",
                 ", ".join(found.converted_to),
@@ -85,9 +85,9 @@ HEADINGS = (
     "format",
     "topology",
     "sharding",
-    "states",
+    "holds",
     "size",
-    "state",
+    "status",
     "made from",
     "converted to",
 )
@@ -117,7 +117,7 @@ def ls(
     Raises
     ------
     ListingError
-        If there is no such folder.
+        If there is no such folder, or no checkpoint in it.
     """
     check_names(options, InspectOptions)
     access = source_access(options)
@@ -141,6 +141,8 @@ def ls(
         except ReshardError as error:
             doubt = str(error)
         found.append(_described(name, step, described, doubt, made, elsewhere))
+    if not found:
+        raise ListingError(f"{here.location}: no checkpoint-<step> folders here; give the folder of a run")
     return Run(here.location, tuple(found))
 
 

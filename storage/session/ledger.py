@@ -19,6 +19,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -315,7 +316,7 @@ def refuse_unfinished(record: SessionRecord, location: str) -> None:
     """
     raise TargetError(
         f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
-        f"continues it, paddle-reshard clean {location} removes it"
+        f"continues it, {shlex.join(['paddle-reshard', 'clean', location])} removes it"
     )
 
 

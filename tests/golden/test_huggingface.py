@@ -448,7 +448,7 @@ def test_the_average_of_parameters_without_master_weights(tmp_path: Path) -> Non
 
 def test_verify_compares_with_the_training_checkpoint(tmp_path: Path) -> None:
     source = _checkpoint(case_directory("nlp_fused_mp2"))
-    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", max_shard_size="40KB")
+    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", max_shard_size=40_000)
     for sides in ((source, tmp_path / "hf"), (tmp_path / "hf", source)):
         report = paddle_reshard.verify(*sides, states=["param"])
         assert report.equal

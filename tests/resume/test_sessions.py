@@ -360,7 +360,7 @@ def test_the_manifest_does_not_depend_on_order(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("before", "told"), [("tp=1", " bytes written; 2 groups, "), ("tp=2", "started with --to tp=2")]
+    ("before", "told"), [("tp=1", " written; 2 groups, "), ("tp=2", "started with --to tp=2")]
 )
 def test_a_watcher_resumes_where_it_can_and_restarts_otherwise(
     before: str, told: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

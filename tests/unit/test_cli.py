@@ -145,6 +145,30 @@ def test_a_variable_that_a_check_of_one_target_does_not_need_is_no_mistake(one_c
     assert run_alone("verify", DEMO, one_card, env=variables).returncode == 0
 
 
+def test_a_misspelt_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, told in (
+        (("clean", tmp_path / "nowhere"), "neither an unfinished conversion nor anything else"),
+        (("ls", tmp_path / "nowhere"), "no such folder"),
+        (("ls", tmp_path / "empty"), "no checkpoint-<step> folders here"),
+        (("ls", DEMO), "no checkpoint-<step> folders here"),
+    ):
+        done = run(*arguments)
+        assert (done.returncode, told in done.stderr) == (1, True), done.stderr
+
+
+def test_a_mistake_in_the_source_is_told_before_one_in_the_target(one_card: Path, tmp_path: Path) -> None:
+    done = run("convert", tmp_path / "nowhere", one_card, "--to", "tp=1")
+    assert (done.returncode, f"{tmp_path / 'nowhere'}: no such folder" in done.stderr) == (1, True)
+    assert "is not empty" in run("convert", DEMO, one_card, "--to", "tp=1").stderr
+
+
+def test_one_group_is_a_group(tmp_path: Path) -> None:
+    done = run("convert", DEMO, tmp_path / "x", "--format", "huggingface", "--memory", "16GiB")
+    assert "1 groups" not in done.stdout + done.stderr
+    assert " bytes" not in done.stderr, "sizes have units"
+
+
 def test_a_command_alone_prints_its_help_in_lines() -> None:
     done = run_alone()
     assert "Commands:\n  apply " in done.stderr

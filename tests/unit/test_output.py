@@ -308,6 +308,22 @@ def test_names_are_whole_in_a_pipe_and_on_a_narrow_terminal() -> None:
     assert "…" not in shown
 
 
+def test_what_is_piped_can_be_added_up() -> None:
+    """As ``cut -f4 | paste -sd+ | bc`` does; on a terminal the same numbers have units and commas."""
+    lines = run("inspect", DEMO).stdout.splitlines()
+    first = lines.index("state\tdtype\ttensors\telements\tstored") + 1
+    states = paddle_reshard.inspect(DEMO).states
+    piped = [line.split("\t") for line in lines[first:]]
+    assert sum(int(row[3]) for row in piped) == sum(state.elements for state in states)
+    (row,) = (line.split("\t") for line in run("ls", DEMO.parent).stdout.splitlines()[1:])
+    tensors = [
+        p for p in DEMO.iterdir() if p.suffix in (".pdopt", ".pdparams") and p.name != "scheduler.pdparams"
+    ]
+    assert int(row[5]) == sum(path.stat().st_size for path in tensors)
+    assert "139,840" in on_a_terminal("inspect", DEMO, columns=200)
+    assert " 2.3 MiB " in on_a_terminal("ls", DEMO.parent, columns=300)
+
+
 # --------------------------------------------------------------------------------------------------- notebooks
 
 

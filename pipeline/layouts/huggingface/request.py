@@ -16,7 +16,7 @@ _FLAGS = {None: False, False: False, True: True, "false": False, "true": True}
 def parse_huggingface(
     state: str | None,
     dtype: str | None,
-    max_shard_size: str | None,
+    max_shard_size: str | int | None,
     card: bool | str | None,
     quantize: str | None,
 ) -> HuggingFaceTarget:
