@@ -11,6 +11,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
 from paddle_reshard.pipeline.cli.output import answer, print_table
+from paddle_reshard.pipeline.core.errors import ListingError
 
 
 @click.command()
@@ -33,4 +34,6 @@ def ls(context: click.Context, /, run: str, targets: tuple[str, ...], as_json: b
 
     with waiting("reading headers", as_json) as observe:
         found = paddle_reshard.checkpoints(run, targets=targets, observe=observe, **given(context))
+    if not found.checkpoints:
+        raise ListingError(f"{found.path}: no checkpoint-<step> folders here; give the folder of a run")
     answer(asdict(found), as_json, False, lambda: print_table(HEADINGS, found.rows()))

@@ -117,7 +117,7 @@ def ls(
     Raises
     ------
     ListingError
-        If there is no such folder, or no checkpoint in it.
+        If there is no such folder.
     """
     check_names(options, InspectOptions)
     access = source_access(options)
@@ -141,8 +141,6 @@ def ls(
         except ReshardError as error:
             doubt = str(error)
         found.append(_described(name, step, described, doubt, made, elsewhere))
-    if not found:
-        raise ListingError(f"{here.location}: no checkpoint-<step> folders here; give the folder of a run")
     return Run(here.location, tuple(found))
 
 
