@@ -17,7 +17,6 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.filling import PREFIX, Filler, fill
 from paddle_reshard.pipeline.layouts.formats import FORMATS, names_of
 from paddle_reshard.pipeline.layouts.reading import IndexFiles
-from paddle_reshard.pipeline.layouts.rules.literal import StoredTable
 from paddle_reshard.pipeline.layouts.rules.tables import RuleTables, shipped_tables
 from paddle_reshard.pipeline.layouts.weights import dtype_of_tag
 from paddle_reshard.storage.locate import Access, is_local, local_path, open_file
@@ -127,7 +126,7 @@ def _of_checkpoint(
         If the keys of the source's family in other formats are not known.
     """
     store, table = filling.store, source.model.table
-    if isinstance(table, StoredTable):
+    if table.not_known is not None:
         raise UnsupportedError(
             f"--fill {filling.location}: no rule table describes this model, so that its tensors cannot be told in "
             f"another checkpoint; give a {ENDING} file with the missing tensors, by the keys of the source"

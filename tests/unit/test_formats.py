@@ -53,6 +53,8 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/layouts/forms.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/layouts/weights.py": "the entry of a rule that says what a tensor is called in transformers",
     "pipeline/layouts/formats.py": "the table",
+    "pipeline/layouts/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
+    "pipeline/cli/conversion.py": "an example in the help of a command",
     "pipeline/indexing/as_stored.py": "degrees in names of files that no format could read",
     "pipeline/ema/async_ema.py": "writes the averages of a running job, as its trainer does",
     "pipeline/ema/flex.py": "writes the averages of a running job, as its trainer does",
