@@ -14,10 +14,10 @@ help:
 	@echo "make exhaustive  every source to every target, of which make test runs a sample, and more tensors"
 	@echo "make cluster  more on real Ray heads and clusters: jobs that fail, nodes, heads and workers that are killed, memory"
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
-	@echo "make report-test  open reports in Chromium: clicks, keys, searches (Debian: apt-get install chromium)"
+	@echo "make report-test  open reports and the documentation in Chromium: clicks, keys, searches (Debian: apt-get install chromium)"
 	@echo "make check    formatter, linter, types, import contracts"
 	@echo "make format   format the code and apply the linter's fixes"
-	@echo "make docs     the documentation as a site and a manual page, into .docs"
+	@echo "make docs     the documentation as a site in English and Chinese and a manual page, into .docs"
 	@echo "make orchestrators  the examples for Prefect and Airflow, each with the real thing (1 GB)"
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
 	@echo "make lowest   the same with the lowest version of every dependency that pyproject.toml allows"
@@ -78,7 +78,7 @@ $(VENV)/.browser: pyproject.toml $(VENV)/.test
 	touch $@
 
 report-test: $(VENV)/.browser
-	$(BIN)/python -m pytest -q -m browser tests/report
+	$(BIN)/python -m pytest -q -m browser tests/report tests/documents
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -86,9 +86,14 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.test
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs .docs/site
-	$(BIN)/python -m sphinx -q -W --keep-going -b man docs .docs/man
+$(VENV)/.docs: pyproject.toml $(VENV)/.made
+	$(BIN)/pip install --quiet -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs .docs/site
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html -c docs -D language=zh_CN docs/zh .docs/site/zh
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b man docs .docs/man
 
 # Prefect and Airflow require other versions of the same packages, so each has an environment of its own.
 ORCHESTRATORS := $(CURDIR)/.orchestrators
