@@ -55,6 +55,8 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/layouts/formats.py": "the table",
     "pipeline/layouts/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/cli/conversion.py": "an example in the help of a command",
+    "pipeline/cli/ema.py": "an example in the help of a command",
+    "pipeline/live/names.py": "names of parameters in a running job, which only files of its ranks tell",
     "pipeline/indexing/as_stored.py": "degrees in names of files that no format could read",
     "pipeline/ema/async_ema.py": "writes the averages of a running job, as its trainer does",
     "pipeline/ema/flex.py": "writes the averages of a running job, as its trainer does",
