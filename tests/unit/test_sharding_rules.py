@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
-from paddle_reshard.pipeline.layouts.hybrid.sharding import (
+from paddle_reshard.pipeline.layouts.padding import stage3_slice_elements
+from paddle_reshard.pipeline.layouts.rules.items import Item
+from paddle_reshard.pipeline.layouts.sharding import (
     FlatSlice,
     Parameter,
     ShardingOptions,
@@ -27,8 +29,6 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     stage1_v1_owners,
     stage1_v2_slices,
 )
-from paddle_reshard.pipeline.layouts.padding import stage3_slice_elements
-from paddle_reshard.pipeline.layouts.rules.items import Item
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:nccl reduce_avg requires paddle compiled with cuda:UserWarning"

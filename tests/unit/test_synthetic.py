@@ -12,9 +12,9 @@ from benchmarks.synthetic import Dims, EmptySource, catalog_of, files_of
 from paddle_reshard.pipeline.core.catalog import Catalog, check_catalog
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.hybrid.sharding import ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.layouts.sharding import ShardingOptions
 from paddle_reshard.storage.local.source import LocalSource
 from tests.conftest import case_directory
 

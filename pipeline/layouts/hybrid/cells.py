@@ -26,13 +26,13 @@ from paddle_reshard.pipeline.layouts.hybrid.ranks import (
     shift_expert,
 )
 from paddle_reshard.pipeline.layouts.hybrid.segments import segment
-from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, Shares, partition_parameters
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.placement import TensorCut
 from paddle_reshard.pipeline.layouts.rules.entries import config_entry
 from paddle_reshard.pipeline.layouts.rules.items import LAYERS, Item
 from paddle_reshard.pipeline.layouts.rules.table import renamed_prefix
+from paddle_reshard.pipeline.layouts.sharding import Parameter, Shares, partition_parameters
 
 
 @dataclass(slots=True)

@@ -20,13 +20,13 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, is_per_parameter
-from paddle_reshard.pipeline.layouts.hybrid.sharding import Parameter, stage1_v1_owners
 from paddle_reshard.pipeline.layouts.optimizer_keys import (
     MASTER_WEIGHTS,
     accumulator_key,
     split_accumulator_key,
 )
 from paddle_reshard.pipeline.layouts.padding import padded_elements
+from paddle_reshard.pipeline.layouts.sharding import Parameter, stage1_v1_owners
 from paddle_reshard.storage.formats.paddle_pickle import ITEM_BYTES, ArrayRef
 
 BUFFER = "generated_tensor_"

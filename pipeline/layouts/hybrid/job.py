@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
-from paddle_reshard.pipeline.layouts.hybrid.sharding import ShardingOptions
+from paddle_reshard.pipeline.layouts.sharding import ShardingOptions
 
 
 @dataclass(frozen=True, slots=True)

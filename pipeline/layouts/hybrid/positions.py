@@ -15,7 +15,8 @@ from math import prod
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, is_per_parameter
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks
-from paddle_reshard.pipeline.layouts.hybrid.sharding import (
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
+from paddle_reshard.pipeline.layouts.sharding import (
     FlatSlice,
     Parameter,
     ShardingOptions,
@@ -24,7 +25,6 @@ from paddle_reshard.pipeline.layouts.hybrid.sharding import (
     possible_buffer_bytes,
     read_buffers,
 )
-from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 
 Slices = dict[str, dict[int, FlatSlice]]
 """Key → rank of its sharding group → slice of the flattened, padded tensor."""

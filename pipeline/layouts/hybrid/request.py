@@ -14,8 +14,8 @@ from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.format import Entries
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
-from paddle_reshard.pipeline.layouts.hybrid.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, with_default_strategy
+from paddle_reshard.pipeline.layouts.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
 
 
