@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.layouts.padding import (
     padded_elements,
@@ -172,6 +173,18 @@ def possible_buffer_bytes(buffers: Sequence[Sequence[Parameter]]) -> tuple[int, 
         if last[buffer[0].dtype] != number:
             high = sum(sizes) if high is None else min(high, sum(sizes))
     return low, high
+
+
+def not_of_these_ranks(held: Mapping[int, Shape], wanted: Mapping[int, Shape]) -> str:
+    """What is wrong with the slices of a tensor: the shapes that ranks hold, and those that they must hold."""
+    found, must = (
+        ", ".join(f"{list(shape)} (rank {rank})" for rank, shape in sorted(shapes.items()))
+        for shapes in (held, wanted)
+    )
+    return (
+        f"the ranks of its sharding group hold slices of {found}; given the parameters before it, they must hold "
+        f"{must}: files of two ranks were exchanged, or belong to different jobs"
+    )
 
 
 def _buffers(parameters: Iterable[Parameter], limit_bytes: int) -> list[list[Parameter]]:

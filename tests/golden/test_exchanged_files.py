@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.errors import CoverageError
 from tests.conftest import REPO
-from tests.mutations.exchanged import CASES, COUNTS, checkpoint_of, in_words, outcomes
+from tests.mutations.exchanged import CASES, COUNTS, checkpoint_of, in_words, outcomes, permuted
 from tests.sampling import exhaustive
 
 SAMPLE = (
@@ -39,6 +40,15 @@ def test_the_document_states_what_was_found() -> None:
     assert set(counts) == set(CASES)
     document = " ".join((REPO / "docs" / "mutations.md").read_text().split())
     assert in_words(counts) in document
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "master_weights"])
+def test_exchanged_slices_of_a_unified_checkpoint_are_refused(kind: str, tmp_path: Path) -> None:
+    folder = checkpoint_of("small-unified/uc_sh2_s1v2_ignoremerge")
+    first, second = (f"{kind}.shard{rank:02d}.safetensors" for rank in range(2))
+    exchanged = permuted(folder, {first: second, second: first}, tmp_path / "exchanged")
+    with pytest.raises(CoverageError, match="files of two ranks were exchanged"):
+        paddle_reshard.inspect(exchanged)
 
 
 def made(case: str, target: Path, **options: Any) -> Path:

@@ -104,7 +104,7 @@ def test_what_a_group_cannot_hold_is_refused(
 def test_slices_that_a_rank_must_not_hold_are_refused(
     strategy: str, arrays: list[StoredArray], found: str
 ) -> None:
-    message = rf"hold slices of {found}; .* gives them \[4\] \(rank 0\), \[252\] \(rank 1\): files of two"
+    message = rf"hold slices of {found}; .* must hold \[4\] \(rank 0\), \[252\] \(rank 1\): files of two"
     with pytest.raises(CoverageError, match=message) as refused:
         placed(strategy, arrays, CUT)
     assert refused.value.args  # it names the tensor and the files

@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell
+from paddle_reshard.pipeline.layouts.sharding import not_of_these_ranks
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
 
 
@@ -112,19 +113,12 @@ class ShardingGroup:
         if found != wanted:
             raise CoverageError(
                 f"{key} ({state})",
-                f"the ranks of its sharding group hold slices of {_in_words(found)}; given the parameters before it, "
-                f"{self.strategy} gives them {_in_words(wanted)}: files of two ranks were exchanged, or belong to "
-                "different jobs",
+                not_of_these_ranks(found, wanted),
                 tuple(stored.path for stored in arrays),
             )
         for stored in arrays:
             start, stop = expected[stored.shard]
             yield from _located_array(stored, (start, stop))
-
-
-def _in_words(shapes: Mapping[int, Shape]) -> str:
-    """The shapes of slices, rank by rank."""
-    return ", ".join(f"{list(shape)} (rank {rank})" for rank, shape in sorted(shapes.items()))
 
 
 def one_number(key: str, state: str, stored: StoredArray) -> ArrayRef:

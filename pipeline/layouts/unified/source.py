@@ -45,13 +45,14 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.completeness import check_complete
-from paddle_reshard.pipeline.layouts.model import Model, read_model
+from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.layouts.padding import padded_elements
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.rules.choose import choose_table
 from paddle_reshard.pipeline.layouts.rules.rule import expected_shape
 from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
+from paddle_reshard.pipeline.layouts.sharding import Parameter, cut_buffer, not_of_these_ranks, read_buffers
 from paddle_reshard.pipeline.layouts.unified.name import UNIFIED
 from paddle_reshard.pipeline.layouts.unified.names import (
     MASTER_WEIGHTS,
@@ -322,6 +323,7 @@ class _Cutting:
         }
         if sliced:
             self._check(arrays)
+            self._check_ranks(arrays)
         return sliced
 
     def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
@@ -365,6 +367,45 @@ class _Cutting:
                     tuple(one.file.path for one in arrays[key, state]),
                 )
         return None
+
+    def _check_ranks(self, arrays: Arrays) -> None:
+        """Check that ranks with files of their own hold equal parts of communication buffers."""
+        held: dict[tuple[str, int, int], dict[str, dict[int, int]]] = {}
+        for (key, state), stored in arrays.items():
+            for one in stored:
+                if one.file.of_rank and state != PARAM and not is_per_parameter(state):
+                    of_rank = held.setdefault((state, one.file.tp, one.file.pp), {}).setdefault(key, {})
+                    of_rank[one.file.number] = one.shape[0]
+        stages = 1 + max((pp for _, _, pp in held), default=0)
+        for (state, _, pp), found in held.items():
+            # Experts have buffers of their own under expert parallelism, of which these files do not tell.
+            misfits = [self._misplaced(found, stages, experts) for experts in ({False, True}, {False})]
+            if None not in misfits:
+                key, wanted = misfits[0] or ("", {})
+                raise CoverageError(
+                    f"{key} ({state})",
+                    not_of_these_ranks({rank: (n,) for rank, n in found[key].items()}, wanted),
+                    tuple(one.file.path for one in arrays[key, state] if one.file.pp == pp),
+                )
+
+    def _misplaced(
+        self, held: Mapping[str, Mapping[int, int]], stages: int, experts: set[bool]
+    ) -> tuple[str, dict[int, Shape]] | None:
+        """The first key of which ranks hold other slices than they must, with the shapes of those."""
+        listed = [
+            Parameter(tensor.key, prod(self._local(tensor)), tensor.dtype)
+            for tensor in self.model.as_built(stages)
+            if tensor.key in held and tensor.rule.of_expert in experts
+        ]
+        for buffer in read_buffers(listed, held):
+            for key, cut in cut_buffer(buffer, max(self.degrees, default=1)).items():
+                wanted = {rank: piece.elements for rank, piece in cut.items()}
+                if held[key] != wanted:
+                    return key, {rank: (elements,) for rank, elements in wanted.items()}
+        return None
+
+    def _local(self, tensor: ModelTensor) -> Shape:
+        return self.model.cut(tensor, self.tp).local_shape(tensor.key, tensor.global_shape)
 
 
 class _UnifiedCatalogBuilder:
