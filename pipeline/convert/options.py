@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from textwrap import indent
-from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
 
 from paddle_reshard.pipeline.convert.given import GivenFile
 from paddle_reshard.pipeline.core.choices import (
@@ -566,6 +566,8 @@ def takes(options: Any) -> Callable[[Function], Function]:
 
     def spell_out(function: Function) -> Function:
         signature = inspect.signature(function)
+        if "observe" in signature.parameters:
+            function = _shown_in_notebooks(function)
         *own, _ = signature.parameters.values()
         types = get_type_hints(options)
         named = [
@@ -583,6 +585,23 @@ def takes(options: Any) -> Callable[[Function], Function]:
         return function
 
     return spell_out
+
+
+def _shown_in_notebooks(function: Function) -> Function:
+    """The function, which draws its progress if it is called in a notebook without an observer."""
+
+    @wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if "observe" in kwargs or "IPython" not in sys.modules:
+            return function(*args, **kwargs)
+        from paddle_reshard.pipeline.convert.notebook import drawn, in_notebook
+
+        if not in_notebook():
+            return function(*args, **kwargs)
+        with drawn() as observe:
+            return function(*args, observe=observe, **kwargs)
+
+    return cast(Function, observed)
 
 
 def _sentences(options: Any) -> dict[str, str]:
