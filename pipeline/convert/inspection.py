@@ -37,6 +37,7 @@ from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.layouts.rules.choose import choose_table, is_known
 from paddle_reshard.pipeline.layouts.rules.libraries import library_of
 from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
+from paddle_reshard.pipeline.layouts.training_job import naming_arguments
 from paddle_reshard.storage.locate import source_access
 from paddle_reshard.tasks.index import index_here
 
@@ -103,6 +104,8 @@ class Inspection(Shown):
             )
         if self.sequence_parallel is not None:
             facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
+        if self.topology and (arguments := naming_arguments(self.topology, bool(self.sequence_parallel))):
+            facts.append(("names", f"of a job with {arguments}"))
         if by_muon := muon_parameters(self.tensors):
             facts.append(("optimizer", f"Muon, with moment1 only for {len(by_muon)} parameters"))
         facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))

@@ -55,7 +55,7 @@ class Page:
 RUN = {"run-7/checkpoint-10": LLAMA, "run-7/checkpoint-20": LLAMA}
 SERIES = {f"checkpoint-{step}": LLAMA for step in (800, 900, 1000)}
 IN_THE_STORE = {"s3://training/run-7/checkpoint-1000": SMALL}
-NEEDS_A_TRAINER = "needs PaddleFormers and its Trainer; make parity runs it (tests/parity/ema_driver.py)"
+NEEDS_A_TRAINER = "needs PaddleFormers and its Trainer; make parity runs it (tests/parity)"
 
 PAGES: dict[str, Page] = {
     "CONTRIBUTING.md": Page(
@@ -137,6 +137,7 @@ PAGES: dict[str, Page] = {
         | IN_THE_STORE,
         before=("convert source DeepSeek-V3 --format huggingface --quantize fp8",),
         stands_for={"/data/": "data/"},
+        not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
         shows={
             "✓ plan": "one moment of a conversion of 1 GB; tests/unit/test_live_view.py reads what is drawn",
             "weight · weight_scale_inv": "a formula; tests/golden/test_fp8.py compares results",

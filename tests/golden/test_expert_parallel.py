@@ -358,6 +358,21 @@ def test_names_of_a_job_of_the_target_topology(tmp_path: Path) -> None:
     )
 
 
+def test_what_names_require_of_a_job_is_said(tmp_path: Path) -> None:
+    """Names of sequence and expert parallelism are found by any job of the topology, and are then those of others."""
+    source, target = _case("moe_single") / "checkpoint-3", tmp_path / "there"
+    report = paddle_reshard.convert(source, target, to="tp=2,sharding=2,ep=4")
+    (said,) = [value for name, value in report.facts() if name == "remark"]
+    assert "a job with --sequence_parallel true --use_expert_parallel true; a job without" in said
+    assert json.loads((target / "paddle_reshard.json").read_text())["remarks"] == [said]
+    inspected = dict(paddle_reshard.inspect(target).facts())
+    assert inspected["names"] == "of a job with --sequence_parallel true --use_expert_parallel true"
+    arguments = paddle_reshard.launch(target).arguments
+    assert arguments["sequence_parallel"] and arguments["use_expert_parallel"]
+    plain = paddle_reshard.plan(source, to="tp=2", layout=SERIAL)
+    assert not [name for name, _ in plain.facts() if name == "remark"]
+
+
 @pytest.mark.parametrize("name", [*EXPERT_PARALLEL])
 def test_the_reader_of_its_own_reads_the_real_ones(name: str) -> None:
     found = read_expert_parallel(_case(name) / "checkpoint-3", _shapes(name))

@@ -8,6 +8,7 @@ to the script where it looks; nothing is computed or changed.
 """
 
 import functools
+import logging
 import os
 import runpy
 import sys
@@ -30,6 +31,7 @@ def main() -> None:
 
     truth.gather = functools.partial(show_and_gather, truth, truth.gather)
     forget_correction_biases()
+    check_names()
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -56,6 +58,29 @@ def forget_correction_biases() -> None:
         return train(trainer, *arguments, **options)
 
     Trainer.train = train_from_zero
+
+
+def check_names() -> None:
+    """Have every rank compare its names with those of the checkpoint, where it stores states by them."""
+    try:
+        from paddle_reshard import names_callback
+    except ImportError:  # a FlexCheckpoint: the row does not ask for it
+        return
+    from paddleformers.trainer import Trainer
+
+    said = logging.getLogger("paddle_reshard")
+    said.setLevel(logging.INFO)
+    said.addHandler(logging.StreamHandler())
+    train = Trainer.train
+
+    def train_if_names_fit(trainer, resume_from_checkpoint=None, **options):
+        # The script's own callback, which it has added before, ends the process.
+        trainer.callback_handler.callbacks.insert(
+            0, names_callback(trainer, checkpoint=resume_from_checkpoint)
+        )
+        return train(trainer, resume_from_checkpoint=resume_from_checkpoint, **options)
+
+    Trainer.train = train_if_names_fit
 
 
 def show_and_gather(truth, gather, trainer, asked, *arguments) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import paddle_reshard
-from tests.conftest import case_directory
+from tests.conftest import REPO, case_directory
 from tests.parity.lab import PARITY, SCRIPTS_MOE, Lab, LabError, open_lab, resume, say
 from tests.parity.tensors import Tensor, differences, read_tensors, write_tensors
 
@@ -30,6 +30,7 @@ CORRECTION_BIAS = ".e_score_correction_bias"
 STATES = (".w_0", ".moment1_0", ".moment2_0", ".beta1_pow_acc_0", ".beta2_pow_acc_0")
 READ_AS_IT_IS = "do not need reshard"
 EMA_IS_READ = "Load EMA checkpoint from"
+NAMES_FIT = "parameters are those of this job"
 STEP_IS_READ = "Continuing training from global step 3"
 
 TP2 = {"tensor_model_parallel_size": 2}
@@ -74,6 +75,8 @@ class Row:
     """Give a cold start master weights, made from the parameters."""
     fill: bool = False
     """Supply the correction biases, which sharded saving loses, from the truth."""
+    drifted: bool = False
+    """Whether copies of a tensor had drifted apart in the source; the truth has the first."""
 
     @property
     def needs_muon(self) -> bool:
@@ -88,6 +91,8 @@ class Row:
             says.append(READ_AS_IT_IS)
         if "zcc_save_ema_coef" in self.arguments:
             says.append(EMA_IS_READ)
+        if self.to is not None:
+            says.append(NAMES_FIT)
         if answer := self.environment.get("CPU_HAS_BFLOAT16"):
             says.append(f"CPU has bfloat16: {answer}")
         return tuple(says)
@@ -192,6 +197,11 @@ ROWS = {
         {**TP2, **PP2, "load_checkpoint_format": "sharding_io", **COLD},
         format="hybrid-plain",
         cold=True,
+    ),
+    # Neighbouring experts of the source are on different tp ranks.
+    "experts-ep4mp2pp2sh2-to-single": Row("moe/ep4_mp2pp2sh2_s1v2_meta", "tp=1", 1, drifted=True),
+    "experts-ep4mp2pp2sh2-to-mp2": Row(
+        "moe/ep4_mp2pp2sh2_s1v2_meta", "tp=2", 2, {**TP2, "sequence_parallel": True}, drifted=True
     ),
     "mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2", 2, PP2),
     "mtp-pp2-to-sh2-v2": Row(
@@ -318,6 +328,7 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         master_weights="from-parameters" if row.masters else "stored",
         fill=work / "fill.safetensors" if row.fill else None,
         config=_config_like(case, work) if row.needs_muon else None,
+        allow_replica_drift=row.drifted,
     )
     lab, script, options = script_of(lab, case)
     logs = resume(
@@ -329,7 +340,7 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         arguments=row.arguments,
         model=case["model"] or {},
         timeout_seconds=TIMEOUT_SECONDS,
-        environment=row.environment,
+        environment=row.environment | ({} if row.to is None else {"PYTHONPATH": str(REPO / "src")}),
         script=script,
         options=options,
     )

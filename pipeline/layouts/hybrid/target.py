@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.layouts.optimizers import muon_parameters, special_
 from paddle_reshard.pipeline.layouts.rules.table import RuleTable
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
-from paddle_reshard.pipeline.layouts.training_job import TrainingJob
+from paddle_reshard.pipeline.layouts.training_job import TrainingJob, naming_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,18 @@ class HybridTarget(HybridJob):
         source, wanted, of_base = self._to_write(source, wanted)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
         files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
-        return LaidOut(source.catalog, files, sidecars.carried, (*sidecars.not_carried, *of_base))
+        not_carried = (*sidecars.not_carried, *of_base)
+        return LaidOut(source.catalog, files, sidecars.carried, not_carried, remarks=self._remarks())
+
+    def _remarks(self) -> tuple[str, ...]:
+        """What the names of parameters require of a job."""
+        arguments = naming_arguments(self.topology, self.sequence_parallel)
+        if self.names is not None or not arguments:
+            return ()
+        return (
+            f"parameters have the names of a job with {arguments}; a job without finds states of others under "
+            "its names, and loads them",
+        )
 
     def outline(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
