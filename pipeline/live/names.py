@@ -93,8 +93,10 @@ def check_names(
     store = open_checkpoint(os.fspath(checkpoint), Access(storage_options or {}))
     files = SourceFiles(store, None, index_here, index_here)
     own = _own_file(files, _place() if rank is None else rank)
-    stored, live = _stored_names(files, own), list(_live_names(model))
-    problems = [*_differences(stored, live, numbered=own.moe is None)]
+    weights = _weights_of(files, own)
+    stored, live = _stored_names(files, own, weights), list(_live_names(model))
+    numbered = own.moe is None and weights.kind != LORA_MODEL_STATE
+    problems = [*_differences(stored, live, numbered)]
     if not problems:
         problems = [*_states_of_others(files, own, live)]
     if problems:
@@ -134,9 +136,8 @@ def _own_file(files: SourceFiles, rank: str) -> RankFile:
     return own
 
 
-def _stored_names(files: SourceFiles, own: RankFile) -> list[Named]:
+def _stored_names(files: SourceFiles, own: RankFile, weights: RankFile) -> list[Named]:
     """The parameters of this rank's cell as the checkpoint calls them, in model order."""
-    weights = _weights_of(files, own)
     if MODEL_META not in files.sizes or weights.kind == LORA_MODEL_STATE:
         return list(_names_in(files, weights))
     meta = parse_model_meta(files.json(MODEL_META))
@@ -204,8 +205,8 @@ def _pairs(stored: list[Named], live: list[Named]) -> Iterator[tuple[Named | Non
 def _differences(stored: list[Named], live: list[Named], numbered: bool) -> Iterator[str]:
     """What is called otherwise, or has another shape.
 
-    ``numbered``: layers and experts have the same numbers on both sides. Of experts over data-parallel ranks,
-    ``model_meta.json`` lists those of the first rank only.
+    ``numbered``: layers and experts have the same numbers on both sides. An adapter of a pipeline stage counts the
+    stage's layers; of experts over data-parallel ranks, ``model_meta.json`` lists those of the first rank only.
     """
     for theirs, ours in _pairs(stored, live):
         if ours is None or theirs is None:

@@ -99,6 +99,7 @@ def test_arguments_are_those_with_which_the_trainer_resumes_from_a_conversion(na
         Topology.parse(row.to),
         row.strategy or "none",
         comm_overlap=bool(row.layout.get("comm_overlap")),
+        sequence_parallel=bool(row.arguments.get("sequence_parallel")),
     )
     assert spread(trainer_arguments(job)) == spread(row.arguments)
 
