@@ -33,6 +33,8 @@ from paddle_reshard.pipeline.core.shown import one_line
 _AT_HOME = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 """Ray's variable that makes a node use the address 127.0.0.1, as it does by default where firewalls would ask. All
 processes of such a node listen only there. ``ray.init`` offers no other way."""
+_TIMED_OUT = "timed out during startup"
+"""What Ray says of a node whose raylet it has started and not heard of again."""
 _TOKEN_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 
 
@@ -103,13 +105,23 @@ def _private_ray(cpus: int | None) -> Iterator[None]:
                     job_config=job_config(),
                     **memory_settings(get_system_memory()),
                 )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ClusterError(f"cannot start Ray on this machine: {one_line(error)}") from error
+        except Exception as error:  # Ray raises bare ones
+            raise ClusterError(f"cannot start Ray on this machine: {_in_words(error)}") from error
         try:
             _check_is_private()
             yield
         finally:
             ray.shutdown()
+
+
+def _in_words(error: Exception) -> str:
+    """Why Ray did not start. Of a raylet that ended before it had registered Ray says that the node timed out."""
+    if _TIMED_OUT not in str(error):
+        return one_line(error)
+    return (
+        "its raylet, the process that starts workers, was lost (killed, or without memory) before it had registered, "
+        "or this machine is too busy; Ray's reasons are in /tmp/ray/session_latest/logs/raylet.err"
+    )
 
 
 def memory_settings(system_bytes: int) -> dict[str, Any]:

@@ -209,6 +209,22 @@ def test_one_that_is_lost_ends_the_conversion_with_a_sentence(part: str, said: s
 
 
 @pytest.mark.cluster
+def test_one_that_is_lost_before_it_has_started_is_named(tmp_path: Path) -> None:
+    """Ray itself says, after half a minute, that the current node timed out during startup."""
+    arguments = ["convert", str(SOURCE), str(tmp_path / "out"), "--to", "tp=1", "--cluster", "ray"]
+    command = [sys.executable, "-m", "paddle_reshard", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        raylets = await_true(
+            lambda: [p for p in descendants(process.pid) if command_line(p).split(" ")[0].endswith("/raylet")]
+        )
+        os.kill(raylets[0], signal.SIGKILL)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "was lost" in told
+    assert "bug in paddle-reshard" not in told
+
+
+@pytest.mark.cluster
 def test_a_lost_head_ends_it_while_workers_go_on_and_another_cluster_resumes_it(
     cluster: Cluster, tmp_path: Path
 ) -> None:
