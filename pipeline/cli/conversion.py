@@ -44,6 +44,7 @@ from paddle_reshard.pipeline.convert.options import (
 )
 from paddle_reshard.pipeline.convert.request import check_options, parse_target
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
+from paddle_reshard.pipeline.core.shown import readable_bytes
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, formats_for_average
@@ -165,10 +166,20 @@ def plan(
     if save is not None:
         _save(planned, save)
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
-    shown = [*planned.facts(), *(() if coverage is None else coverage.facts())]
+    shown = [*planned.facts(), *_free_space(planned), *(() if coverage is None else coverage.facts())]
     answer(plan_data(planned) | proof, as_json, quiet, lambda: print_facts(shown))
     if coverage is not None and not coverage:
         sys.exit(NOT_PROVEN)
+
+
+def _free_space(planned: ConversionPlan) -> list[tuple[str, str]]:
+    """What is free on the disks of local targets; a plan for a disk with too little is refused."""
+    from paddle_reshard.storage.locate import is_local, local_path
+    from paddle_reshard.storage.space import room_for
+
+    rooms = [room_for(local_path(at).absolute()) for at in planned.target_locations if is_local(at)]
+    free = {room.device: room.free_bytes for room in rooms if room.free_bytes is not None}
+    return [("free", readable_bytes(size)) for size in free.values()]
 
 
 def _save(planned: ConversionPlan, path: Path) -> None:

@@ -204,12 +204,17 @@ def open_targets(locations: Locations, resume: bool, take_over: bool = False) ->
         for earlier in locations.targets[:number]:
             check_targets_apart(earlier, location)
     access = locations.writing
-    return Outputs(
-        [
-            open_target(location, locations.overwrite, access.options, resume, take_over, access.schemes)
-            for location in locations.targets
-        ]
-    )
+    try:
+        return Outputs(
+            [
+                open_target(location, locations.overwrite, access.options, resume, take_over, access.schemes)
+                for location in locations.targets
+            ]
+        )
+    except TargetError:
+        for source in locations.sources:  # a mistake there comes first, as it does in the command
+            open_source(source, *locations.reading)
+        raise
 
 
 def resumed_request(
@@ -258,12 +263,7 @@ def plan_and_run(
     started = time.monotonic()
     earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
-    try:
-        outputs = open_targets(request.locations, settings.resume, settings.take_over)
-    except TargetError:
-        for location in request.locations.sources:  # a mistake there comes first, as it does in the command
-            open_source(location, *request.locations.reading)
-        raise
+    outputs = open_targets(request.locations, settings.resume, settings.take_over)
     conversion = make_plan(outputs, index_files, engine.in_process)
     groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
     decisions = [decision for target in conversion.targets for decision in target.spec.decisions]

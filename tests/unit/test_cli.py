@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -160,7 +161,16 @@ def test_a_misspelt_place_is_an_error(tmp_path: Path) -> None:
 def test_a_mistake_in_the_source_is_told_before_one_in_the_target(one_card: Path, tmp_path: Path) -> None:
     done = run("convert", tmp_path / "nowhere", one_card, "--to", "tp=1")
     assert (done.returncode, f"{tmp_path / 'nowhere'}: no such folder" in done.stderr) == (1, True)
+    done = run("plan", tmp_path / "nowhere", one_card, "--to", "tp=1")
+    assert (done.returncode, f"{tmp_path / 'nowhere'}: no such folder" in done.stderr) == (1, True)
     assert "is not empty" in run("convert", DEMO, one_card, "--to", "tp=1").stderr
+
+
+def test_a_plan_for_a_place_says_what_is_free_there(tmp_path: Path) -> None:
+    line = re.search(r"^free\t(.*)$", run("plan", DEMO, tmp_path / "x", "--to", "tp=1").stdout, re.MULTILINE)
+    assert line is not None
+    assert re.fullmatch(r"[\d.]+ [KMGT]iB", line[1])
+    assert "\nfree\t" not in run("plan", DEMO, "--to", "tp=1").stdout
 
 
 def test_one_group_is_a_group(tmp_path: Path) -> None:
