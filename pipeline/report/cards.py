@@ -32,7 +32,7 @@ def describe_cards(found: CardsPlan) -> ReportData:
     nearest = found.nearest
     tiles = [
         Tile("Cards", f"{found.cards:,}"),
-        Tile("Topologies", f"{len(found.alternatives)}", f"{len(found.refused)} are not possible"),
+        Tile("Topologies", f"{len(found.alternatives)}", f"refused: {len(found.refused)}"),
     ]
     if nearest is not None:
         on_card = readable_bytes(nearest.fullest.on_card)
