@@ -17,7 +17,9 @@ EMBEDDING = "model.embed_tokens.weight"
 def one_card(folder: Path) -> Path:
     """A copy of a sound checkpoint."""
     source = folder / "source"
-    shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", source)
+    shutil.copytree(
+        case_directory("small-families/qwen2_single") / "checkpoint-3", source, copy_function=shutil.copyfile
+    )
     return source
 
 
@@ -30,7 +32,7 @@ def _swap(one: Path, other: Path) -> None:
 def tensor_parallel_ranks_swapped(folder: Path) -> Path:
     """The optimizer files of two ranks have changed places."""
     source = folder / "source"
-    shutil.copytree(case_directory("mp2_tied") / "checkpoint-3", source)
+    shutil.copytree(case_directory("mp2_tied") / "checkpoint-3", source, copy_function=shutil.copyfile)
     _swap(source / "optimizer.tp00.pdopt", source / "optimizer.tp01.pdopt")
     return source
 

@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.local.source import kept_by_copies
 from paddle_reshard.storage.locate import is_local, local_path, open_source, source_access, target_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
@@ -122,8 +123,8 @@ def _check_unchanged(store: Source, statement: Statement) -> None:
     """
     sizes, versions = store.sizes(), store.versions()
     for path in sorted(sizes.keys() | statement.source_files.keys()):
-        now = sizes.get(path), versions.get(path)
-        then = statement.source_files.get(path), statement.source_versions.get(path)
+        now = sizes.get(path), kept_by_copies(versions.get(path, ""))
+        then = statement.source_files.get(path), kept_by_copies(statement.source_versions.get(path, ""))
         if now != then:
             was, found = (
                 "missing" if size is None else f"{size} bytes ({name})" for size, name in (then, now)

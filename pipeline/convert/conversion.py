@@ -59,6 +59,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
 from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Donor, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import read_donor
@@ -163,12 +164,14 @@ def read_source(
     policy = MissingPolicy(allowed=request.allow_missing, drops_mtp=MTP in request.dropped)
     pieces = program is None and locations.merge_into is None
     store, checkpoint = index_filled(own, filling, tables, config, policy, index_files, pieces)
+    check_signals(own)
     checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
     if locations.merge_into is not None:
         from paddle_reshard.pipeline.convert.merge import merge_into
 
         base_store = open_checkpoint(locations.merge_into, locations.reading)
         base = index_checkpoint(base_store, tables, config, None, index_files)
+        check_signals(base_store)
         store, checkpoint = merge_into(base_store, base, store, checkpoint)
     of_source = checkpoint.model.config
     if program is not None:

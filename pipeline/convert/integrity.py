@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted,
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
+from paddle_reshard.storage.local.source import kept_by_copies
 from paddle_reshard.storage.store import ReadRange, Source
 
 SMALL_FILE_BYTES = 1 << 20
@@ -172,7 +173,9 @@ def _usable(manifest: Manifest, source: Source | None) -> set[str]:
     return {
         path
         for path, size in manifest.source_files.items()
-        if path in sizes and (sizes[path], versions[path]) == (size, manifest.source_versions.get(path))
+        if path in sizes
+        and sizes[path] == size
+        and kept_by_copies(versions[path]) == kept_by_copies(manifest.source_versions.get(path, ""))
     }
 
 

@@ -46,6 +46,7 @@ from paddle_reshard.pipeline.core.tensors import EMA, EMA_MASTER_WEIGHT, EMA_PAR
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_for_average
@@ -345,6 +346,8 @@ def plan_average(
     missing = MissingPolicy(allowed=request.allow_missing)
     check_one_model(stores)
     checkpoints = [index_checkpoint(store, tables, config, missing, index_files, True) for store in stores]
+    for store in stores:
+        check_signals(store)
     names = [store.location for store in stores]
     series = series_source(stores, _ema_json(weighting, stores))
     checkpoint = with_average(checkpoints, names, weighting)

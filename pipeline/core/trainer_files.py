@@ -42,6 +42,10 @@ _MODEL = (
 )
 _BY_PRODUCT = rf"flex-ckpt\.auto_generated\.metadata|(?:{_FOLDER})?\d+\.metadata\.lock"
 """Files that Paddle leaves beside those that it loads or saves, and can make again."""
+_OTHER_LIBRARY = (
+    r".*_model(?:-\d+-of-\d+)?\.bin(?:\.index\.json)?|.*\.(?:pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|pdiparams)"
+)
+"""Weights and states as PyTorch, TensorFlow, Flax, GGML, ONNX and Paddle's inference save them."""
 
 
 def is_tensor_file(path: str) -> bool:
@@ -54,8 +58,21 @@ def is_tensor_file(path: str) -> bool:
 
 
 def is_index(path: str) -> bool:
-    """Whether a file says where tensors lie in a whole checkpoint, as some topologies have one."""
+    """Whether a file says which file holds which tensor.
+
+    >>> is_index("model.safetensors.index.json"), is_index("model_meta.json"), is_index("config.json")
+    (True, True, False)
+    """
     return re.fullmatch(_INDEX, path) is not None
+
+
+def is_of_other_library(path: str) -> bool:
+    """Whether a file holds tensors in a form that only other libraries read; random states of the trainers do not.
+
+    >>> [is_of_other_library(path) for path in ("pytorch_model.bin", "adapter_model.bin", "rng_state_0.pth", "a.txt")]
+    [True, True, False, False]
+    """
+    return re.fullmatch(_OTHER_LIBRARY, path) is not None and not is_random_state(path)
 
 
 def is_random_state(path: str) -> bool:

@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, dtype_named
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
@@ -95,6 +96,7 @@ def read_average(
         If the checkpoint is incomplete, holds no average of a tensor, or has it in a different shape.
     """
     checkpoint = index_checkpoint(store, tables, config)
+    check_signals(store)
     if not checkpoint.has_ema:
         raise CheckpointError(f"{store.location}: contains no average of the weights to continue from")
     plan = _plan(checkpoint, wanted, rank, len(memory))

@@ -11,6 +11,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.indexing.roles import check_roles
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.indexing.times import far_apart
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
@@ -70,6 +71,7 @@ def index_source(
     if not pieces:
         checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)
+    check_roles(files.store, checkpoint)
     check_steps(files.store, checkpoint.lr_scheduler)
     held = sorted(file.path for file in checkpoint.catalog.files)
     apart = far_apart(held, files.store.modified(), files.sizes)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
+from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES
 from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.pipeline.layouts.transformers_config import agreed_config
 from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
@@ -23,8 +24,8 @@ from paddle_reshard.storage.store import Source
 SCALER = "scaler.pdparams"
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
 TRAINING_ARGS = "training_args.bin"
-_NEVER_SKIPS = b"\x8c\x13skip_data_intervals\x94N"
-"""Bytes in ``training_args.bin`` if the attribute of this name is ``None``; the file is searched, never unpickled."""
+NONE, TRUE, FALSE, FLOAT = b"N", b"\x88", b"\x89", b"G"
+"""Opcodes of the values of attributes in ``training_args.bin``; the file is searched, never unpickled."""
 
 MAY_DIFFER_IN_CONFIG: Final[Mapping[str, str]] = {
     "tensor_model_parallel_size": "topology of the job",
@@ -132,9 +133,17 @@ def check_steps(store: Source, in_optimizer_files: Any) -> None:
 def _may_skip(store: Source) -> bool:
     """Whether the job may have skipped steps."""
     sizes = store.sizes()
-    if SCALER in sizes or TRAINING_ARGS not in sizes:
-        return True
-    return _NEVER_SKIPS not in store.read(TRAINING_ARGS, 0, sizes[TRAINING_ARGS])
+    return SCALER in sizes or training_argument(store, "skip_data_intervals") != NONE
+
+
+def training_argument(store: Source, name: str) -> bytes | None:
+    """The opcode of an argument's value in ``training_args.bin``; ``None`` if the file or the argument is missing."""
+    sizes = store.sizes()
+    if not 0 < sizes.get(TRAINING_ARGS, 0) <= MAX_CONFIG_BYTES:
+        return None
+    attribute = b"\x8c" + bytes([len(name)]) + name.encode() + b"\x94"
+    found = store.read(TRAINING_ARGS, 0, sizes[TRAINING_ARGS]).partition(attribute)[2]
+    return found[:1] or None
 
 
 def read_trainer_states(store: Source) -> dict[str, Mapping[str, Any]]:

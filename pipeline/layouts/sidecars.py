@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.file_names import (
     SIGNATURE,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state
+from paddle_reshard.pipeline.core.trainer_files import is_marker, is_of_other_library, is_random_state
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import Sidecars
 
@@ -99,6 +99,8 @@ def classify_sidecars(
             continue
         if is_marker(path):
             not_carried.append((path, "a completion marker of the source's own job"))
+        elif is_of_other_library(path):
+            not_carried.append((path, "tensors in the form of another library, which are not converted"))
         elif "/" in path:
             not_carried.append((path, "in a folder of tensors, but not a file of tensors"))
         elif reason := reason_not_carried(path):

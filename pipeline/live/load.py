@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, Usag
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.live.layout import Names, check_complete, find_tensors, lay_out_live
 from paddle_reshard.pipeline.live.tensors import (
@@ -190,6 +191,7 @@ def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
     config = request.config if not isinstance(request.config, Path) else load_config(request.config)
     policy = MissingPolicy(allowed=request.allow_missing)
     store, checkpoint = index_filled(own, filling, load_tables(request.rules), config, policy)
+    check_signals(own)
     return store, checkpoint, policy
 
 

@@ -10,6 +10,7 @@ storage need no memory.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, RereadError
+from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
@@ -283,7 +284,7 @@ def plan_conversion(
     RereadError
         If the budget suffices only by reading source bytes several times, unless ``allow_reread``.
     """
-
+    _check_names(target, carried)
     if settings.sums:
         target = count_once(target, source.tensors)
     if target.quantised is not None:
@@ -332,6 +333,27 @@ def plan_conversion(
             _label(once, worst), settings.budget_bytes, enough_bytes, planned.read_amplification
         )
     return replace(planned, read_once_budget_bytes=enough_bytes)
+
+
+def _check_names(target: TargetFiles, carried: Sequence[CarriedFile]) -> None:
+    """Refuse two files of one name, and a file with the name of another's folder: one of the two would be lost."""
+    scales = () if target.quantised is None else target.quantised.scale_files
+    made = Counter([*(file.path for file in target.files), *scales, *(file.target_path for file in carried)])
+    folders = {
+        "/".join(parts[:n]) for parts in (path.split("/") for path in made) for n in range(1, len(parts))
+    }
+    sources = {file.target_path: file.source_path for file in carried}
+    for path, times in made.items():
+        if times > 1 or path in folders:
+            what = (
+                "two files of the target have this name"
+                if times > 1
+                else "also the name of a folder of the target"
+            )
+            raise PlanError(
+                f"{path}: {what}; {sources.get(path, 'one of them')} of the source is carried along under it: rename "
+                "it, or move it elsewhere"
+            )
 
 
 def _implied_sums(source: Catalog, target: TargetFiles) -> dict[int, tuple[int, int]]:

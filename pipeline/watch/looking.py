@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.units import texts_of
 from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
+from paddle_reshard.pipeline.indexing.roles import check_signals, doubtful_signal
 from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
 from paddle_reshard.pipeline.watch.records import Records, digest
@@ -24,7 +25,8 @@ class Inspector:
     records: Records
     options: ConversionOptions
     settle_seconds: float
-    _indexed: dict[str, str] = field(default_factory=dict)
+    _indexed: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""
 
     def __post_init__(self) -> None:
         options = self.options
@@ -58,20 +60,24 @@ class Inspector:
         unfinished = merging(files)
         if unfinished is not None:
             return f"{unfinished}: the trainer has not finished merging the EMA"
-        if self._indexed.get(name) != stamp:
+        if self._indexed.get(name, ("", None))[0] != stamp:
             try:
-                self._index(name)
+                doubt = self._index(name)
             except CheckpointError as error:
                 return str(error)
-            self._indexed[name] = stamp
+            if digest(self.records.run.files(name)) != stamp:
+                return "its files are still changing"
+            self._indexed[name] = stamp, doubt
         return None
 
     def _doubt(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
         """Why the trainer may still add small files to a checkpoint whose tensors are complete, or ``None``."""
         number = order.index(name)
         before = self.records.run.files(order[number - 1]) if number else {}
-        return lacking(files, before)
+        return lacking(files, before) or self._indexed[name][1]
 
-    def _index(self, name: str) -> None:
+    def _index(self, name: str) -> str | None:
         source = open_source(self.records.run.at(name), *source_access(self.options))
+        check_signals(source)
         index_filled(source, self.filling, self.tables, self.config, self.missing, pieces=True)
+        return doubtful_signal(source.modified())

@@ -18,6 +18,7 @@ from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 FILES_KEPT_OPEN = 16
+_CHANGED = ", changed "
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,15 @@ class FileStamp:
         return None
 
 
+def kept_by_copies(version: str) -> str:
+    """The part of a file's version that a copy keeps which keeps times: all of it but change time and inode.
+
+    >>> kept_by_copies("modified 7 ns, changed 9 ns, inode 3")
+    'modified 7 ns'
+    """
+    return version.partition(_CHANGED)[0]
+
+
 def _in_user_space(device: int) -> bool:
     """Whether a device is a FUSE mount; False where that is unknown."""
     return file_system(device).startswith("fuse")
@@ -89,6 +99,9 @@ class LocalSource(ReadRange):
             self.folders, self.resolved = found.folders, found.files
             seen = {path: _status(resolved) for path, resolved in found.files.items()}
             self.stamps: Mapping[str, FileStamp] = {path: FileStamp.of(s) for path, s in seen.items()}
+            inodes = {device for device in {s.st_dev for s in seen.values()} if not _in_user_space(device)}
+            self.with_inodes = frozenset(path for path, s in seen.items() if s.st_dev in inodes)
+            """Files whose inodes stay the same as long as they exist."""
             inner = {(self.root / path).parent for path in seen} | {self.root}
             folders = [_status(folder) for folder in inner] if names is None else []
             self.openness = _openness(seen.values(), folders)
@@ -145,8 +158,12 @@ class LocalSource(ReadRange):
             raise CheckpointError(f"{path}: changed while it was read ({difference})")
 
     def versions(self) -> dict[str, str]:
-        """Name of every file → its modification time when the source was opened."""
-        return {path: f"modified {stamp.modified_ns} ns" for path, stamp in self.stamps.items()}
+        """Name of every file → its times and its inode when the source was opened."""
+        return {
+            path: f"modified {stamp.modified_ns} ns{_CHANGED}{stamp.changed_ns} ns"
+            + (f", inode {stamp.inode}" if path in self.with_inodes else "")
+            for path, stamp in self.stamps.items()
+        }
 
     def modified(self) -> dict[str, int]:
         """Name of every file → its modification time when the source was opened, in nanoseconds since the epoch."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
+from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.storage.checksum import Checksum
 from paddle_reshard.storage.local.direct import (
     Blocks,
@@ -263,6 +264,8 @@ class LocalTarget:
         with self._translated():
             write_file(staging.files / manifest_path, manifest, staging.session_store.openness.files)
             files, _ = list_folder(staging.files)
+            for path in filter(is_marker, files):  # the parts of a target are written in any order
+                os.utime(staging.files / path)
             inner = {str(Path(path).parent) for path in files}
             with ThreadPoolExecutor(FSYNCS_IN_FLIGHT) as pool:
                 list(pool.map(sync, (staging.files / path for path in files)))  # raises the first error

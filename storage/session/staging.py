@@ -21,7 +21,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import TargetError
@@ -309,14 +309,16 @@ class Staging:
         openness = self.session_store.openness
         self.files.mkdir(openness.folders, exist_ok=True)
         as_left = all([_make(self.files / new.path, new.size_bytes, openness) for new in files])
+        sizes = {new.path: new.size_bytes for new in files}
+        sound = [record for record in session.records if all(_is_within(r, sizes) for r in record.receipts)]
         if session.record.boot != boot or not as_left:
-            sound = [record for record in session.records if all(self._holds(r) for r in record.receipts)]
-            if len(sound) < len(session.records):
-                self.session_store.restart(sound)
-                session.recorded = len(sound)
-                session.records = sound
-            if session.record.boot != boot:
-                session.update(boot=boot)
+            sound = [record for record in sound if all(self._holds(r) for r in record.receipts)]
+        if len(sound) < len(session.records):
+            self.session_store.restart(sound)
+            session.recorded = len(sound)
+            session.records = sound
+        if session.record.boot != boot:
+            session.update(boot=boot)
         return session.records
 
     def _holds(self, receipt: Receipt) -> bool:
@@ -328,11 +330,22 @@ class Staging:
         with open(self.files / path, "rb", buffering=0) as file:
             done = 0
             while done < len(buffer):
-                done += os.preadv(file.fileno(), [buffer[done:]], byte_offset + done)
+                count = os.preadv(file.fileno(), [buffer[done:]], byte_offset + done)
+                if count == 0:
+                    raise TargetError(
+                        f"{self.location}: the staged file {path} ends at byte {byte_offset + done}, but bytes up to "
+                        f"{byte_offset + len(buffer)} were written to it: another program has cut it"
+                    )
+                done += count
 
     def is_moved(self, record: SessionRecord) -> bool:
         """Whether the staged files were moved to their target, so that only remains are here."""
         return record.phase is Phase.PUBLISH and not self.files.exists()
+
+
+def _is_within(receipt: Receipt, sizes: Mapping[str, int]) -> bool:
+    """Whether a part lies in a file of this checkpoint; a ledger can be damaged, and says nothing about other files."""
+    return 0 <= receipt.byte_offset <= receipt.byte_offset + receipt.nbytes <= sizes.get(receipt.path, -1)
 
 
 def _make(path: Path, size_bytes: int, openness: Openness) -> bool:

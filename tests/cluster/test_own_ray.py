@@ -275,7 +275,7 @@ SHADOWS = (
 
 def hostile_checkpoint(folder: Path, modules: tuple[str, ...]) -> Path:
     """A copy of a checkpoint in which modules lie that note that they were imported; where they note it."""
-    shutil.copytree(SOURCE, folder)
+    shutil.copytree(SOURCE, folder, copy_function=shutil.copyfile)
     notes = folder.parent / f"imported from {folder.name}"
     notes.mkdir()
     for name in modules:

@@ -84,7 +84,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[int]) -> None:
     small = in_groups(100_000, pass_bytes=10_000)
     source = case_directory(CASE) / "checkpoint-3"
-    shutil.copytree(source, tmp_path / "checkpoint-1")
+    shutil.copytree(source, tmp_path / "checkpoint-1", copy_function=shutil.copyfile)
     scale_master_weights(tmp_path / "checkpoint-1", 1.7)
     series = [tmp_path / "checkpoint-1", source]
     options = {"decay": 0.7, "format": "huggingface"}
@@ -146,7 +146,11 @@ def test_workers_quantise_and_dequantise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("format", "exchange"), [on_cluster("huggingface", "never"), ("flex", "always")])
 def test_states_of_another_step_are_refused(format: str, exchange: str, tmp_path: Path) -> None:
     """By the workers, and what they say arrives whole."""
-    shutil.copytree(case_directory("small-families/qwen2_single") / "checkpoint-3", tmp_path / "source")
+    shutil.copytree(
+        case_directory("small-families/qwen2_single") / "checkpoint-3",
+        tmp_path / "source",
+        copy_function=shutil.copyfile,
+    )
     scale_master_weights(tmp_path / "source", 1.01)
     planned = in_groups(50_000).plan(tmp_path / "source", tmp_path / "made", format=format)
     with pytest.raises(

@@ -69,7 +69,7 @@ def checkpoint(case: str) -> Path:
 def step(export: Path, target: Path, share: float = 0.02) -> Path:
     """An export with a share of all elements one unit in the last place away, and without a manifest."""
     random = np.random.default_rng(7)
-    shutil.copytree(export, target)
+    shutil.copytree(export, target, copy_function=shutil.copyfile)
     (target / MANIFEST).unlink()
     for path in target.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
@@ -197,7 +197,7 @@ def test_one_changed_bit_of_the_old_checkpoint_is_seen(export: Path, made: Path,
     assert {path.name for path in export.iterdir()} - {path.name for path in compared} == {MANIFEST}
     for path in compared:
         old = tmp_path / path.name
-        shutil.copytree(export, old)
+        shutil.copytree(export, old, copy_function=shutil.copyfile)
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         (old / path.name).write_bytes(data)
@@ -243,7 +243,7 @@ def lose_document(delta: Path) -> None:
 def test_a_damaged_delta_is_refused(
     damage: Callable[[Path], None], words: str, export: Path, made: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(made, tmp_path / "d")
+    shutil.copytree(made, tmp_path / "d", copy_function=shutil.copyfile)
     damage(tmp_path / "d")
     with pytest.raises(CheckpointError, match=words):
         paddle_reshard.apply_delta(export, tmp_path / "d", tmp_path / "made")
@@ -309,7 +309,7 @@ def test_what_is_there_is_replaced_only_on_request(
     export: Path, stepped: Path, made: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "serving"
-    shutil.copytree(export, target)
+    shutil.copytree(export, target, copy_function=shutil.copyfile)
     with pytest.raises(TargetError, match="is not empty"):
         paddle_reshard.apply_delta(export, made, target)
     paddle_reshard.apply_delta(export, made, target, overwrite=True)

@@ -384,7 +384,7 @@ def resaved(
     source: Path, folder: Path, renamed: Callable[[str], str], shape_of: Callable[[str], Any]
 ) -> Path:
     """A FlexCheckpoint with other keys, or other shapes of the same values, written by Paddle."""
-    shutil.copytree(source, folder)
+    shutil.copytree(source, folder, copy_function=shutil.copyfile)
     (folder / "paddle_reshard.json").unlink()
     for path in folder.glob("*/*.distcp"):
         held = oracle.load_with_paddle(path)

@@ -147,7 +147,7 @@ def tp_dim(key: str) -> int | None:
 
 def saved_by_two_ranks(whole: Path, folder: Path, arrays: dict[str, np.ndarray]) -> Path:
     """These arrays as two tp ranks hold them, in a FlexCheckpoint that Paddle writes, after one of a single rank."""
-    shutil.copytree(whole, folder)
+    shutil.copytree(whole, folder, copy_function=shutil.copyfile)
     (folder / "paddle_reshard.json").unlink()
     (path,) = folder.glob("model_state/*.distcp")
     names = oracle.load_with_paddle(path)[oracle.NAME_TABLE]

@@ -40,7 +40,7 @@ changes = {
     "unknown": ("model_state", lambda s: s.update({"model.extra.weight": s[norm]})),
 }
 for name, (folder, change) in changes.items():
-    shutil.copytree(source, variants / name)
+    shutil.copytree(source, variants / name, copy_function=shutil.copyfile)
     state = paddle.load(str(source / folder / "0_0.distcp"))
     change(state)
     shutil.rmtree(variants / name / folder)
@@ -135,7 +135,7 @@ def beside_weights(folder: Path) -> None:
 def beside_auto_parallel(folder: Path) -> None:
     other = folder.parent / "auto"
     convert(case_directory("mp2_tied") / "checkpoint-3", other, format="auto-parallel")
-    shutil.copytree(other / "dist_ckpt", folder / "dist_ckpt")
+    shutil.copytree(other / "dist_ckpt", folder / "dist_ckpt", copy_function=shutil.copyfile)
 
 
 def older_average(folder: Path) -> None:
@@ -182,7 +182,7 @@ def no_config(folder: Path) -> None:
 def test_files_that_do_not_make_one_checkpoint(
     damage: Callable[[Path], None], told: str, whole: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(whole, tmp_path / "damaged")
+    shutil.copytree(whole, tmp_path / "damaged", copy_function=shutil.copyfile)
     damage(tmp_path / "damaged")
     refused(tmp_path / "damaged", tmp_path / "target", told)
 

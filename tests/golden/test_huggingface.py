@@ -219,7 +219,7 @@ def test_an_export_that_leaves_a_layer_fused_is_refused(tmp_path: Path) -> None:
 def test_gemma3_is_tied_without_an_entry_that_says_so(tmp_path: Path) -> None:
     """``transformers`` leaves ``tie_word_embeddings`` out of the config, since it is the default of the class."""
     case = case_directory("families/gemma3_text_single")
-    shutil.copytree(case / "hf-export-derived", tmp_path / "hf")
+    shutil.copytree(case / "hf-export-derived", tmp_path / "hf", copy_function=shutil.copyfile)
     _config_of(tmp_path / "hf", tie_word_embeddings=None, paddleformers_version=None)
     found = _read_back(tmp_path / "hf", tmp_path / "unified")
     oracle.assert_same_tensors(found, _parameters(_truth(case)))
@@ -406,7 +406,7 @@ def test_a_parameter_that_is_not_its_master_weight_is_refused(tmp_path: Path) ->
     """Asked for in float32, the master weight goes out: a parameter that was changed on its own would be lost."""
     case = case_directory("nlp_fused_mp2")
     source = tmp_path / "source"
-    shutil.copytree(_checkpoint(case), source)
+    shutil.copytree(_checkpoint(case), source, copy_function=shutil.copyfile)
     start = _truth(case)["llama.norm.weight"].tobytes()[:64]
     for path in source.glob("model_state*"):
         content = path.read_bytes()
@@ -471,7 +471,12 @@ def test_verify_compares_with_the_training_checkpoint(tmp_path: Path) -> None:
 def test_weights_in_paddles_own_layout_are_not_taken_for_hugging_face(tmp_path: Path) -> None:
     """Those of a unified checkpoint: they are read as what they are."""
     unified = small_case("nlp_uc_mp2pp2") / "checkpoint-3"
-    shutil.copytree(unified, tmp_path / "weights", ignore=shutil.ignore_patterns("optimizer*", "master*"))
+    shutil.copytree(
+        unified,
+        tmp_path / "weights",
+        ignore=shutil.ignore_patterns("optimizer*", "master*"),
+        copy_function=shutil.copyfile,
+    )
     paddle_reshard.convert(unified, tmp_path / "hf", format="huggingface")
     for sides in ((unified, tmp_path / "weights"), (tmp_path / "weights", tmp_path / "hf")):
         assert paddle_reshard.verify(*sides, states=["param"]).equal
@@ -493,7 +498,10 @@ def test_an_average_that_is_not_there(tmp_path: Path) -> None:
 )
 def test_an_average_that_is_not_one_yet(facts: dict[str, Any], message: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(_checkpoint(case_directory("mp2pp2sh2_s1v2_meta_ema")), source)
+    shutil.copytree(
+        _checkpoint(case_directory("mp2pp2sh2_s1v2_meta_ema")), source, copy_function=shutil.copyfile
+    )
+    (source / "training_args.bin").unlink()  # it says that the trainer kept the average itself
     (source / "ema.json").write_text(json.dumps(facts))
     with pytest.raises(paddle_reshard.ReshardError, match=message):
         paddle_reshard.plan(source, tmp_path / "hf", format="huggingface", state="ema")
@@ -506,7 +514,8 @@ def test_an_average_that_is_not_one_yet(facts: dict[str, Any], message: str, tmp
 def test_an_average_that_began_at_zero_is_divided_before_it_is_rounded(dtype: str, tmp_path: Path) -> None:
     case = case_directory("mp2pp2sh2_s1v2_meta_ema")
     source = tmp_path / "source"
-    shutil.copytree(_checkpoint(case), source)
+    shutil.copytree(_checkpoint(case), source, copy_function=shutil.copyfile)
+    (source / "training_args.bin").unlink()  # it says that the trainer kept the average itself
     (source / "ema.json").write_text('{"divide_by": 0.271}')
     options = {"format": "huggingface", "state": "ema", "dtype": dtype}
     with pytest.raises(

@@ -74,7 +74,9 @@ def whole_donor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def donor(whole_donor: Path, tmp_path: Path) -> Path:
     """A copy that may be changed: one file, without an index."""
     folder = tmp_path / "donor"
-    shutil.copytree(whole_donor, folder, ignore=shutil.ignore_patterns("model*"))
+    shutil.copytree(
+        whole_donor, folder, ignore=shutil.ignore_patterns("model*"), copy_function=shutil.copyfile
+    )
     write_safetensors(folder / "model.safetensors", _read(whole_donor))
     return folder
 

@@ -271,7 +271,7 @@ def test_inspect_shows_rank_scaling_and_base() -> None:
 
 
 def copied(folder: Path, to: Path) -> Path:
-    return Path(shutil.copytree(folder, to))
+    return Path(shutil.copytree(folder, to, copy_function=shutil.copyfile))
 
 
 def edit_json(path: Path, entries: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def test_a_card_names_source_topology_step_and_manifest(tmp_path: Path) -> None:
 
 def test_a_hostile_model_says_nothing_but_text(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(checkpoint("dense/single"), source)
+    shutil.copytree(checkpoint("dense/single"), source, copy_function=shutil.copyfile)
     (source / "README.md").write_text("mine")
     rules = tmp_path / "rules.json"
     path = Path(paddle_reshard.__file__).parent / "pipeline/layouts/rules/llama.paddleformers.json"

@@ -191,7 +191,7 @@ def test_a_saved_plan_is_explained(tmp_path: Path) -> None:
 
 
 def copied(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(SOURCE, tmp_path / "source"))
+    return Path(shutil.copytree(SOURCE, tmp_path / "source", copy_function=shutil.copyfile))
 
 
 @pytest.mark.parametrize(

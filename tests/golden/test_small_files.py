@@ -17,13 +17,13 @@ CARRIED = ("scheduler.pdparams", "trainer_state.bin", "training_args.bin")
 
 def _source(tmp_path: Path, name: str = DEMO) -> Path:
     source = tmp_path / "source"
-    shutil.copytree(case_directory(name) / "checkpoint-3", source)
+    shutil.copytree(case_directory(name) / "checkpoint-3", source, copy_function=shutil.copyfile)
     return source
 
 
 def test_opaque_files_are_carried_byte_for_byte(tmp_path: Path) -> None:
     source = _source(tmp_path)
-    extra = ("tokenizer.json", "tokenizer_config.json", "scaler.pdparams", "notes from the night shift.txt")
+    extra = ("tokenizer.json", "tokenizer_config.json", "notes from the night shift.txt")
     for name in extra:
         (source / name).write_bytes(b"anything at all, never opened \x80\x04")
     paddle_reshard.convert(source, tmp_path / "target", to="tp=1")

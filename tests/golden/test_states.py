@@ -233,7 +233,7 @@ def other_count(folder: Path) -> None:
 def test_what_is_damaged_is_not_taken_for_another_optimizer(
     name: str, damage: Callable[[Path], None], told: str, tmp_path: Path
 ) -> None:
-    source = shutil.copytree(checkpoint(name), tmp_path / "source")
+    source = shutil.copytree(checkpoint(name), tmp_path / "source", copy_function=shutil.copyfile)
     damage(source)
     with pytest.raises(ReshardError, match=told):
         paddle_reshard.plan(source, to="tp=1")
@@ -241,7 +241,9 @@ def test_what_is_damaged_is_not_taken_for_another_optimizer(
 
 def test_buffers_of_another_rank_are_found_by_their_values(tmp_path: Path) -> None:
     """Both have the same length: only the parameters, to which master weights round, tell them apart."""
-    source = shutil.copytree(checkpoint("tfusion_sh2_s1v1"), tmp_path / "source")
+    source = shutil.copytree(
+        checkpoint("tfusion_sh2_s1v1"), tmp_path / "source", copy_function=shutil.copyfile
+    )
     first, second = (source / f"optimizer.shard0{rank}.pdopt" for rank in range(2))
     state, other = oracle.load_with_paddle(first), oracle.load_with_paddle(second)
     decayed, other_decayed = next(iter(state["master_weights"])), next(iter(other["master_weights"]))

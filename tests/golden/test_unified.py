@@ -190,7 +190,7 @@ def test_the_schedule_gets_a_file_of_its_own(tmp_path: Path) -> None:
     """Where the source holds it in its optimizer files only."""
     source = tmp_path / "source"
     real = _checkpoint(case_directory("mp2_tied"))
-    shutil.copytree(real, source, ignore=shutil.ignore_patterns("scheduler*"))
+    shutil.copytree(real, source, ignore=shutil.ignore_patterns("scheduler*"), copy_function=shutil.copyfile)
     paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"])
     made, expected = (oracle.load_with_paddle(f / "scheduler.pdparams") for f in (tmp_path / "unified", real))
     assert made == expected
@@ -202,7 +202,7 @@ def test_markers_of_asynchronous_saving_stay_behind(tmp_path: Path) -> None:
         tmp_path / "source",
         (".saving_info", "async_save_info.json", ".optimizer_weight.done.0"),
     )
-    shutil.copytree(_checkpoint(small_case("uc_single_tied")), source)
+    shutil.copytree(_checkpoint(small_case("uc_single_tied")), source, copy_function=shutil.copyfile)
     for name in markers:
         (source / name).write_bytes(b"1")
     for options in ({"format": "unified"}, {"to": "tp=1"}, {"format": "huggingface"}):
@@ -234,7 +234,10 @@ def test_weights_alone(tmp_path: Path) -> None:
     """They are a checkpoint without states, from which a job starts with an optimizer of its own."""
     source, weights = _checkpoint(small_case("nlp_uc_mp2pp2")), tmp_path / "weights"
     shutil.copytree(
-        source, weights, ignore=shutil.ignore_patterns("optimizer*", "master_weights*", "scheduler*")
+        source,
+        weights,
+        ignore=shutil.ignore_patterns("optimizer*", "master_weights*", "scheduler*"),
+        copy_function=shutil.copyfile,
     )
     paddle_reshard.convert(weights, tmp_path / "unified", format="unified", files=2)
     parameters = {key: truth_of("nlp_uc_mp2pp2")[key] for key in oracle.shapes_of(truth_of("nlp_uc_mp2pp2"))}

@@ -36,7 +36,7 @@ def copied(tmp_path: Path) -> Callable[[str], Folder]:
     """A copy of a case, to be damaged."""
 
     def copy(name: str) -> Folder:
-        shutil.copytree(small_case(name) / "checkpoint-3", tmp_path / name)
+        shutil.copytree(small_case(name) / "checkpoint-3", tmp_path / name, copy_function=shutil.copyfile)
         return tmp_path / name
 
     return copy

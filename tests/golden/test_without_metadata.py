@@ -19,7 +19,7 @@ NAMES = "StructuredToParameterName@@"
 
 def _copy(name: str, tmp_path: Path) -> Path:
     source = tmp_path / "source"
-    shutil.copytree(case_directory(name) / "checkpoint-3", source)
+    shutil.copytree(case_directory(name) / "checkpoint-3", source, copy_function=shutil.copyfile)
     return source
 
 

@@ -59,7 +59,7 @@ class Sandbox:
 
     def reset(self) -> None:
         shutil.rmtree(self.source, ignore_errors=True)
-        shutil.copytree(self.sound, self.source)
+        shutil.copytree(self.sound, self.source, copy_function=shutil.copyfile)
 
     def names(self, *suffixes: str) -> list[str]:
         files = (path.relative_to(self.sound).as_posix() for path in self.sound.rglob("*") if path.is_file())
@@ -95,7 +95,7 @@ def sound(name: str, folder: Path) -> Path:
     if name in MADE:
         paddle_reshard.convert(small_case("ep2_uc_sh2_s1v2") / "checkpoint-3", folder / name, **MADE[name])
         return folder / name
-    shutil.copytree(case_directory(f"small-flex/{name}"), folder / name)
+    shutil.copytree(case_directory(f"small-flex/{name}"), folder / name, copy_function=shutil.copyfile)
     shutil.copy(folder / name / "config.json", folder / name / "checkpoint-3")
     return folder / name / "checkpoint-3"
 

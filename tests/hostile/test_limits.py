@@ -65,7 +65,7 @@ def run(*lines: list[str]) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(CASE, tmp_path / "source"))
+    return Path(shutil.copytree(CASE, tmp_path / "source", copy_function=shutil.copyfile))
 
 
 def check_all(sources: dict[Path, str]) -> None:
@@ -119,7 +119,7 @@ NAMES = {
 def test_numbers_in_file_names(tmp_path: Path) -> None:
     sources = {}
     for number, (name, what) in enumerate(NAMES.items()):
-        source = Path(shutil.copytree(CASE, tmp_path / str(number)))
+        source = Path(shutil.copytree(CASE, tmp_path / str(number), copy_function=shutil.copyfile))
         sources[source] = what
         (source / "model_meta.json").unlink()  # which tells other degrees
         if not name.endswith(".safetensors"):
@@ -152,7 +152,7 @@ PICKLES = {
 def test_pickles_that_are_all_structure(tmp_path: Path) -> None:
     sources = {}
     for attack, (body, what) in PICKLES.items():
-        source = Path(shutil.copytree(CASE, tmp_path / attack))
+        source = Path(shutil.copytree(CASE, tmp_path / attack, copy_function=shutil.copyfile))
         sources[source] = what
         next(source.glob("optimizer.*")).write_bytes(b"\x80\x04" + body + b".")
     check_all(sources)
@@ -168,7 +168,7 @@ JSONS = {
 def test_json_that_is_all_structure(tmp_path: Path) -> None:
     sources = {}
     for attack, (content, what) in JSONS.items():
-        source = Path(shutil.copytree(CASE, tmp_path / attack))
+        source = Path(shutil.copytree(CASE, tmp_path / attack, copy_function=shutil.copyfile))
         sources[source] = what
         (source / "config.json").write_bytes(content)
     check_all(sources)

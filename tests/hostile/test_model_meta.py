@@ -31,7 +31,7 @@ TARGETS: tuple[dict[str, Any], ...] = (
 
 def _source(case: str, folder: Path) -> Path:
     source = folder / "source"
-    shutil.copytree(case_directory(case) / "checkpoint-3", source)
+    shutil.copytree(case_directory(case) / "checkpoint-3", source, copy_function=shutil.copyfile)
     return source
 
 

@@ -73,7 +73,7 @@ def test_a_weight_map_names_only_what_was_listed(
 ) -> None:
     """What it leads to outside is a good file, the very one that belongs in its place."""
     folder = tmp_path / "source"
-    shutil.copytree(made("unified"), folder)
+    shutil.copytree(made("unified"), folder, copy_function=shutil.copyfile)
     index = folder / "model.safetensors.index.json"
     data = json.loads(index.read_text())
     (real,) = set(data["weight_map"].values())
@@ -93,7 +93,7 @@ def test_a_weight_map_names_only_what_was_listed(
 def test_metadata_name_only_what_was_listed(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     """Of the same length, so that the pickle stays whole; the last one is there and holds other tensors."""
     folder = tmp_path / "source"
-    shutil.copytree(made("flex"), folder)
+    shutil.copytree(made("flex"), folder, copy_function=shutil.copyfile)
     shutil.copy(folder / "model_state" / "0_0.distcp", folder / "out.dis")
     metadata = next((folder / "model_state").glob("*.metadata"))
     content = metadata.read_bytes()
@@ -109,7 +109,7 @@ def test_metadata_name_only_what_was_listed(name: str, made: Callable[[str], Pat
 )
 def test_cells_of_model_meta_are_no_paths(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "source"
-    shutil.copytree(SOURCE, folder)
+    shutil.copytree(SOURCE, folder, copy_function=shutil.copyfile)
     data = json.loads((folder / "model_meta.json").read_text())
     data["sharding_metas"][name] = data["sharding_metas"].pop("tp00_pp00")
     (folder / "model_meta.json").write_text(json.dumps(data))

@@ -78,7 +78,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def changed(made: Path, folder: Path, change: Any) -> Path:
     """A copy of a target with another manifest."""
-    shutil.copytree(made, folder)
+    shutil.copytree(made, folder, copy_function=shutil.copyfile)
     manifest = json.loads((folder / MANIFEST).read_bytes())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))

@@ -89,7 +89,11 @@ def test_what_tells_nothing_is_not_refused() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(case_directory(CASE) / "checkpoint-3", tmp_path / "source"))
+    return Path(
+        shutil.copytree(
+            case_directory(CASE) / "checkpoint-3", tmp_path / "source", copy_function=shutil.copyfile
+        )
+    )
 
 
 def edit(path: Path, which: Callable[[str], bool], change: Callable[[np.float32], float]) -> None:

@@ -302,7 +302,7 @@ def test_refused_before_a_byte_is_written(
     case: str, damage: Callable[[Path], None], facts: list[str], tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    shutil.copytree(next(case_directory(case).glob("checkpoint-*")), source)
+    shutil.copytree(next(case_directory(case).glob("checkpoint-*")), source, copy_function=shutil.copyfile)
     damage(source)
     before = fingerprint(source)
     with pytest.raises(ReshardError) as caught:
@@ -329,7 +329,7 @@ def payload_of(path: Path, entry: str) -> int:
 
 def test_copies_that_drifted_apart_are_found_while_moving_and_nothing_is_published(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source)
+    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
     path = source / "optimizer.tp01_pp00_shard01.pdopt"
     flip_bit(path, payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0"))
     with pytest.raises(paddle_reshard.ReshardError) as caught:
@@ -343,7 +343,7 @@ def test_copies_that_drifted_apart_are_found_while_moving_and_nothing_is_publish
 
 def test_a_stored_parameter_that_is_not_the_cast_of_its_master_weight_is_not_dropped(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(next(case_directory(PLAIN).glob("checkpoint-*")), source)
+    shutil.copytree(next(case_directory(PLAIN).glob("checkpoint-*")), source, copy_function=shutil.copyfile)
     path = source / "model_state.tp00.pdparams"
     flip_bit(path, payload_of(path, "model.layers.1.mlp.up_proj.weight"))
     for topology in ("pp=2", "sharding=2"):  # one that stores both, and one that stores master weights only
@@ -354,7 +354,7 @@ def test_a_stored_parameter_that_is_not_the_cast_of_its_master_weight_is_not_dro
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source)
+    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
 
     def change_late(event: object) -> None:
         if getattr(event, "step", "") == "verify":
@@ -380,7 +380,7 @@ def test_a_source_that_changes_and_gets_back_its_size_and_time_is_refused(
     step: str, change: Callable[[Path, bytes], None], tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source)
+    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
     path = source / "optimizer.tp01_pp00_shard01.pdopt"
     before = path.stat()
     data = bytearray(path.read_bytes())
@@ -402,7 +402,7 @@ def test_a_source_that_changes_and_gets_back_its_size_and_time_is_refused(
 
 def test_drift_can_be_allowed_or_not_looked_for_and_is_named(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source)
+    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
     path = source / "optimizer.tp01_pp00_shard01.pdopt"
     flip_bit(path, payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0"))
     allowed = paddle_reshard.convert(source, tmp_path / "allowed", to="tp=1", allow_replica_drift=True)
@@ -423,7 +423,7 @@ def test_drift_can_be_allowed_or_not_looked_for_and_is_named(tmp_path: Path) -> 
 
 def test_an_edited_parameter_is_never_taken_for_drift(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(next(case_directory(PLAIN).glob("checkpoint-*")), source)
+    shutil.copytree(next(case_directory(PLAIN).glob("checkpoint-*")), source, copy_function=shutil.copyfile)
     path = source / "model_state.tp00.pdparams"
     flip_bit(path, payload_of(path, "model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ReshardError, match="the target would keep the master weight only"):

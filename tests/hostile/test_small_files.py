@@ -47,7 +47,11 @@ MAY_DIFFER_AS_FILES = {
 
 
 def copied(name: str, folder: Path) -> Path:
-    return Path(shutil.copytree(case_directory(name) / "checkpoint-3", folder / "checkpoint-3"))
+    return Path(
+        shutil.copytree(
+            case_directory(name) / "checkpoint-3", folder / "checkpoint-3", copy_function=shutil.copyfile
+        )
+    )
 
 
 @pytest.fixture
@@ -190,7 +194,7 @@ def test_every_change_of_every_entry_is_seen_or_listed(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     original: Path = request.getfixturevalue(name)
-    one = Path(shutil.copytree(original, tmp_path / "one"))
+    one = Path(shutil.copytree(original, tmp_path / "one", copy_function=shutil.copyfile))
     assert compare_small_files(LocalSource(one), LocalSource(original)) == []
     changes = 0
     for path in sorted(original.iterdir()):
@@ -226,7 +230,7 @@ def test_every_change_of_every_entry_is_seen_or_listed(
 def test_verify_reports_differences_besides_the_tensors(
     name: str, entries: dict[str, Any], told: str, nlp: Path, tmp_path: Path
 ) -> None:
-    before = Path(shutil.copytree(nlp, tmp_path / "before"))
+    before = Path(shutil.copytree(nlp, tmp_path / "before", copy_function=shutil.copyfile))
     assert paddle_reshard.verify(before, nlp)
     edit(nlp / name, **entries)
     report = paddle_reshard.verify(before, nlp)
@@ -239,7 +243,7 @@ def test_verify_reports_differences_besides_the_tensors(
 
 
 def test_verify_sees_another_schedule(nlp: Path, tmp_path: Path) -> None:
-    before = Path(shutil.copytree(nlp, tmp_path / "before"))
+    before = Path(shutil.copytree(nlp, tmp_path / "before", copy_function=shutil.copyfile))
     for path in (*nlp.glob("optimizer.*"), nlp / "scheduler.pdparams"):
         values = pickle.loads(path.read_bytes())
         values.get("LR_Scheduler", values)["last_epoch"] = 999_999

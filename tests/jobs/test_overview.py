@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose last checkpoint lacks a file of a rank, and a folder with the conversion of its first."""
     root = tmp_path_factory.mktemp("run") / "run"
     for name in ("checkpoint-3", "checkpoint-6", "checkpoint-20"):
-        shutil.copytree(SOURCE, root / name)
+        shutil.copytree(SOURCE, root / name, copy_function=shutil.copyfile)
     (root / "checkpoint-6" / "saved_signal_5").unlink()
     (root / "checkpoint-20" / "optimizer.tp01_pp01_shard01.pdopt").unlink()
     (root / "notes").mkdir()

@@ -260,7 +260,7 @@ def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Ru
 def test_a_flex_checkpoint_without_the_config_of_its_model_is_no_reason_to_wait(
     training: Run, flex_case: Path
 ) -> None:
-    shutil.copytree(flex_case / "checkpoint-3", training.run / "checkpoint-3")
+    shutil.copytree(flex_case / "checkpoint-3", training.run / "checkpoint-3", copy_function=shutil.copyfile)
     done = run("watch", training.run, training.out, "--format", "unified", "--once")
     assert done.returncode == 1
     assert "config.json is missing, and the other files do not tell which keys" in done.stderr
@@ -749,7 +749,9 @@ def copy_of_run(training: Run, steps: dict[int, str]) -> None:
     """Real checkpoints of a model as those of one run, and a watch of them."""
     for step, case in steps.items():
         (checkpoint,) = case_directory(case).glob("checkpoint-3")
-        shutil.copytree(checkpoint, training.run / f"checkpoint-{step}", dirs_exist_ok=True)
+        shutil.copytree(
+            checkpoint, training.run / f"checkpoint-{step}", dirs_exist_ok=True, copy_function=shutil.copyfile
+        )
 
 
 def watch_deltas(training: Run, *options: object) -> subprocess.CompletedProcess[str]:

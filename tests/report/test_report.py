@@ -257,7 +257,7 @@ def test_the_folders_of_a_conversion_may_be_called_anything(tmp_path: Path) -> N
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()
     source = folder / "checkpoint-3"
-    shutil.copytree(SOURCE, source)
+    shutil.copytree(SOURCE, source, copy_function=shutil.copyfile)
     command("convert", source, folder / "target", "--to", "tp=1", "--report", folder / "<b>.html")
     page = Page(folder / "<b>.html")
     page.check_closed()

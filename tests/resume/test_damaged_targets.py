@@ -29,7 +29,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def target(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "one-card"))
+    return Path(shutil.copytree(made, tmp_path / "one-card", copy_function=shutil.copyfile))
 
 
 def edit(target: Path, change: Callable[[dict], None]) -> None:

@@ -137,7 +137,22 @@ def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
             SMALL.convert(source, unfinished, resume=True, **ONE)
     finally:
         os.utime(source / name, ns=(status.st_atime_ns, status.st_mtime_ns))
-    SMALL.convert(source, unfinished, resume=True, **ONE)
+    with pytest.raises(TargetError, match=f"{name} of the source was .* changed {status.st_ctime_ns} ns"):
+        SMALL.convert(source, unfinished, resume=True, **ONE)
+
+
+@pytest.mark.parametrize("asked", [{}, ONE], ids=["no options", "the same options"])
+def test_a_finished_target_is_not_that_of_a_source_replaced_with_sizes_and_times(
+    asked: dict[str, Any], source: Path, target: Path, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(source, tmp_path / "source"))
+    SMALL.convert(copied, target, **ONE)
+    SMALL.convert(copied, target, resume=True, **ONE)
+    file = copied / "optimizer.pdopt"
+    file.rename(tmp_path / "former")
+    shutil.copy2(tmp_path / "former", file)
+    with pytest.raises(TargetError, match=r"optimizer\.pdopt of the source was .* inode|not empty"):
+        SMALL.convert(copied, target, resume=True, **asked)
 
 
 def test_another_version_is_refused(source: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +381,7 @@ def test_a_watcher_resumes_where_it_can_and_restarts_otherwise(
     before: str, told: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    shutil.copytree(source, run / "checkpoint-3")
+    shutil.copytree(source, run / "checkpoint-3", copy_function=shutil.copyfile)
     with pytest.raises(Stop):
         SMALL.convert(
             run / "checkpoint-3",

@@ -359,7 +359,8 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
             name = rank_file_name(kind, *rank_coordinates)
             first = min(first, name) if first else name
     if missing:
-        raise CheckpointError(f"{missing} of {expected} {kind} files for {what} are missing: {first}")
+        others = f"; {min(file.path for file in files)} is of other ranks" if missing == expected else ""
+        raise CheckpointError(f"{missing} of {expected} {kind} files for {what} are missing: {first}{others}")
     if seen:
         raise CheckpointError(f"{min(seen.values())} does not belong to a checkpoint of {what}")
 

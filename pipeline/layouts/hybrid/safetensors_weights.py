@@ -16,6 +16,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID
+from paddle_reshard.pipeline.layouts.hybrid.names import WEIGHTS
 from paddle_reshard.pipeline.layouts.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.layouts.model import ModelTensor, model_order
 from paddle_reshard.pipeline.layouts.model_meta import ModelMeta
@@ -69,6 +70,11 @@ def read_weights_and_states(
     own = keys_in_model(tables, saved, config) or {key: key for key in saved}
     table = choose_table(tables, own.values(), config, HYBRID)
     names = {hybrid_name(path): path for path in payloads}
+    if twice := sorted(path for path in roots if path.startswith(WEIGHTS)):
+        raise CheckpointError(
+            f"{min(payloads)} and {twice[0]} both hold the parameters of ranks: they are of two saves; move those of "
+            "one save elsewhere"
+        )
     weights = {name: _state_dict(path, payloads[path], own, table, config) for name, path in names.items()}
     renamed = {path: size for path, size in sizes.items() if path not in payloads}
     renamed |= {name: sizes[path] for name, path in names.items()}

@@ -1,0 +1,252 @@
+"""A folder holds the files of one save, and each has one role in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.convert.inputs import load_tables
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, ReshardError, TargetError
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.storage.locate import Access
+from paddle_reshard.storage.session.staging import Staging
+from tests.conftest import case_directory
+from tests.sampling import exhaustive
+
+SAVES = (
+    "dense/single",
+    "dense/single_tohf",
+    "dense/mp2",
+    "dense/pp2",
+    "dense/dp2",
+    "dense/sh2_s1v1",
+    "dense/sh2_s1v2",
+    "dense/sh2_s2",
+    "dense/sh2_s3_seg512",
+    "dense/sh2_s1v1_meta",
+    "dense/sh2_s1v2_meta",
+    "dense/mp2pp2sh2_s1v2_meta_ema",
+    "dense/fc_single",
+    "dense/fc_sh2_s1v2",
+    "dense/auto_dp2mp2",
+    "dense/nlp_uc_mp2pp2",
+    "small-unified/uc_sh2_s1v2",
+    "small-unified/uc_sh2_s1v2_ignoremerge",
+    "exports/llama",
+    "states/lora_single",
+    "states/fp16_single",
+)
+"""Every format, and every way of naming files."""
+SHARDED = {"sh2_s1v1", "sh2_s1v2", "sh2_s2", "sh2_s3_seg512"}
+COVERED = (
+    *permutations(["single", "dp2"], 2),
+    *permutations(sorted(SHARDED), 2),
+    *permutations(["sh2_s1v1_meta", "sh2_s1v2_meta"], 2),
+    ("fc_sh2_s1v2", "fc_single"),
+    ("fp16_single", "single"),
+    ("fp16_single", "dp2"),
+)
+"""Pairs that are read as the first: it has every tensor file of the second itself, so none of that is left."""
+SAMPLED = (
+    ("dense/single", "dense/single_tohf"),
+    ("exports/llama", "dense/single"),
+    ("dense/mp2", "dense/pp2"),
+    ("dense/sh2_s1v1_meta", "small-unified/uc_sh2_s1v2"),
+    ("dense/fc_single", "exports/llama"),
+    ("dense/single", "states/fp16_single"),
+    ("dense/single", "dense/dp2"),
+)
+
+
+def _files(name: str) -> dict[str, Path]:
+    folder = case_directory(name) / ("hf-export" if name.startswith("exports") else "checkpoint-3")
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _lay(folder: Path, files: dict[str, Path]) -> Path:
+    for path, file in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [pair if pair in SAMPLED else exhaustive(*pair) for pair in permutations(SAVES, 2)],
+)
+def test_two_saves_in_one_folder_are_refused_by_name(first: str, second: str, tmp_path: Path) -> None:
+    of_first, of_second = _files(first), _files(second)
+    both = {**of_second, **of_first}
+    source = open_checkpoint(str(_lay(tmp_path / "both", both)), Access({}))
+    try:
+        found = index_checkpoint(source, load_tables(None))
+    except ReshardError as refused:
+        assert any(path in str(refused) for path in both), refused
+        return
+    assert (first.rpartition("/")[2], second.rpartition("/")[2]) in COVERED
+    assert found.own_files <= of_first.keys()
+
+
+def _copy(case: str, folder: Path, leave_out: Iterable[str] = ()) -> Path:
+    return _lay(
+        folder / "source", {path: file for path, file in _files(case).items() if path not in leave_out}
+    )
+
+
+def _add(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def _take(case: str, name: str) -> Callable[[Path], object]:
+    return lambda folder: shutil.copyfile(_files(case)[name], folder / name)
+
+
+DIVIDED = json.dumps({"divide_by": 0.5, "step": 3}).encode()
+STRAYS = (
+    (
+        "dense/single",
+        _take("dense/single_tohf", "model.safetensors"),
+        r"model\.safetensors and model_state\.pdparams",
+    ),
+    (
+        "dense/single",
+        _take("exports/llama", "model.safetensors.index.json"),
+        r"model\.safetensors\.index\.json",
+    ),
+    ("exports/llama", _take("dense/sh2_s1v1_meta", "model_meta.json"), r"model_meta\.json"),
+    (
+        "exports/llama",
+        _take("dense/single", "scheduler.pdparams"),
+        r"scheduler\.pdparams.* no optimizer states",
+    ),
+    ("dense/fc_single", _take("states/fp16_single", "scaler.pdparams"), r"scaler\.pdparams.* fp16 is False"),
+    ("dense/single", _take("states/fp16_single", "scaler.pdparams"), r"scaler\.pdparams.* fp16 is False"),
+    ("dense/single", _take("states/lora_single", "lora_config.json"), r"lora_config\.json.* adapter"),
+    ("dense/single", _add("ema.json", DIVIDED), r"ema\.json: describes a moving average"),
+    ("dense/mp2pp2sh2_s1v2_meta_ema", _add("ema.json", DIVIDED), r"ema\.json.* the trainer kept the one"),
+)
+
+
+@pytest.mark.parametrize(("case", "add", "message"), STRAYS)
+def test_a_file_without_a_role_is_refused(
+    case: str, add: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    source = _copy(case, tmp_path)
+    add(source)
+    with pytest.raises(CheckpointError, match=message):
+        paddle_reshard.plan(source, tmp_path / "target", format="huggingface")
+
+
+def test_a_scaler_beside_bfloat16_parameters_is_refused_whatever_the_arguments_were(tmp_path: Path) -> None:
+    source = _copy("dense/single", tmp_path, ["training_args.bin"])
+    _take("states/fp16_single", "scaler.pdparams")(source)
+    with pytest.raises(CheckpointError, match=r"scaler\.pdparams.* the parameters are bfloat16"):
+        paddle_reshard.plan(source, tmp_path / "target", to="tp=1")
+
+
+def test_a_description_of_a_later_average_is_refused(tmp_path: Path) -> None:
+    source = _copy("dense/mp2pp2sh2_s1v2_meta_ema", tmp_path, ["training_args.bin"])
+    _add("ema.json", json.dumps({"divide_by": 0.5, "step": 4}).encode())(source)
+    with pytest.raises(CheckpointError, match=r"ema\.json.* step 4.* step 3"):
+        paddle_reshard.plan(source, tmp_path / "target", format="huggingface", state="ema")
+
+
+def test_averages_of_another_save_are_refused(tmp_path: Path) -> None:
+    averaged, plain = _files("dense/mp2pp2sh2_s1v2_meta_ema"), _files("dense/single")
+    source = _lay(tmp_path / "source", {**averaged, "training_args.bin": plain["training_args.bin"]})
+    with pytest.raises(CheckpointError, match=r"ema\.tp00_pp00_shard00\.pdopt.* the trainer kept none"):
+        paddle_reshard.plan(source, tmp_path / "target", to="tp=1")
+
+
+def test_tensors_of_other_libraries_are_named_and_not_carried(tmp_path: Path) -> None:
+    source = _copy("dense/single", tmp_path)
+    for name in ("pytorch_model.bin", "old.pt", "notes.txt"):
+        (source / name).write_bytes(b"anything")
+    made = paddle_reshard.convert(source, tmp_path / "target", to="tp=2")
+    assert (tmp_path / "target" / "notes.txt").exists()
+    reasons = dict(made.plan.targets[0].not_carried)
+    for name in ("pytorch_model.bin", "old.pt"):
+        assert "another library" in reasons[name]
+        assert not (tmp_path / "target" / name).exists()
+
+
+def test_a_file_with_the_name_of_a_folder_of_the_target_is_refused(tmp_path: Path) -> None:
+    source = _copy("dense/single", tmp_path)
+    (source / "model_state").write_bytes(b"anything")
+    with pytest.raises(
+        PlanError, match="model_state: also the name of a folder of the target; model_state of"
+    ):
+        paddle_reshard.plan(source, tmp_path / "target", format="flex")
+
+
+# ------------------------------------------------------------------------------------------------- signals
+
+HOUR_NS = 3600 * 10**9
+
+
+def _older(folder: Path, pattern: str, by_ns: int) -> None:
+    for path in folder.glob(pattern):
+        time_ns = path.stat().st_mtime_ns - by_ns
+        os.utime(path, ns=(time_ns, time_ns))
+
+
+@pytest.mark.parametrize(
+    ("case", "older", "newer"),
+    [
+        ("dense/single", "saved_signal_0", "model_state.pdparams"),
+        ("dense/sh2_s1v1", "saved_signal_1", "rng_state_1.pth"),
+        ("dense/fc_sh2_s1v2", "saved_signal_1", "master_weight/1_0.distcp"),
+    ],
+)
+def test_a_signal_older_than_its_data_is_refused(case: str, older: str, newer: str, tmp_path: Path) -> None:
+    source = _copy(case, tmp_path)
+    paddle_reshard.plan(source, tmp_path / "target", to="tp=1", format="hybrid-plain", config=_config())
+    _older(source, older, HOUR_NS)
+    named = rf"^{re.escape(older)} is 3\.6e\+03 s older than "
+    with pytest.raises(CheckpointError, match=named) as refused:
+        paddle_reshard.plan(source, tmp_path / "target", to="tp=1", format="hybrid-plain", config=_config())
+    assert f"touch {older[:-1]}*" in str(refused.value)
+    (source / older).touch()
+    paddle_reshard.plan(source, tmp_path / "target", to="tp=1", format="hybrid-plain", config=_config())
+    assert (source / newer).exists()
+
+
+def _config() -> Path:
+    return _files("dense/single")["config.json"]
+
+
+def test_averages_may_be_saved_after_the_signals(tmp_path: Path) -> None:
+    source = _copy("dense/mp2pp2sh2_s1v2_meta_ema", tmp_path)
+    for path in source.iterdir():
+        if not path.name.startswith("ema"):
+            _older(source, path.name, HOUR_NS)
+    paddle_reshard.plan(source, tmp_path / "target", to="tp=1")
+
+
+def test_a_target_signals_after_its_tensors(tmp_path: Path) -> None:
+    paddle_reshard.convert(_copy("dense/single", tmp_path), tmp_path / "two", to="tp=2")
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "two").iterdir()}
+    signals = {name: time for name, time in times.items() if name.startswith("saved_signal")}
+    tensors = {name: time for name, time in times.items() if name.endswith((".pdopt", ".pdparams"))}
+    assert len(signals) == 2
+    assert min(signals.values()) >= max(tensors.values())
+
+
+# ------------------------------------------------------------------------------------------------- staging
+
+
+def test_a_staged_file_that_was_cut_is_an_error(tmp_path: Path) -> None:
+    staging = Staging(tmp_path, "target")
+    staging.files.mkdir()
+    (staging.files / "a").write_bytes(b"1234")
+    with pytest.raises(TargetError, match="a ends at byte 4, but bytes up to 6 were written"):
+        staging.read_into("a", 2, memoryview(bytearray(4)))
