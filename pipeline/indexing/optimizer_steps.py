@@ -68,20 +68,23 @@ class Steps:
         return f"{self.beta2:g}" if self.beta1 is None else f"{self.beta1:g} and {self.beta2:g}"
 
 
-def check_optimizer_steps(source: ReadRange, catalog: Catalog, scheduled: int | None) -> None:
+def check_optimizer_steps(
+    source: ReadRange, catalog: Catalog, scheduled: int | None, skips: bool = False
+) -> None:
     """Refuse optimizer states of different steps, or of a different step than the learning-rate schedule.
 
-    ``scheduled`` is the schedule's step, ``None`` if it is not known or may differ.
+    ``scheduled`` is the schedule's step, ``None`` if it is not known. With ``skips``, the schedule may have counted
+    steps that the optimizer has skipped.
 
     Raises
     ------
     CoverageError
         With the tensor, both values and the file.
     """
-    check_powers(read_powers(source, catalog), scheduled)
+    check_powers(read_powers(source, catalog), scheduled, skips)
 
 
-def check_powers(powers: list[Powers], scheduled: int | None) -> None:
+def check_powers(powers: list[Powers], scheduled: int | None, skips: bool = False) -> None:
     """:func:`check_optimizer_steps` for powers that have been read."""
     counts = Counter(p.values for p in powers)
     first = {p.values: p for p in reversed(powers)}
@@ -97,7 +100,9 @@ def check_powers(powers: list[Powers], scheduled: int | None) -> None:
             _refuse_pair(first[values], known)
     _refuse_files({p: steps[p.values] for p in powers})
     latest = max(first, key=lambda values: steps[values] or 0)
-    if scheduled is not None and not _fits(first[latest].beta1, first[latest].beta2, known, scheduled):
+    if scheduled is None or (skips and (steps[latest] or 0) <= scheduled):
+        return
+    if not _fits(first[latest].beta1, first[latest].beta2, known, scheduled):
         raise CoverageError(
             f"{first[latest].key} ({BETA1}, {BETA2})",
             f"{first[latest].beta1!s} and {first[latest].beta2!s} are the powers of {known} after "
@@ -254,7 +259,7 @@ def _refuse_files(steps: Mapping[Powers, int | None]) -> None:
 def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
     """Refuse optimizer states of different steps, or of a different step than the schedule.
 
-    With a gradient scaler, which skips steps that overflow, the steps of schedule and optimizer may differ.
+    With a gradient scaler, which skips steps that overflow, the optimizer may be behind the schedule.
 
     Raises
     ------
@@ -263,5 +268,5 @@ def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
     """
     schedule = checkpoint.lr_scheduler
     step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
-    known = type(step) is int and SCALER not in store.sizes()
-    check_optimizer_steps(store, checkpoint.catalog, step if known else None)
+    scheduled = step if type(step) is int else None
+    check_optimizer_steps(store, checkpoint.catalog, scheduled, skips=SCALER in store.sizes())

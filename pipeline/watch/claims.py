@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, typed
+from paddle_reshard.storage.local.source import kept_by_copies
 from paddle_reshard.storage.session.holder import Holder
 
 CLAIMS = ".paddle_reshard/claims"
@@ -270,8 +271,10 @@ def compare_manifests(
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a manifest that identify a target's contents, independent of the memory budget."""
     source = manifest.get("source") or {}
+    versions = source.get("versions") or {}
     return {name: value for name, value in manifest.items() if name not in INCIDENTAL} | {
-        "source": source.get("files")
+        "source": source.get("files"),
+        "versions": {path: kept_by_copies(version) for path, version in versions.items()},
     }
 
 

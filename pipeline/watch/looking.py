@@ -60,7 +60,7 @@ class Inspector:
         unfinished = merging(files)
         if unfinished is not None:
             return f"{unfinished}: the trainer has not finished merging the EMA"
-        if self._indexed.get(name, ("", None))[0] != stamp:
+        if name not in self._indexed or self._indexed[name][0] != stamp:
             try:
                 doubt = self._index(name)
             except CheckpointError as error:

@@ -474,7 +474,7 @@ def test_weights_in_paddles_own_layout_are_not_taken_for_hugging_face(tmp_path: 
     shutil.copytree(
         unified,
         tmp_path / "weights",
-        ignore=shutil.ignore_patterns("optimizer*", "master*"),
+        ignore=shutil.ignore_patterns("optimizer*", "master*", "scheduler*"),
         copy_function=shutil.copyfile,
     )
     paddle_reshard.convert(unified, tmp_path / "hf", format="huggingface")

@@ -72,6 +72,15 @@ def test_what_paddle_stores_tells_its_step_and_late_parameters_are_no_contradict
             check_powers(powers, other)
 
 
+def test_an_optimizer_with_a_scaler_may_be_behind_its_schedule_but_not_ahead() -> None:
+    one, two = (np.multiply.accumulate(np.full(13, beta, np.float32))[-1] for beta in (0.9, 0.95))
+    powers = [Powers("a", "optimizer.pdopt", one, two)]
+    for scheduled in (12, 13, 3000):
+        check_powers(powers, scheduled, skips=True)
+    with pytest.raises(CheckpointError, match="after 12 steps, but the learning-rate schedule is at step 11"):
+        check_powers(powers, 11, skips=True)
+
+
 def test_what_tells_nothing_is_not_refused() -> None:
     def of(beta1: float, beta2: float, steps: int) -> list[Powers]:
         one, two = (np.multiply.accumulate(np.full(steps + 1, b, np.float32))[-1] for b in (beta1, beta2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -651,8 +652,43 @@ def test_a_checkpoint_whose_job_died_is_reported_and_ends_the_watch(training: Ru
         assert "1 stale" in stale.stderr
     lost = GOLDEN / "optimizer.tp00_pp00_shard00.pdopt"
     shutil.copy(lost, training.run / "checkpoint-6" / lost.name)
+    for signal_file in (training.run / "checkpoint-6").glob("saved_signal_*"):
+        signal_file.touch()
     assert training.watch("--stale", "2h").returncode == 0
     assert training.converted() == ["checkpoint-3", "checkpoint-6"]
+
+
+def make_older(folder: Path, by_seconds: float) -> None:
+    """As if all files had been written earlier."""
+    for path in folder.iterdir():
+        times = path.stat()
+        os.utime(path, (times.st_atime - by_seconds, times.st_mtime - by_seconds))
+
+
+@pytest.mark.parametrize("before", ["seen", "not seen"])
+def test_a_step_that_is_saved_again_waits_for_new_signals(before: str, training: Run) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3")
+    make_older(folder, 3600)
+    if before == "seen":
+        assert training.watch().returncode == 0
+    saved = sorted(folder.glob("optimizer.*"))
+    for path in saved[:3]:
+        path.touch()
+    again = training.watch("--overwrite")
+    assert re.search(
+        r"checkpoint-3: waiting: saved_signal_\d is 3\.6e\+03 s older than optimizer", again.stderr
+    )
+    # Some ranks are done, others have not begun: nothing is out of order, and nothing proves that it is whole.
+    for rank in range(4):
+        (folder / f"saved_signal_{rank}").touch()
+    again = training.watch("--overwrite")
+    told = r"saved_signal_[4-7] is older than optimizer\S+, of another rank; converted if nothing changes for 60 s"
+    assert re.search(told, again.stderr)
+    for path in saved[3:]:
+        path.touch()
+    for rank in range(8):
+        (folder / f"saved_signal_{rank}").touch()
+    assert "checkpoint-3: converted in " in training.watch("--overwrite").stderr
 
 
 def test_with_json_stdout_is_one_object_and_quiet_is_quiet(training: Run) -> None:
