@@ -150,9 +150,9 @@ class Older(NamedTuple):
         """What it means, and what to do."""
         seconds = (times[self.file] - times[self.signal]) / 1e9
         return (
-            f"{self.signal} is {seconds:.3g} s older than {self.file}: a job saves this step again over an earlier "
-            "save, or was stopped while it did, so some files may be of the earlier one. Use another checkpoint; or, "
-            f"if all files are known to be of one save (copied without their times), touch {SIGNAL_PREFIX}*"
+            f"{self.signal} is {seconds:.3g} s older than {self.file}: this step is saved again over an earlier save, "
+            "or that was stopped, so some files may be of the earlier one. Use another checkpoint; or, if all files "
+            f"are known to be of one save (copied without their times), touch {SIGNAL_PREFIX}*"
         )
 
 

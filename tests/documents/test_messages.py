@@ -73,6 +73,15 @@ def of_two_runs(folder: Path) -> None:
     (folder / "checkpoint-1000/scheduler.pdparams").write_bytes(changed)
 
 
+def beside_another_format(folder: Path) -> None:
+    (folder / "checkpoint-1000/model.safetensors.index.json").write_text("{}")
+
+
+def saved_again(folder: Path) -> None:
+    for path in (folder / "checkpoint-1000").glob("saved_signal_*"):
+        os.utime(path, (0, 0))
+
+
 def unfinished(folder: Path) -> None:
     begin(folder / "checkpoint-1000", folder / "one", "tp=1")
 
@@ -111,6 +120,8 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "different steps or runs": (of_two_runs, "inspect checkpoint-1000"),
     "another conversion is writing": (taken, "convert checkpoint-1000 one --resume"),
     "was started with --to tp=1": (unfinished, "convert checkpoint-1000 one --to tp=2 --resume"),
+    "is no part of the checkpoint": (beside_another_format, "inspect checkpoint-1000"),
+    "this step is saved again": (saved_again, "plan checkpoint-1000 --to tp=1"),
     "no credentials were found": (
         without_credentials,
         """inspect s3://training/checkpoint-1000 --storage-options '{"endpoint_url": "http://127.0.0.1:9"}'""",
