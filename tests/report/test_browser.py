@@ -203,9 +203,11 @@ def test_nothing_is_wider_than_a_telephone(show: Any, converted: Path, tmp_path:
     command(
         "ema", other, SOURCE, tmp_path / "ema", "--uniform", "--to", "tp=1", "--report", tmp_path / "ema.html"
     )
+    command("verify", tmp_path / "ema", "--report", tmp_path / "verify.html")
     wide = """() => [...document.querySelectorAll("main *")].filter((one) => !one.closest(".scroll, .switch")
-        && one.getBoundingClientRect().right > 401 && one.getBoundingClientRect().width).map((one) => one.outerHTML)"""
-    for path in (converted, tmp_path / "diff.html", tmp_path / "ema.html"):
+        && one.getBoundingClientRect().width).filter((one) => one.getBoundingClientRect().right > 401
+        || one.getBoundingClientRect().left < 0).map((one) => one.outerHTML)"""
+    for path in (converted, *(tmp_path / f"{name}.html" for name in ("diff", "ema", "verify"))):
         page = show(path, viewport={"width": 400, "height": 800})
         assert page.evaluate(wide) == []
         assert page.evaluate("document.documentElement.scrollWidth") == 400

@@ -540,12 +540,15 @@
         svg.append(shape("line", { x1: x(at), x2: x(at), y1: 0, y2: height, stroke: "var(--line)" }), shape("text", { x: x(at), y: height + 14, class: "soft", "text-anchor": "middle" }, seconds(at)));
       }
     };
+    const shortened = (text, room) => (text.length > room / 6 ? `${text.slice(0, Math.floor(room / 6) - 1)}…` : text);
     const parts = [];
     const steps = canvas(run.steps.length * 20 + 18, "steps of the run");
     ticks(steps, run.steps.length * 20);
     run.steps.forEach(([name, start, stop, summary], row) => {
       const last = stop === null ? end : stop, length = Math.max(2, x(last) - x(start));
-      steps.append(shape("text", { x: left - 10, y: row * 20 + 14, "text-anchor": "end" }, name));
+      const label = shape("text", { x: left - 10, y: row * 20 + 14, "text-anchor": "end" }, shortened(name, left - 10));
+      if (label.textContent !== name) label.append(shape("title", {}, name));
+      steps.append(label);
       steps.append(shape("rect", { x: x(start), y: row * 20 + 3, width: length, height: 14, rx: 3, fill: stop === null ? "var(--pick)" : "var(--accent)" }));
       const words = `${seconds(last - start)}${stop === null ? ", not finished" : ""}${summary ? ` · ${summary}` : ""}`, after = x(last) + 6, room = Math.floor((width - after) / 6);
       const within = room < 24;
