@@ -61,7 +61,7 @@ def test_as_many_workers_as_labelled_nodes_have_room_for_run_on_them(
     readers = nodes_that_read(conversion, engine)
     assert len(readers) == workers
     assert set(readers) == ids(labelled)
-    (waiting,) = (event.what for event in events if isinstance(event, Waiting))
+    _, waiting = (event.what for event in events if isinstance(event, Waiting))
     assert waiting.endswith(f"on 1 of 2 nodes, those with {ZONE}{condition}")
 
 
