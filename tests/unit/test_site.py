@@ -27,7 +27,7 @@ for folder in made:
     "made",
     [
         {"dummy": "", "man": "paddle-reshard.1"},
-        exhaustive({"html": "zh/guides/export.html", "man": "paddle-reshard.1"}),
+        exhaustive({"html": "guides/export.html", "man": "paddle-reshard.1"}),
     ],
     ids=" ".join,
 )
