@@ -65,11 +65,12 @@ class Connection(asyncio.Protocol):
             self.send(404, b"<Error><Code>NoSuchKey</Code></Error>")
             return
         start, stop = int(found[1]), int(found[2]) + 1
-        self.send(206, self.source.read(name, start, stop - start))
+        said = f"Content-Range: bytes {start}-{stop - 1}/{self.source.sizes()[name]}\r\n"
+        self.send(206, self.source.read(name, start, stop - start), said)
 
-    def send(self, status: int, body: bytes) -> None:
+    def send(self, status: int, body: bytes, said: str = "") -> None:
         if not self.transport.is_closing():
-            head = f"HTTP/1.1 {status} As asked\r\nContent-Length: {len(body)}\r\nETag: {ETAG}\r\n\r\n"
+            head = f"HTTP/1.1 {status} As asked\r\nContent-Length: {len(body)}\r\nETag: {ETAG}\r\n{said}\r\n"
             self.transport.write(head.encode() + body)
 
     def listing(self, query: dict[str, list[str]]) -> str:

@@ -246,15 +246,8 @@ class RemoteRoot:
     def read(self, path: str) -> bytes | None:
         """A small object."""
         folder, name = self._parent(path)
-
-        def request() -> bytes | None:
-            system, root = folder.open()
-            try:
-                return bytes(system.cat_file(f"{root}/{name}"))
-            except FileNotFoundError:
-                return None
-
-        return folder.attempt(name, request)
+        found = folder.attempt(name, folder.read_object, name)
+        return None if found is None else found[0]
 
     def create(self, path: str, data: bytes) -> bool:
         """Create a small object by one conditional PUT, then read it back to see whose it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -42,9 +43,7 @@ def _indexed(
 ) -> Iterator[tuple[str, T]]:
     pending = iter(sizes.items())
     waited = worked = 0.0
-    held: AbstractContextManager[Readable]
-    held = store.kept_open() if isinstance(store, ReadRange) else nullcontext(store)
-    with held as files:
+    with _kept_open(store) as files:
         for path, size_bytes in pending:
             began, began_work = time.perf_counter(), time.thread_time()
             one = index(files, path, size_bytes)
@@ -55,6 +54,15 @@ def _indexed(
             if waited > max(LATE_SECONDS, 2 * worked):
                 break
     if rest := dict(pending):
-        from paddle_reshard.tasks.foreseen import index_foreseen
 
-        yield from index_foreseen(index, store, rest, FILES_IN_FLIGHT)
+        def index_one(path: str) -> T:
+            with _kept_open(store) as files:
+                return index(files, path, rest[path])
+
+        with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
+            yield from zip(rest, pool.map(index_one, rest), strict=True)
+
+
+def _kept_open(store: Readable) -> AbstractContextManager[Readable]:
+    """The same files for many reads by one thread."""
+    return store.kept_open() if isinstance(store, ReadRange) else nullcontext(store)

@@ -94,7 +94,7 @@ class RayIndexing:
             label_selector=self.demand.selector.option,
         )
         shared, environment = ray.put(store), worker_variables()
-        paths = sorted(sizes, key=sizes.__getitem__)  # one file tells where the others of its size are read
+        paths = list(sizes)
         waiting = [
             {path: sizes[path] for path in paths[start : start + BATCH_FILES]}
             for start in range(0, len(paths), BATCH_FILES)

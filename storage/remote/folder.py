@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,8 +110,6 @@ class FsspecFolder:
     failure: type[ReshardError]
     ranges_in_flight: ClassVar[int] = 4
     """Number of concurrent reads; the driver holds the data of each."""
-    reads_together: ClassVar[int] = 1
-    """How many small reads :meth:`read_ranges` makes side by side; 1: it makes none."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
@@ -192,9 +190,13 @@ class FsspecFolder:
             raise DamagedBody(f"received {len(data)} of {len(buffer)} bytes")
         buffer[:] = data
 
-    def read_ranges(self, wanted: Sequence[tuple[str, ObjectStamp, int, memoryview]]) -> list[bool]:
-        """As :meth:`read_range`, several at a time by one thread. Whether each buffer is filled; nothing is raised."""
-        return [False] * len(wanted)
+    def read_object(self, name: str) -> tuple[bytes, str] | None:
+        """A small file and the store's identifier of its version, if it tells; ``None`` if there is no such file."""
+        file_system, root = self.open()
+        try:
+            return bytes(file_system.cat_file(f"{root}/{name}")), ""
+        except FileNotFoundError:
+            return None
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an existing one."""

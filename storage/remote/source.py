@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -13,8 +14,10 @@ from paddle_reshard.storage.store import OWN_PREFIX, Openness, Read, ReadRange
 
 RANGE_BYTES = 8 << 20
 """A read is cut into requests of this size."""
-SMALL_BYTES = 64 << 10
-"""Reads up to this length are made together by one thread, where the store allows it."""
+NEAR_BYTES = 64 << 10
+"""To read so many bytes that nobody wants takes a fraction of what a request takes."""
+AHEAD_BYTES = 512 << 10
+"""Length of a request for reads that follow each other so closely."""
 
 
 class FsspecSource(ReadRange):
@@ -59,27 +62,15 @@ class FsspecSource(ReadRange):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers with concurrent requests of at most ``RANGE_BYTES``."""
         pieces = [piece for read in reads for piece in self._pieces(read)]
-        if min(len(pieces), self.reads_together) > 1 and all(len(p.buffer) <= SMALL_BYTES for p in pieces):
-            pieces = self._together(pieces)
         if len(pieces) == 1:
             self._request(pieces[0])
         elif pieces:
             self.folder.for_each(self._request, pieces, self.folder.ranges_in_flight)
 
-    @property
-    def reads_together(self) -> int:
-        """How many small reads :meth:`read_many` makes for little more than the waiting time of one."""
-        return self.folder.reads_together
-
-    def _together(self, pieces: list[Read]) -> list[Read]:
-        """Make small reads side by side; those that failed, to be made again with retries."""
-        failed: list[Read] = []
-        for start in range(0, len(pieces), self.reads_together):
-            some = pieces[start : start + self.reads_together]
-            wanted = [(p.path, self.stamps[p.path], p.byte_offset, p.buffer) for p in some]
-            filled = self.folder.read_ranges(wanted)
-            failed += [piece for piece, done in zip(some, filled, strict=True) if not done]
-        return failed
+    @contextmanager
+    def kept_open(self) -> Iterator[ReadRange]:
+        """The same files for many reads by one thread: those that follow each other closely share requests."""
+        yield _Ahead(self)
 
     def _pieces(self, read: Read) -> Iterator[Read]:
         """A read cut into requests; it must lie within the file as it was listed."""
@@ -118,3 +109,38 @@ class FsspecSource(ReadRange):
                     f"{path}: changed while it was read (size {stamp.size_bytes}, version {stamp.version} then, "
                     f"{now[path].size_bytes}, {now[path].version} now)"
                 )
+
+
+class _Ahead(ReadRange):
+    """Single reads by one thread. One that begins where the last one of its file ended, or soon after, is answered from
+    a longer request."""
+
+    def __init__(self, source: FsspecSource) -> None:
+        self.source = source
+        self.path, self.start, self.wanted = "", 0, 0
+        self.block = b""
+        """The bytes of ``path`` from ``start``; those up to ``wanted`` were asked for."""
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        if len(buffer) > AHEAD_BYTES:
+            self.source.read_into(path, byte_offset, buffer)
+            return
+        stop, inside = byte_offset + len(buffer), byte_offset - self.start
+        follows = path == self.path and inside >= 0 and byte_offset <= self.wanted + NEAR_BYTES
+        if not follows or stop > self.start + len(self.block):
+            self._request(path, byte_offset, len(buffer), follows)
+            inside = 0
+        buffer[:] = self.block[inside : inside + len(buffer)]
+        self.wanted = max(stop, self.wanted if follows else 0)
+
+    def _request(self, path: str, byte_offset: int, nbytes: int, follows: bool) -> None:
+        size_bytes = self.source.sizes().get(path, 0)
+        if follows or size_bytes <= AHEAD_BYTES:
+            nbytes = max(nbytes, min(AHEAD_BYTES, size_bytes - byte_offset))
+        self.block = self.source.read(path, byte_offset, nbytes)
+        self.path, self.start = path, byte_offset
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers, as the store does."""
+        self.source.read_many(reads)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from botocore.exceptions import BotoCoreError
 
@@ -15,8 +15,8 @@ from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing, ObjectStamp
 from paddle_reshard.storage.remote.retry import DamagedBody, RetryPolicy
 from paddle_reshard.storage.remote.retry_counts import note_retry
-from paddle_reshard.storage.s3 import direct
 from paddle_reshard.storage.s3.answers import check_range, is_version, number_of, pages, text_of
+from paddle_reshard.storage.s3.client import Client, client_of
 from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload, md5_of
 
 _CONFIG = {
@@ -24,15 +24,18 @@ _CONFIG = {
     "retries": {"total_max_attempts": 1},
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
-    "max_pool_connections": 64,
+    "max_pool_connections": 128,
+    # Without it, botocore would sign URLs as S3 did at first, for no region.
+    "signature_version": "s3v4",
+    # It does not know that buffers can be sent.
+    "parameter_validation": False,
 }
 
 
 class S3Folder(FsspecFolder):
-    """A prefix in a bucket, through the client that s3fs sets up."""
+    """A prefix in a bucket, through botocore, with options and credentials as s3fs reads them."""
 
     ranges_in_flight = 16
-    reads_together = 16
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url, self.options, self.failure)
@@ -52,16 +55,22 @@ class S3Folder(FsspecFolder):
             name: dict(value) if isinstance(value, dict) else value for name, value in config.items()
         }
         options["use_listings_cache"] = False
-        file_system, root = super()._open(options)
-        file_system.retries = 1
-        return file_system, root
+        return super()._open(options)
+
+    @property
+    def client(self) -> Client:
+        """What makes the requests of this process."""
+        process, found = self.__dict__.get("_client", (0, None))
+        if found is None or process != os.getpid():
+            found = client_of(self.open()[0], self.options)
+            self.__dict__["_client"] = os.getpid(), found
+        return cast(Client, found)
 
     def _connect(self) -> None:
-        file_system, root = self.open()
-        if not root:
+        if not self.open()[1]:
             raise UsageError(f"{self.location}: an S3 location is s3://bucket/prefix")
         try:
-            file_system.connect()
+            _ = self.client
         except BotoCoreError as error:  # no request was made yet, so the options are wrong
             raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
 
@@ -80,15 +89,12 @@ class S3Folder(FsspecFolder):
     def request(self, method: str, name: str, **parameters: Any) -> dict[str, Any]:
         """One request about one file, without a retry."""
         bucket, key = self.key(name)
-        file_system, _ = self.open()
-        if method == "upload_part":
-            return direct.upload_part(file_system, {"Bucket": bucket, "Key": key, **parameters})
-        return direct.request(file_system, method, {"Bucket": bucket, "Key": key, **parameters})
+        return self.client.request(method, Bucket=bucket, Key=key, **parameters)
 
     def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One request about everything below the prefix, without a retry."""
         bucket, prefix = self.key("")
-        return direct.request(self.open()[0], method, {"Bucket": bucket, "Prefix": prefix, **parameters})
+        return self.client.request(method, Bucket=bucket, Prefix=prefix, **parameters)
 
     def level(self, policy: RetryPolicy | None) -> Listing:
         """All files and folders below the prefix, one level deep, page by page."""
@@ -114,35 +120,17 @@ class S3Folder(FsspecFolder):
         """
         if not len(buffer):
             return
-        file_system, _ = self.open()
-        asked = self._range(name, stamp, byte_offset, len(buffer))
+        asked = {"Range": f"bytes={byte_offset}-{byte_offset + len(buffer) - 1}"}
+        if stamp.version and not getattr(self.open()[0], "local_expiry_check", False):
+            asked["IfMatch"] = stamp.version
         for again in (False, True):
             if again:
                 note_retry("DamagedBody")
-            answer = direct.read(file_system, asked, buffer)
+            answer = self.client.read(buffer, *self.key(name), asked)
             if is_version(stamp.version, str(answer.get("ETag", ""))):
                 check_range(answer, byte_offset, len(buffer), stamp.size_bytes)
                 return
         raise self.failure(f"{self.location}/{name}: changed while it was read")
-
-    def read_ranges(self, wanted: Sequence[tuple[str, ObjectStamp, int, memoryview]]) -> list[bool]:
-        """As :meth:`read_range`, over several connections at a time."""
-        file_system, _ = self.open()
-        requests = [self._range(name, stamp, start, len(buffer)) for name, stamp, start, buffer in wanted]
-        answers = direct.read_together(file_system, requests, [buffer for *_, buffer in wanted])
-        return [
-            answer is not None and _is_right(answer, stamp, start, len(buffer))
-            for (_, stamp, start, buffer), answer in zip(wanted, answers, strict=True)
-        ]
-
-    def _range(self, name: str, stamp: ObjectStamp, byte_offset: int, nbytes: int) -> dict[str, str]:
-        """A request for a range of a file, if it is still the version that was listed."""
-        file_system, _ = self.open()
-        bucket, key = self.key(name)
-        request = {"Bucket": bucket, "Key": key, "Range": f"bytes={byte_offset}-{byte_offset + nbytes - 1}"}
-        if stamp.version and not getattr(file_system, "local_expiry_check", False):
-            request["IfMatch"] = stamp.version
-        return request
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an existing one."""
@@ -167,13 +155,14 @@ class S3Folder(FsspecFolder):
 
     def read_object(self, name: str) -> tuple[bytes, str] | None:
         """A small file and its ETag; ``None`` if it does not exist."""
-        file_system, _ = self.open()
+        bucket, key = self.key(name)
         try:
-            return direct.read_object(file_system, *self.key(name))
+            content, answer = self.client.read_object(Bucket=bucket, Key=key)
         except OSError as error:
-            if retry.code_of(error) in ("NoSuchKey", "404", "FileNotFoundError"):
+            if retry.code_of(error) in ("NoSuchKey", "404"):
                 return None
             raise
+        return content, text_of(answer, "ETag")
 
     def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
         """Write a small file if it still has this ETag (``None``: if it does not exist). Returns the new ETag or
@@ -224,7 +213,7 @@ class S3Folder(FsspecFolder):
         Creating and aborting an upload needs the same permissions as the real uploads, and it is never visible. Once is
         enough: a target is opened before its plan is made, and again when it is written.
         """
-        known = direct.known_checks(self.open()[0], self._place[0])
+        known = self.found
         if (which := ("writable", self._place[1], deleting)) in known:
             return
         upload_id = self.attempt("", create_upload, self, name, policy=retry.HURRIED)
@@ -235,7 +224,12 @@ class S3Folder(FsspecFolder):
 
     def endpoint(self) -> str:
         """The URL that receives requests; the same for all folders of a store."""
-        return str(self.open()[0].s3.meta.endpoint_url)
+        return self.client.endpoint
+
+    @property
+    def found(self) -> dict[Any, Any]:
+        """What trials of this process have found about the bucket."""
+        return self.client.found.setdefault(self._place[0], {})
 
 
 def found_below(prefix: str, page: Mapping[str, Any]) -> Listing:
@@ -258,12 +252,3 @@ def _below(prefix: str, key: str) -> str:
     if not key.startswith(prefix):
         raise DamagedBody(f"a listing of {prefix!r} names {key[:200]!r}")
     return key[len(prefix) :]
-
-
-def _is_right(answer: Mapping[str, Any], stamp: ObjectStamp, byte_offset: int, nbytes: int) -> bool:
-    """Whether an answer has exactly the range that was asked for, of the version that was listed."""
-    try:
-        check_range(answer, byte_offset, nbytes, stamp.size_bytes)
-    except DamagedBody:
-        return False
-    return is_version(stamp.version, str(answer.get("ETag", "")))

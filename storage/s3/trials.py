@@ -8,7 +8,7 @@ from functools import partial
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.remote import retry
-from paddle_reshard.storage.s3 import direct, uploads
+from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.answers import text_of
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.uploads import CHECKSUM, PartCheck
@@ -34,12 +34,10 @@ def part_check(folder: S3Folder, name: str, with_checksums: bool) -> PartCheck:
     with_checksums
         Whether checksums may be used.
     """
-    file_system, _ = folder.open()
-    bucket, _ = folder.key(name)
-    known = direct.known_checks(file_system, bucket)
+    known = folder.found
     if with_checksums not in known:
         found = None
-        if with_checksums and direct.leaves_bytes_to_checksums(file_system, bucket):
+        if with_checksums and folder.client.leaves_bytes_to_checksums:
             try:
                 found = _try(folder, name, CHECKSUM)
             except ReshardError as error:
@@ -56,7 +54,7 @@ def _try(folder: S3Folder, name: str, algorithm: str) -> PartCheck:
     upload_id = attempt(uploads.create_upload, folder, name, algorithm)
     try:
         taken = attempt(uploads.upload_part, folder, name, upload_id, 1, _BYTES, PartCheck.MD5, crc)
-        if not crc or not _is_refused(folder, name, upload_id, 2, _other(crc)):
+        if not crc or not _is_refused(folder, name, upload_id, 2, crc):
             signed = _is_refused(folder, name, upload_id, 2, "")
             return PartCheck.SIGNATURE if signed else PartCheck.MD5
         _complete(folder, name, upload_id, taken.tag)
@@ -93,14 +91,9 @@ def _copy_onto_itself(folder: S3Folder, name: str, algorithm: str) -> None:
 
 
 def _is_refused(folder: S3Folder, name: str, upload_id: str, number: int, crc: str) -> bool:
-    """Whether a part is refused that has a wrong checksum, or without one, a wrong signature."""
+    """Whether a part is refused that changes on its way, by its checksum, or without one, by its signature."""
     bucket, key = folder.key(name)
-    part = {"Bucket": bucket, "Key": key, "UploadId": upload_id, "PartNumber": number, "Body": _BYTES}
+    part = {"UploadId": upload_id, "PartNumber": number, "Body": _BYTES}
     if crc:
         part["ChecksumCRC64NVME"] = uploads.header_of(crc)
-    return direct.refuses_altered_part(folder.open()[0], part)
-
-
-def _other(crc: str) -> str:
-    """The checksum of other bytes."""
-    return f"{int(crc, 16) ^ 1:016x}"
+    return folder.client.refuses_altered_part(Bucket=bucket, Key=key, **part)

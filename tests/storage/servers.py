@@ -147,7 +147,11 @@ ALTERED = (
 )
 BAD_DIGEST = b"<Error><Code>BadDigest</Code><Message>The CRC64NVME did not match.</Message></Error>"
 MISMATCH = b"<Error><Code>InvalidRequest</Code><Message>Checksum Type mismatch occurred</Message></Error>"
+ELSEWHERE = (
+    b"<Error><Code>PermanentRedirect</Code><Message>The bucket is in another region.</Message></Error>"
+)
 ANSWERS = {
+    "elsewhere_region": (301, ELSEWHERE),
     "slow_down": (503, SLOW_DOWN),
     "internal": (500, INTERNAL),
     "late": (200, INTERNAL),
@@ -271,7 +275,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif method == "PUT" and "partNumber" in self.path:
             self.server.proxy.with_md5.append("Content-MD5" in self.headers)
         if kind in ANSWERS:
-            self.answer(ANSWERS[kind][0], {}, ANSWERS[kind][1])
+            said = {"x-amz-bucket-region": "eu-west-1"} if kind == "elsewhere_region" else {}
+            self.answer(ANSWERS[kind][0], said, ANSWERS[kind][1])
         elif kind == "reset":
             self.close_connection = True
         elif kind == "hang":

@@ -1,18 +1,22 @@
-"""Reads from S3: all but the first from a bucket are made like the first, without the client."""
+"""Reads from S3: by the standard library, or by botocore where something is unusual."""
 
 import random
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.locate import open_source
+from paddle_reshard.storage.remote.folder import ObjectStamp
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.remote.source import FsspecSource
+from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import Read
 from tests.storage.servers import HOST, Proxy, Store, first
 
@@ -28,32 +32,35 @@ def contents(store: Store, bucket: str) -> dict[str, bytes]:
     return made
 
 
-def watch_client(source: FsspecSource) -> list[object]:
-    """Reads that the client makes from now on."""
+def watch_botocore(source: FsspecSource) -> list[object]:
+    """Reads that botocore makes from now on."""
     seen: list[object] = []
-    client = source.folder.open()[0].s3
-    client.meta.events.register("before-call.s3.GetObject", lambda **_: seen.append(1))
+    assert isinstance(source.folder, S3Folder)
+    events = source.folder.client.botocore.meta.events
+    events.register("before-call.s3.GetObject", lambda **_: seen.append(1))
     return seen
 
 
 def test_ranges_of_files_of_any_name(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
     source = open_source(f"s3://{bucket}/here", store.options)
     assert source.sizes() == {name: 10_000 for name in NAMES}
-    through_client = watch_client(source)
+    by_botocore = watch_botocore(source)
     chosen = random.Random(1)
     for name, content in 3 * list(contents.items()):
         start = chosen.randrange(9_000)
         assert source.read(name, start, 777) == content[start : start + 777]
-    assert len(through_client) <= 1
+    assert by_botocore == []
 
 
 def test_a_process_has_one_client_for_a_store(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
-    """The client changes the options that it is given."""
+    """However often its folders are opened, and by whichever thread."""
     options = {**store.options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
     source = open_source(f"s3://{bucket}/here", options)
-    before = source.folder.open()[0]
-    source.read("plain.bin", 0, 5)
-    assert source.folder.open()[0] is before
+    other = open_source(f"s3://{bucket}/here", options)
+    with ThreadPoolExecutor(1) as elsewhere:
+        third = elsewhere.submit(open_source, f"s3://{bucket}/here", options).result()
+    clients = {each.folder.client for each in (source, other, third) if isinstance(each.folder, S3Folder)}
+    assert len(clients) == 1
     assert options["config_kwargs"] == {"retries": {"total_max_attempts": 1}}
 
 
@@ -63,15 +70,39 @@ def test_a_folder_whose_name_means_something_in_a_url(store: Store, bucket: str)
     assert [source.read("file", start, 3) for start in (0, 5)] == [b"012", b"567"]
 
 
-def test_small_ranges_are_read_side_by_side(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
+def test_ranges_are_read_side_by_side(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
     source = open_source(f"s3://{bucket}/here", store.options)
-    source.read("plain.bin", 0, 5)
     wanted = [(name, start, 1 + start % 700) for name in NAMES for start in range(0, 9_000, 2_200)]
     reads = [Read(name, start, memoryview(bytearray(nbytes))) for name, start, nbytes in wanted]
-    with mock.patch.object(threading.Thread, "start", side_effect=AssertionError("a thread")):
-        source.read_many(reads)
+    source.read_many(reads)
     for (name, start, nbytes), read in zip(wanted, reads, strict=True):
         assert read.buffer == contents[name][start : start + nbytes]
+
+
+@pytest.mark.parametrize(
+    ("step", "requests"),
+    # One for the first read, and one for each 512 KiB where little is left out.
+    [(70_000, 4), (126_000, 4), (200_000, 8)],
+    ids=["close", "next to each other", "apart"],
+)
+def test_reads_that_follow_each_other_closely_share_requests(
+    step: int, requests: int, store: Store, bucket: str, proxy: Proxy
+) -> None:
+    content = random.Random(step).randbytes(1_600_000)
+    store.client.put_object(Bucket=bucket, Key="here/file", Body=content)
+    source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
+    with source.kept_open() as files:
+        asked = len(proxy.seen)
+        for start in range(0, 1_500_000, step):
+            assert files.read("file", start, 64 << 10) == content[start : start + (64 << 10)]
+            assert files.read("file", start + 100, 9) == content[start + 100 : start + 109]
+        assert len(proxy.seen) - asked == requests
+        assert files.read("file", 1_000_000, 600_000) == content[1_000_000:]
+        assert files.read("file", 1_599_999, 1) == content[-1:]
+        with pytest.raises(CheckpointError, match="ends at byte 1600000"):
+            files.read("file", 1_599_999, 2)
+        with pytest.raises(CheckpointError, match="did not exist"):
+            files.read("none", 0, 1)
 
 
 @pytest.mark.parametrize("kind", ["slow_down", "internal", "short", "cut", "reset"])
@@ -79,7 +110,6 @@ def test_those_that_fail_are_read_again(
     kind: str, store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
 ) -> None:
     source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
-    source.read("plain.bin", 0, 5)
     proxy.fault = first(3, kind, lambda method, path: path.endswith("plain.bin"))
     buffers = [memoryview(bytearray(100)) for _ in range(20)]
     source.read_many([Read("plain.bin", 7 * i, buffer) for i, buffer in enumerate(buffers)])
@@ -158,6 +188,7 @@ class _Recorder(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     asked: ClassVar[list[dict[str, str]]] = []
+    paths: ClassVar[list[str]] = []
 
     def log_message(self, format: str, *args: Any) -> None:
         return
@@ -170,6 +201,7 @@ class _Recorder(BaseHTTPRequestHandler):
             )
             self.send_response(200)
         else:
+            self.paths.append(self.path)
             self.asked.append({name.lower(): value for name, value in self.headers.items()})
             low, high = self.headers["Range"].removeprefix("bytes=").split("-")
             body = bytes(int(high) - int(low) + 1)
@@ -184,6 +216,7 @@ class _Recorder(BaseHTTPRequestHandler):
 @pytest.fixture
 def recorder() -> Iterator[str]:
     _Recorder.asked.clear()
+    _Recorder.paths.clear()
     server = ThreadingHTTPServer((HOST, 0), _Recorder)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -196,41 +229,138 @@ def recorder() -> Iterator[str]:
         thread.join()
 
 
+TOKEN = {"key": "k", "secret": "s", "token": "t"}
+SSE_C = {"SSECustomerKey": "0" * 32, "SSECustomerAlgorithm": "AES256"}
+
+
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "wanted", "by_library"),
     [
-        ({"key": "k", "secret": "s"}, {"if-match": '"e"'}),
-        ({"key": "k", "secret": "s", "token": "t"}, {"x-amz-security-token": "t"}),
-        ({"key": "k", "secret": "s", "requester_pays": True}, {"x-amz-request-payer": "requester"}),
+        ({"key": "k", "secret": "s"}, {"if-match": '"e"'}, True),
+        (TOKEN, {"x-amz-security-token": "t"}, True),
+        ({"anon": True}, {}, True),
+        ({**TOKEN, "local_expiry_check": True}, {}, True),
+        ({**TOKEN, "requester_pays": True}, {"x-amz-request-payer": "requester"}, False),
         (
-            {
-                "key": "k",
-                "secret": "s",
-                "s3_additional_kwargs": {"SSECustomerKey": "0" * 32, "SSECustomerAlgorithm": "AES256"},
-            },
-            {"x-amz-server-side-encryption-customer-algorithm": "AES256"},
+            {**TOKEN, "s3_additional_kwargs": SSE_C},
+            {"x-amz-server-side-encryption-customer-algorithm": "AES256", "x-amz-security-token": "t"},
+            False,
         ),
-        ({"anon": True}, {}),
+        ({**TOKEN, "config_kwargs": {"response_checksum_validation": "when_supported"}}, {}, False),
+        ({**TOKEN, "config_kwargs": {"signature_version": "s3"}}, {}, False),
     ],
 )
-def test_later_requests_say_what_the_first_one_did(
-    options: dict[str, Any], wanted: dict[str, str], recorder: str
+def test_reads_say_what_the_user_wants_of_every_request(
+    options: dict[str, Any], wanted: dict[str, str], by_library: bool, recorder: str
 ) -> None:
     source = open_source("s3://bucket/here", {**options, "endpoint_url": recorder})
-    through_client = watch_client(source)
+    by_botocore = watch_botocore(source)
     for start in (0, 10, 30):
         assert source.read("file", start, 10) == bytes(10)
-    assert len(through_client) == 1
-    one, *others = _Recorder.asked
-    assert len(others) == 2
-    assert wanted.items() <= one.items()
-    for number, other in enumerate(others):
-        assert other["range"] == ("bytes=10-19", "bytes=30-39")[number]
-        assert ("authorization" in other) == ("key" in options)
-        assert "key" not in options or other["authorization"] != one["authorization"]
-        assert _lasting(other) == _lasting(one)
+    assert len(by_botocore) == (0 if by_library else 3)
+    for number, headers in enumerate(_Recorder.asked):
+        assert wanted.items() <= headers.items()
+        assert headers["range"] == ("bytes=0-9", "bytes=10-19", "bytes=30-39")[number]
+        assert ("authorization" in headers) == ("key" in options)
+        assert ("if-match" in headers) == ("local_expiry_check" not in options)
+        assert headers.get("x-amz-security-token") == options.get("token")
+        assert "X-Amz" not in _Recorder.paths[number]
 
 
-def _lasting(headers: dict[str, str]) -> dict[str, str]:
-    passing = ("range", "authorization", "x-amz-date", "amz-sdk-invocation-id", "amz-sdk-request")
-    return {name: value for name, value in headers.items() if name not in passing}
+def test_a_store_that_permits_only_what_botocore_asks(
+    store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
+) -> None:
+    """It is asked once; what botocore is told then counts."""
+    source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
+    by_botocore = watch_botocore(source)
+
+    def fault(method: str, path: str) -> str | None:
+        return "denied" if "plain" in path and "user-agent" not in proxy.headers[-1] else None
+
+    proxy.fault = fault
+    for start in (0, 10, 30):
+        assert source.read("plain.bin", start, 10) == contents["plain.bin"][start : start + 10]
+    assert len(by_botocore) == 3
+    assert sum("plain" in path for _, path in proxy.seen) == 4
+
+
+def test_a_bucket_in_another_region_is_asked_for_there(
+    store: Store, bucket: str, contents: dict[str, bytes], proxy: Proxy
+) -> None:
+    source = open_source(f"s3://{bucket}/here", {**store.options, "endpoint_url": proxy.url})
+    by_botocore = watch_botocore(source)
+    proxy.fault = first(1, "elsewhere_region", lambda method, path: "plain" in path)
+    for start in (0, 10, 30):
+        assert source.read("plain.bin", start, 10) == contents["plain.bin"][start : start + 10]
+    regions = [headers["authorization"].split("/")[2] for headers in proxy.headers[1:]]
+    assert by_botocore == []
+    assert regions[0] != "eu-west-1" and regions[1:] == 3 * ["eu-west-1"]
+
+
+# ------------------------------------------------------------------------------------------------- connections
+
+
+@contextmanager
+def answering(*scripts: list[bytes]) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
+    """A server that answers the requests of each connection with the given bytes, then closes it; what it received."""
+    received: list[bytes] = []
+
+    def serve() -> None:
+        for script in scripts:
+            connection, _ = listener.accept()
+            with suppress(OSError), connection:  # the client may have gone
+                for answer in script:
+                    received.append(connection.recv(1 << 16))
+                    connection.sendall(answer)
+
+    with socket.create_server((HOST, 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield {"anon": True, "endpoint_url": f"http://{HOST}:{listener.getsockname()[1]}"}, received
+        thread.join(timeout=5)
+
+
+HEAD = b'HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-4/100\r\nETag: "e"\r\n'
+HELLO = HEAD + b"Content-Length: 5\r\n\r\nhello"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+TO_THE_END = HEAD + b"Connection: close\r\n\r\nhello"
+CLOSING = HEAD + b"Connection: close\r\nContent-Length: 5\r\n\r\nhello"
+
+
+def _five(options: dict[str, Any], times: int) -> None:
+    folder = S3Folder("s3://bucket/here", options, CheckpointError)
+    for _ in range(times):
+        buffer = bytearray(5)
+        folder.attempt("file", folder.read_range, "file", ObjectStamp(100, '"e"'), 0, memoryview(buffer))
+        assert buffer == b"hello"
+
+
+def test_connections_are_kept() -> None:
+    with answering([HELLO, CHUNKED, HELLO, TO_THE_END], [CLOSING], [HELLO]) as (options, received):
+        _five(options, 6)
+        assert len(received) == 6
+
+
+@pytest.mark.parametrize(
+    ("answer", "retries"),
+    [
+        (b"", 0),  # closed before a byte of an answer: an idle connection may be
+        (b"HTTP/1.1 2", 0),
+        (b"nonsense\r\n\r\n", 0),
+        (HEAD + b"Content-Length: 5\r\n\r\nhel", 1),
+        (HEAD + b"Content-Length: \xb2\r\n\r\nhello", 1),
+        (HEAD + b"Content-Length: 6\r\n\r\nhello!", 1),
+        (HEAD + b"Content-Length: 4\r\n\r\nhell", 1),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n6\r\nhello!\r\n0\r\n\r\n", 1),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello", 1),
+        (HEAD + b"Connection: close\r\n\r\nhello!", 1),
+        (HEAD + b"x: " + b"y" * 70_000 + b"\r\n\r\n", 1),
+        (b"HTTP/1.1 500 Oops\r\nContent-Length: 3\r\n\r\n<a>", 1),
+    ],
+)
+def test_an_answer_that_is_none_is_asked_for_again(answer: bytes, retries: int) -> None:
+    with answering([HELLO, answer], [HELLO]) as (options, received):
+        before = count_retries().total()
+        _five(options, 2)
+        assert count_retries().total() - before == retries
+        assert len(received) == 3

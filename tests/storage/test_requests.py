@@ -1,15 +1,13 @@
-"""Requests to S3 that are neither reads nor parts: all but the first of each kind are made without the client."""
+"""Requests to S3 that are no ranged reads: botocore makes them, with what the user wants of every one."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.core.errors import TargetError, UsageError
 from paddle_reshard.storage.locate import open_folder
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3 import uploads as requests
@@ -20,41 +18,10 @@ from tests.storage.servers import Proxy, Store, first
 from tests.storage.test_reads import NAMES
 
 
-def watch_client(folder: S3Folder) -> Counter[str]:
-    """How many requests of each kind the client makes from now on."""
-    seen: Counter[str] = Counter()
-    events = folder.open()[0].s3.meta.events
-    events.register("before-call.s3", lambda model, **_: seen.update([model.name]))
-    return seen
-
-
 def folder_at(place: str, options: dict[str, Any]) -> S3Folder:
     folder = open_folder(f"s3://{place}", options, TargetError)
     assert isinstance(folder, S3Folder)
     return folder
-
-
-def test_a_conversion_makes_one_request_of_each_kind_through_the_client(
-    store: Store, bucket: str, small_source: str, for_one_card: dict[str, bytes]
-) -> None:
-    # Options that no other test has: a client that nothing was learnt from.
-    options = {**store.options, "config_kwargs": {"user_agent_extra": bucket}}
-    seen = watch_client(folder_at(bucket, options))
-    paddle_reshard.convert(small_source, f"s3://{bucket}/c", storage_options=options, **ONE_CARD)
-    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
-    two_buckets = ("ListObjectsV2", "GetObject")
-    assert seen == {
-        name: 2 if name in two_buckets else 1
-        for name in (
-            *two_buckets,
-            "CreateMultipartUpload",
-            "AbortMultipartUpload",
-            "UploadPart",
-            "CompleteMultipartUpload",
-            "PutObject",
-            "DeleteObject",
-        )
-    }
 
 
 def test_files_of_any_name(store: Store, bucket: str) -> None:
@@ -110,30 +77,33 @@ def _lasting(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name not in passing}
 
 
-def test_checksums_that_the_user_has_the_client_compute_are_left_to_it(
-    store: Store, bucket: str, for_one_card: dict[str, bytes]
+@pytest.mark.parametrize("when", ["when_supported", "when_required"])
+def test_checksums_that_the_user_has_botocore_compute(
+    when: str, store: Store, bucket: str, proxy: Proxy, for_one_card: dict[str, bytes]
 ) -> None:
-    options = {**store.options, "config_kwargs": {"request_checksum_calculation": "when_supported"}}
-    seen = watch_client(folder_at(bucket, options))
+    config = {"request_checksum_calculation": when}
+    options = {**store.options, "endpoint_url": proxy.url, "config_kwargs": config}
     paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=options, **ONE_CARD)
     assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
-    assert seen["UploadPart"] > len(for_one_card) - 2
-    assert seen["CompleteMultipartUpload"] == 1
+    sent = {name for headers in proxy.headers for name in headers if name.startswith("x-amz-checksum-")}
+    assert bool(sent) == (when == "when_supported")
 
 
-def test_a_digest_that_a_handler_adds_to_each_body_is_not_repeated(store: Store, bucket: str) -> None:
-    """As buckets with object lock want it."""
-    folder = folder_at(bucket, {**store.options, "config_kwargs": {"user_agent_extra": "digests"}})
-    seen = watch_client(folder)
+def test_a_session_of_another_library_is_refused(store: Store) -> None:
+    with pytest.raises(UsageError, match="session: give a profile, or key, secret and token instead"):
+        folder_at("bucket", {**store.options, "session": object()})
 
-    def add(params: dict[str, Any], **_: object) -> None:
-        params["headers"]["Content-MD5"] = requests.base64_md5(params["body"].getvalue())
 
-    folder.open()[0].s3.meta.events.register("before-call.s3.PutObject", add)
-    for content in (b"one", b"another"):
-        folder.request("put_object", "a", Body=content)
-        assert in_bucket(store, bucket, "") == {"a": content}
-    assert seen["PutObject"] == 2
+def test_a_bucket_in_another_region(store: Store, bucket: str, proxy: Proxy) -> None:
+    """The first request of a worker may be a part, which botocore cannot rewind."""
+    folder = folder_at(f"{bucket}/c", {**store.options, "endpoint_url": proxy.url})
+    upload_id = requests.create_upload(folder_at(f"{bucket}/c", store.options), "a")
+    proxy.fault = first(1, "elsewhere_region", lambda method, path: "partNumber" in path)
+    taken = requests.upload_part(folder, "a", upload_id, 1, memoryview(b"part"), requests.PartCheck.SIGNATURE)
+    requests.complete_upload(folder, "a", upload_id, [Receipt("a", 0, 4, taken.tag)])
+    assert in_bucket(store, bucket, "c/") == {"a": b"part"}
+    regions = [headers["authorization"].split("/")[2] for headers in proxy.headers]
+    assert regions[0] != "eu-west-1" and set(regions[1:]) == {"eu-west-1"}
 
 
 @pytest.mark.parametrize("kind", ["slow_down", "late", "reset", "lose"])
@@ -154,37 +124,3 @@ def test_a_completion_that_fails_is_repeated_and_counted(
     complete("second")
     assert sum(count_retries().values()) - before == 1
     assert in_bucket(store, bucket, "c/") == {"first": b"part", "second": b"part"}
-
-
-def _requests(folder: S3Folder) -> list[Callable[[], object]]:
-    return [
-        lambda: folder.put("x", b"content"),
-        lambda: folder.delete("x"),
-        lambda: requests.create_upload(folder, "x"),
-        lambda: folder.level(None),
-        lambda: folder.read_object("y"),
-    ]
-
-
-@pytest.mark.parametrize("kind", ["denied", "slow_down", "changed"])
-def test_refusals_read_the_same_whoever_made_the_request(
-    kind: str, store: Store, bucket: str, proxy: Proxy
-) -> None:
-    options = {**store.options, "endpoint_url": proxy.url}
-    told = []
-    for knows in (False, True):
-        config = {"config_kwargs": {"user_agent_extra": f"{kind} {knows}"}}
-        folder = folder_at(f"{bucket}/c", {**options, **config})
-        requests_made = _requests(folder)
-        folder.put("y", b"")
-        for make in requests_made if knows else ():
-            make()
-        seen = watch_client(folder)
-        proxy.fault = lambda method, path: kind
-        for make in requests_made:
-            with pytest.raises(TargetError) as refused:
-                folder.attempt("x", make)
-            told.append(str(refused.value))
-        proxy.fault = lambda method, path: None
-        assert bool(seen) == (not knows)
-    assert told[:5] == told[5:]
