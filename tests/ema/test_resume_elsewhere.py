@@ -133,7 +133,7 @@ def test_experts_of_several_ranks_and_a_float32_router() -> None:
 def test_progress_comes_along_and_a_failed_load_leaves_nothing(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-3"
     shutil.copytree(case_directory(CASE) / "checkpoint-3", checkpoint, copy_function=shutil.copyfile)
-    said = {"start": "weights", "updates": 3, "step": 30, "start_weight": 0.0}
+    said = {"start": "weights", "updates": 3, "step": 30, "start_weight": 0.0, "divide_by": 1.0}
     (checkpoint / "ema.json").write_text(json.dumps(said))
     job = Rank(2, 1, 2)
     with AsyncEma(job.weights, decay=0.9) as ema:
