@@ -438,9 +438,10 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
 @click.option(
-    "--delta",
-    is_flag=True,
-    help="Also store what changed since the converted checkpoint before, in DST_ROOT/delta-<old>-<new>.",
+    "--publish",
+    metavar="VERSIONS",
+    help="Also publish the parameters of each converted checkpoint as the next version in this folder, for inference "
+    "engines.",
 )
 @click.option(
     "--submit", "address", metavar="ADDRESS", help="Run the conversions as jobs of this Ray cluster."
@@ -516,11 +517,10 @@ def watch(
             overwrite=bool(request.values.get("overwrite")),
             forget_before=time.time() if retry_failed else 0.0,
             stale_seconds=settings["stale"],
-            delta=settings["delta"],
         )
         with measuring() as observe:
             job = {name: settings[name] for name in OF_A_JOB}
-            watcher = _watcher(request, policy, address, job, observe, report_dir)
+            watcher = _watcher(request, policy, address, job, observe, report_dir, settings["publish"])
             if not wait and not watcher.run.is_there():
                 raise UsageError(
                     f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
@@ -538,6 +538,7 @@ def _watcher(
     job: Mapping[str, Any],
     observe: Observer,
     report_dir: Path | None,
+    versions: str | None,
 ) -> Watcher:
     from paddle_reshard.pipeline.convert.plan import read_request
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job, convert_inline
@@ -574,7 +575,8 @@ def _watcher(
     elif flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
         raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
     run, out = (_absolute(request.values[name]) for name in ("source", "target"))
-    return open_watcher(run, out, conversion, policy, convert)
+    published = None if versions is None else _absolute(versions)
+    return open_watcher(run, out, conversion, policy, convert, published)
 
 
 def _page_path(report_dir: Path | None, target: str) -> Path | None:

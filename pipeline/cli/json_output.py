@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.convert.signing import SignReport
     from paddle_reshard.pipeline.convert.verify import VerifyReport
-    from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
+    from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
 
 Json = dict[str, Any]
 
@@ -328,29 +328,28 @@ def integrity_data(report: IntegrityReport) -> Json:
     }
 
 
-def delta_data(report: DeltaReport) -> Json:
-    """What ``delta --json`` prints."""
+def publish_data(report: PublishReport) -> Json:
+    """What ``publish --json`` prints."""
     return {
-        "old_path": report.old,
-        "new_path": report.new,
-        "target_path": report.target,
-        "files": report.files,
-        "new_bytes": report.new_bytes,
-        "delta_bytes": report.delta_bytes,
-        "same_bytes": report.same_bytes,
-        "compared_bytes": report.compared_bytes,
-        "whole_bytes": report.whole_bytes,
-        "folders_left": list(report.folders_left),
-        "resumed_bytes": report.resumed_bytes,
+        "checkpoint_path": report.checkpoint,
+        "versions_path": report.versions,
+        "version": report.version,
+        "full_because": report.reason or None,
+        "model_bytes": report.model_bytes,
+        "version_bytes": report.version_bytes,
+        "tensors": report.tensors,
+        "changed_tensors": report.changed_tensors,
+        "already_published": report.already,
     }
 
 
-def apply_data(report: ApplyReport) -> Json:
-    """What ``apply --json`` prints."""
+def pull_data(report: PullReport) -> Json:
+    """What ``pull --json`` prints."""
     return {
-        "old_path": report.old,
-        "delta_path": report.delta,
-        "target_path": report.target,
+        "versions_path": report.versions,
+        "local_path": report.local,
+        "version": report.version,
+        "base_version": report.base,
         "files": report.files,
         "written_bytes": report.written_bytes,
         "resumed_bytes": report.resumed_bytes,

@@ -18,10 +18,8 @@ from paddle_reshard.pipeline.cli.signals import handled_signals
 from paddle_reshard.pipeline.cli.terminal import log_to_terminal
 
 COMMANDS: Final[Mapping[str, str]] = {
-    "apply": "delta",
     "clean": "clean",
     "convert": "conversion",
-    "delta": "delta",
     "diff": "diff",
     "ema": "ema",
     "explain": "explain",
@@ -31,6 +29,8 @@ COMMANDS: Final[Mapping[str, str]] = {
     "launch": "launch",
     "ls": "ls",
     "plan": "conversion",
+    "publish": "versions",
+    "pull": "versions",
     "sign": "sign",
     "simulate": "simulate",
     "submit": "jobs",

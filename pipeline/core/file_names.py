@@ -16,8 +16,6 @@ SIGNATURE_SUFFIX = ".sig"
 SIGNATURE = MANIFEST + SIGNATURE_SUFFIX
 """The signature of the manifest. It is made afterwards, so no manifest lists it."""
 MANIFEST_FORMAT = "paddle-reshard manifest"
-DELTA = "delta.json"
-"""The description of a delta between two checkpoints."""
 SIGNAL_PREFIX = "saved_signal_"
 """Prefix of the files with which a trainer marks that a rank has finished."""
 AVERAGE = "ema.json"

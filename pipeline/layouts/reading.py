@@ -129,10 +129,24 @@ class SourceFiles:
         return read_json(self.store, path, self.sizes)
 
     def weight_index(self, path: str) -> Index | None:
-        """Contents of an index of safetensors files; ``None`` if the file does not exist."""
+        """Contents of an index of safetensors files; ``None`` if the file does not exist.
+
+        Raises
+        ------
+        CheckpointError
+            If it is the index of a published delta, whose tensors are frames of changes.
+        """
         from paddle_reshard.storage.formats.safetensors import parse_index
 
-        return parse_index(self.store.read(path, 0, self.sizes[path]), path) if path in self.sizes else None
+        if path not in self.sizes:
+            return None
+        index = parse_index(self.store.read(path, 0, self.sizes[path]), path)
+        if "delta_encoding" in index.metadata:
+            raise CheckpointError(
+                f"{self.store.location}: a published delta, not a checkpoint; get the version that it leads to with "
+                "paddle-reshard pull VERSIONS LOCAL"
+            )
+        return index
 
     def config(self, error: type[ReshardError] = CheckpointError) -> Mapping[str, Any]:
         """The checkpoint's own ``config.json``, or the one that the user passes.

@@ -23,8 +23,6 @@ from paddle_reshard.storage.session.holder import Holder
 CLAIMS = ".paddle_reshard/claims"
 LONGEST_BACKOFF_SECONDS = 3600.0
 CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
-DELTA = re.compile(r"delta-([0-9]{1,18})-([0-9]{1,18})")
-"""Name of the folder of a delta between two converted checkpoints."""
 
 
 class State(str, Enum):
@@ -82,8 +80,6 @@ class Policy:
     """Time without changes after which an incomplete checkpoint is given up, because its job has died."""
     heartbeat_seconds: float = 60.0
     """Pause between two heartbeats of a claim."""
-    delta: bool = False
-    """Whether to store what changed between each converted checkpoint and the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +119,7 @@ class Attempt:
             attempt = typed(parse_json(data), cls)
         except JsonError as error:
             raise ValueError(f"not a claim: {error}") from error
-        named = CHECKPOINT.fullmatch(attempt.target) or DELTA.fullmatch(attempt.target)
-        if "/" in attempt.conversion_id or not named:
+        if "/" in attempt.conversion_id or not CHECKPOINT.fullmatch(attempt.target):
             raise ValueError(f"not a claim of a checkpoint: {attempt.target!r}, {attempt.conversion_id!r}")
         return attempt
 
@@ -342,15 +337,6 @@ def step_of(name: str) -> int:
     20
     """
     return int(name.removeprefix("checkpoint-"))
-
-
-def delta_name(old: str, new: str) -> str:
-    """The folder of the delta between two checkpoints.
-
-    >>> delta_name("checkpoint-3", "checkpoint-20")
-    'delta-3-20'
-    """
-    return f"delta-{step_of(old)}-{step_of(new)}"
 
 
 def superfluous(converted: Sequence[str], keep: int | None) -> list[str]:

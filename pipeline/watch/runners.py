@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.conversion import convert_with
+from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.convert.request import ConversionSettings
 from paddle_reshard.pipeline.core.answer import SCHEMA_VERSION, Answer
 from paddle_reshard.pipeline.core.errors import (
@@ -22,6 +23,8 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
+from paddle_reshard.pipeline.versions.publish import publish
+from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
 from paddle_reshard.storage.formats.typed_json import Bounds, typed
 from paddle_reshard.storage.locate import target_access
@@ -29,7 +32,6 @@ from paddle_reshard.storage.locate import target_access
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobRequest
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
-    from paddle_reshard.pipeline.delta.options import DeltaOptions
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
 log = logging.getLogger(__name__)
@@ -88,29 +90,17 @@ def _show(page: HtmlReport, report: ConversionReport) -> None:
         log.warning("%s", unwritten)
 
 
-def delta_inline(conversion: Conversion) -> Callable[[str, str, str], None]:
-    """``(old, new, target)``: deltas between converted checkpoints, in this process."""
-    from paddle_reshard.pipeline.delta.making import delta_of_one_model
-
+def publish_inline(conversion: Conversion, versions: str) -> Callable[[str], PublishReport]:
+    """Publish converted checkpoints in this process."""
     given = conversion.settings.options
     access = target_access(given)
-    options: DeltaOptions = {
+    options: ConversionOptions = {
         "memory": given.get("memory", DEFAULT_MEMORY),
-        "overwrite": given.get("overwrite", False),
         "no_space_check": given.get("no_space_check", False),
         "storage_options": access.options,
-        "allow_scheme": tuple(access.schemes),
-        "resume": True,
+        "allow_scheme": access.schemes,
     }
-
-    def make(old: str, new: str, target: str) -> None:
-        try:
-            delta_of_one_model(old, new, target, options)
-        except StaleSessionError as error:
-            _discard(target, conversion, error)
-            delta_of_one_model(old, new, target, options)
-
-    return make
+    return lambda checkpoint: publish(checkpoint, versions, **options)
 
 
 def _discard(target: str, conversion: Conversion, reason: object) -> None:

@@ -9,7 +9,7 @@ rewrites its file. The decisions are divided among modules::
     finished   whether the trainer has finished writing it          pure
     claims     observations and earlier attempts → what to do       pure
     attempts   claim an attempt, run it, record its end             reads and writes
-    deltas     what changed between converted checkpoints           reads and writes
+    publishing versions of converted checkpoints                    reads and writes
     notices    results → messages                                   pure
 
 ``Watcher`` calls them in turn, claims, converts and records.
@@ -32,7 +32,6 @@ from paddle_reshard.pipeline.watch.attempts import Attempts
 from paddle_reshard.pipeline.watch.claims import (
     CHECKPOINT,
     CLAIMS,
-    DELTA,
     Action,
     Attempt,
     Basis,
@@ -47,11 +46,11 @@ from paddle_reshard.pipeline.watch.claims import (
     steps_of,
     superfluous,
 )
-from paddle_reshard.pipeline.watch.deltas import Deltas
 from paddle_reshard.pipeline.watch.looking import Inspector
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result
+from paddle_reshard.pipeline.watch.publishing import Publisher
 from paddle_reshard.pipeline.watch.records import Records, digest
-from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline, delta_inline
+from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline, publish_inline
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import comparable_path, source_access, target_access
@@ -72,6 +71,8 @@ class Watcher:
     conversion: Conversion
     convert: Convert
     policy: Policy
+    versions: CheckpointRoot | None = None
+    """Where converted checkpoints are published, if they are."""
     clock: Callable[[], float] = time.time
     notices: Notices = field(default_factory=Notices)
     tell: Callable[[Outcome], None] = lambda outcome: None
@@ -83,9 +84,10 @@ class Watcher:
         check_locations(self.run.location, self.out.location)
         self.records = Records(self.run, self.out, self.conversion.identify)
         self.attempts = Attempts(self.records, self.policy, lambda: self.clock())
-        self.deltas = (
-            Deltas(self.attempts, delta_inline(self.conversion), self.notices) if self.policy.delta else None
-        )
+        self.publisher: Publisher | None = None
+        if self.versions is not None:
+            publish = publish_inline(self.conversion, self.versions.location)
+            self.publisher = Publisher(self.attempts, self.versions, publish, self.notices)
         self.inspector = Inspector(self.records, self.conversion.settings.options, self.policy.settle_seconds)
 
     # ------------------------------------------------------------------------------------- one pass
@@ -110,12 +112,11 @@ class Watcher:
         return results
 
     def _settle(self, results: dict[str, Result]) -> None:
-        """Make the deltas that are missing, and remove what ``--keep`` does not keep."""
+        """Publish what is due, and remove what ``--keep`` does not keep."""
         needed: set[str] = set()
-        if self.deltas is not None:
-            of_checkpoints = {name: result for name, result in results.items() if not DELTA.fullmatch(name)}
-            results |= self.deltas.update(self._order, of_checkpoints)
-            needed = self.deltas.needed(self._order, of_checkpoints)
+        if self.publisher is not None:
+            results |= self.publisher.update(self._order, results)
+            needed = self.publisher.needed(self._order, results)
         self.prune(needed)
 
     def repeat(self, every_seconds: float) -> dict[str, Result]:
@@ -272,7 +273,7 @@ class Watcher:
     def prune(self, needed: Collection[str] = ()) -> None:
         """Remove targets beyond ``--keep`` that a watcher made and that have not been replaced since.
 
-        Targets that are ``needed`` stay. The delta that leads to a target is removed with it.
+        Targets that are ``needed`` stay.
         """
         if self.policy.keep is None:
             return
@@ -287,9 +288,6 @@ class Watcher:
         }
         for name in superfluous(list(mine), self.policy.keep):
             if name not in needed:
-                self._remove(mine[name])
-        for name in mine:
-            if (match := DELTA.fullmatch(name)) and self.records.plan_id(f"checkpoint-{match[2]}") is None:
                 self._remove(mine[name])
 
     def _remove(self, attempt: Attempt) -> None:
@@ -329,13 +327,20 @@ def check_locations(run: str, out: str) -> None:
 
 
 def open_watcher(
-    run: str, out: str, conversion: Conversion, policy: Policy, convert: Convert | None = None
+    run: str,
+    out: str,
+    conversion: Conversion,
+    policy: Policy,
+    convert: Convert | None = None,
+    versions: str | None = None,
 ) -> Watcher:
-    """A watcher of the checkpoints in ``run`` that converts them below ``out``."""
+    """A watcher of the checkpoints in ``run`` that converts them below ``out``, and publishes them to ``versions``."""
+    reading, writing = source_access(conversion.settings.options), target_access(conversion.settings.options)
     return Watcher(
-        open_root(run, *source_access(conversion.settings.options)[:2]),
-        open_root(out, *target_access(conversion.settings.options)[:2]),
+        open_root(run, *reading[:2]),
+        open_root(out, *writing[:2]),
         conversion,
         convert or convert_inline(conversion),
         policy,
+        None if versions is None else open_root(versions, *writing[:2]),
     )

@@ -92,10 +92,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.core.units import PathLike
-    from paddle_reshard.pipeline.delta.applying import apply, apply_delta
-    from paddle_reshard.pipeline.delta.making import delta
-    from paddle_reshard.pipeline.delta.options import DeltaOptions
-    from paddle_reshard.pipeline.delta.reports import ApplyReport, DeltaReport
     from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts
     from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
     from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
@@ -112,6 +108,9 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.planning.compare import Difference
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
     from paddle_reshard.pipeline.report.html_report import HtmlReport
+    from paddle_reshard.pipeline.versions.publish import publish
+    from paddle_reshard.pipeline.versions.pull import pull
+    from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
     from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, checkpoints, ls
     from paddle_reshard.storage.locate import StorageOptions
     from paddle_reshard.tasks.figures import WorkerFigures
@@ -119,7 +118,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "Alternative",
-    "ApplyReport",
     "AsyncEma",
     "AverageOptions",
     "BusyError",
@@ -138,8 +136,6 @@ __all__ = [
     "CoverageError",
     "DType",
     "Damage",
-    "DeltaOptions",
-    "DeltaReport",
     "DiffOptions",
     "DiffReport",
     "Difference",
@@ -181,6 +177,8 @@ __all__ = [
     "Planned",
     "PlannedTarget",
     "Progress",
+    "PublishReport",
+    "PullReport",
     "RankBytes",
     "RankPieces",
     "ReadOptions",
@@ -215,15 +213,12 @@ __all__ = [
     "WorkerAssigned",
     "WorkerFigures",
     "__version__",
-    "apply",
-    "apply_delta",
     "average",
     "check",
     "check_names",
     "checkpoints",
     "clean",
     "convert",
-    "delta",
     "diff",
     "ema",
     "ema_callback",
@@ -237,6 +232,8 @@ __all__ = [
     "plan",
     "plan_again",
     "prove",
+    "publish",
+    "pull",
     "rank_pieces",
     "sign",
     "stage3_state_dict",
@@ -287,11 +284,10 @@ _HOMES = {
     "pipeline.core.topology": ("Topology",),
     "pipeline.core.units": ("PathLike",),
     "storage.locate": ("StorageOptions",),
-    # What changed between two checkpoints
-    "pipeline.delta.making": ("delta",),
-    "pipeline.delta.applying": ("apply", "apply_delta"),
-    "pipeline.delta.options": ("DeltaOptions",),
-    "pipeline.delta.reports": ("ApplyReport", "DeltaReport"),
+    # Versions of weights for inference engines
+    "pipeline.versions.publish": ("publish",),
+    "pipeline.versions.pull": ("pull",),
+    "pipeline.versions.reports": ("PublishReport", "PullReport"),
     # How far it is: what an observer is called with
     "pipeline.report.html_report": ("HtmlReport",),
     "pipeline.core.events": (

@@ -31,6 +31,7 @@ from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invo
 from tests.published import checked
 from tests.report.pages import Page
 from tests.spoiled import of_another_step
+from tests.versions.receiver import receive, tensors_of
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
@@ -778,7 +779,7 @@ def test_an_invalid_claim_is_reported_in_a_sentence(kind: str, training: Run) ->
     assert training.converted() == ["checkpoint-3"]
 
 
-# ------------------------------------------------------------------------------------------------------- deltas
+# --------------------------------------------------------------------------------------------------- published
 
 
 def copy_of_run(training: Run, steps: dict[int, str]) -> None:
@@ -790,63 +791,48 @@ def copy_of_run(training: Run, steps: dict[int, str]) -> None:
         )
 
 
-def watch_deltas(training: Run, *options: object) -> subprocess.CompletedProcess[str]:
-    command = ("watch", training.run, training.out, "--format", "huggingface", "--once", "--settle", 0)
-    return run_here(*command, "--delta", *options)
+def watch_and_publish(training: Run, versions: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    command = ("watch", training.run, training.out, "--to", "tp=1", "--once", "--settle", 0)
+    return run_here(*command, "--publish", versions, *options)
 
 
-def test_deltas_lead_from_each_converted_checkpoint_to_the_next(training: Run, tmp_path: Path) -> None:
+def test_converted_checkpoints_are_published_in_the_order_of_their_steps(
+    training: Run, tmp_path: Path
+) -> None:
+    versions = tmp_path / "versions"
     copy_of_run(training, {3: "dense/single", 6: "dense/sh2_s1v2_meta"})
     (training.run / "checkpoint-9").mkdir()  # begun by a job that died
-    first = watch_deltas(training)
-    assert "delta-3-6: compared in" in first.stderr
-    assert training.converted() == ["checkpoint-3", "checkpoint-6", "delta-3-6"]
-    assert [(c["target"], c["state"]) for c in training.claims()] == [
-        ("checkpoint-3", "done"),
-        ("checkpoint-6", "done"),
-        ("delta-3-6", "done"),
-    ]
+    first = watch_and_publish(training, versions)
+    assert "checkpoint-3: published: weight_v000001, full: the first version" in first.stderr
+    assert "checkpoint-6: published: weight_v000002, delta: " in first.stderr
     copy_of_run(training, {20: "dense/single"})
-    second = watch_deltas(training, "--keep", 1, "--json")
+    second = watch_and_publish(training, versions, "--keep", 1, "--json")
     results = {name: of["result"] for name, of in json.loads(second.stdout)["checkpoints"].items()}
-    assert results["delta-6-20"] == "converted"
-    # What leads to a removed checkpoint is of no use any more; the delta to the newest one stays.
-    assert training.converted() == ["checkpoint-20", "delta-6-20"]
+    assert results["checkpoint-20 published"] == "converted"
+    assert training.converted() == ["checkpoint-20"]
+    assert "published" not in watch_and_publish(training, versions, "--keep", 1).stderr
+    copy_of_run(training, {4: "dense/single"})  # older than what is published
+    assert "published" not in watch_and_publish(training, versions).stderr
+
+    receive(versions, tmp_path / "engine", 1, 3)
+    paddle_reshard.convert(training.run / "checkpoint-20", tmp_path / "direct", format="huggingface")
+    assert tensors_of(tmp_path / "engine") == tensors_of(tmp_path / "direct")
+
+
+def test_what_is_not_published_yet_is_kept(training: Run, tmp_path: Path) -> None:
+    versions = tmp_path / "versions"
     copy_of_run(training, {3: "dense/single"})
-    assert "compar" not in watch_deltas(training, "--keep", 1).stderr
-
-    paddle_reshard.convert(training.run / "checkpoint-6", tmp_path / "served", format="huggingface")
-    paddle_reshard.apply_delta(tmp_path / "served", training.out / "delta-6-20", tmp_path / "made")
-    assert snapshot(tmp_path / "made") == snapshot(training.out / "checkpoint-20")
-
-
-def test_a_killed_watcher_s_delta_is_finished_by_the_next(training: Run) -> None:
-    copy_of_run(training, {3: "dense/single", 6: "dense/sh2_s1v2_meta"})
-    script = (
-        "import os, signal\nfrom paddle_reshard.pipeline.delta import writing\nreal = writing.Outputs.note\n"
-        "def note(self, records):\n    real(self, records)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "writing.Outputs.note = note\n"
-    )
-    # Conversions note their records too: they are done before.
-    command = ("watch", training.run, training.out, "--format", "huggingface", "--once", "--settle", 0)
-    assert run_here(*command).returncode == 0
-    arguments = [sys.executable, "-c", script + MAIN, *map(str, command), "--delta"]
-    killed = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert training.converted() == ["checkpoint-3", "checkpoint-6"]
-    kept = watch_deltas(training, "--keep", 1)
-    assert kept.stderr.index("delta-3-6: compared in") < kept.stderr.index("checkpoint-3: removed")
-    assert [c["state"] for c in training.claims() if c["target"] == "delta-3-6"] == ["running", "done"]
-    assert paddle_reshard.check(training.out / "delta-3-6").intact
-
-
-def test_no_delta_leads_from_one_model_to_another(training: Run) -> None:
-    copy_of_run(training, {3: "dense/mp2", 6: "dense/mp2_tied"})
-    refused = watch_deltas(training)
+    assert watch_and_publish(training, versions).returncode == 0
+    frames = versions / "weight_v000001" / "model.safetensors"
+    content = frames.read_bytes()
+    frames.write_bytes(content[:-1])
+    copy_of_run(training, {6: "dense/sh2_s1v2_meta", 20: "dense/single"})
+    refused = watch_and_publish(training, versions)
     assert refused.returncode == 1
-    assert "delta-3-6: refused: lm_head.weight has " in refused.stderr
-    assert "is missing in" in refused.stderr
-    assert "they are not checkpoints of one model" in refused.stderr
-    again = watch_deltas(training, "--keep", 1)
-    assert "delta-3-6: not compared: lm_head.weight has" in again.stderr
-    assert training.converted() == ["checkpoint-6"]
+    assert "checkpoint-6: not published: " in refused.stderr
+    assert watch_and_publish(training, versions, "--keep", 1).returncode == 1
+    assert training.converted() == ["checkpoint-20", "checkpoint-6"]
+    frames.write_bytes(content)
+    assert watch_and_publish(training, versions, "--keep", 1).returncode == 0
+    assert training.converted() == ["checkpoint-20"]
+    assert sorted(path.name for path in versions.glob("weight_*")) == [f"weight_v00000{n}" for n in (1, 2, 3)]

@@ -60,7 +60,7 @@ def test_a_conversion_reports_steps_bytes_and_groups(converted: Any) -> None:
     assert [end[name] for name in ("status", "error", "kind", "retryable")] == [0, None, None, False]
 
 
-@pytest.mark.parametrize("command", ["verify", "check", "diff", "fingerprint", "plan", "ema", "delta"])
+@pytest.mark.parametrize("command", ["verify", "check", "diff", "fingerprint", "plan", "ema", "publish"])
 def test_other_commands_report_too_whatever_else_they_print(
     command: str, converted: Any, tmp_path: Path
 ) -> None:
@@ -72,7 +72,7 @@ def test_other_commands_report_too_whatever_else_they_print(
         "fingerprint": ("fingerprint", target),
         "plan": ("plan", DEMO, "--to", "tp=1"),
         "ema": ("ema", target, target, tmp_path / "mean", "--uniform", "--to", "tp=1"),
-        "delta": ("delta", target, target, tmp_path / "delta"),
+        "publish": ("publish", target, tmp_path / "versions"),
     }
     done = run_here(*arguments[command], "--progress=json", "--quiet")
     events = events_of(done.stderr)

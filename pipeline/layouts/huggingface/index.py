@@ -23,8 +23,8 @@ from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool = False) -> Checkpoint:
     """A checkpoint of weights only, as its files say; with ``drops_mtp`` without multi-token prediction."""
-    config = files.config()
     index = files.weight_index(WEIGHT_INDEX)
+    config = files.config()
     if not drops_mtp:
         return huggingface_checkpoint(files.safetensors, files.headers, index, config, tables)
     headers, index, dropped = without_mtp_layers(files.headers, index, config, tables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import DELTA, MODEL_META
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.layouts.hybrid.entries import index_rank_file
 from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
@@ -42,11 +42,6 @@ def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> 
     """Refuse files that could hold tensors and have an unknown name, and folders without files of tensors."""
     if unknown := [path for path in files.pickles if path not in ranks]:
         raise CheckpointError(f"{unknown[0]}: unknown name of a tensor file in a hybrid-parallel checkpoint")
-    if DELTA in files.sizes:
-        raise CheckpointError(
-            f"{files.store.location}: a delta, not a checkpoint; recreate the checkpoint first with paddle-reshard "
-            "apply OLD DELTA DST"
-        )
     if not ranks:
         raise CheckpointError(
             f"{files.store.location}: no checkpoint found: no model_state or optimizer file, no .metadata, no "

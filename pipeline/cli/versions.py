@@ -1,0 +1,116 @@
+"""The commands ``publish`` and ``pull``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import publish_data, pull_data
+from paddle_reshard.pipeline.cli.observers import observing
+from paddle_reshard.pipeline.cli.options import (
+    SectionedCommand,
+    all_of,
+    declared,
+    given,
+    json_option,
+    outcome_option,
+    progress_option,
+    quiet_option,
+)
+from paddle_reshard.pipeline.cli.output import answer, print_facts
+from paddle_reshard.pipeline.versions.form import CHECKSUMS, Encoding
+
+_EXPORT = ("state", "dtype", "quantize", "max_shard_size", "aoa", "fill", "merge_into", "like", "lora_config")
+_MODEL = ("rules", "config", "allow_missing", "vocab_pad", "vocab_trim", "drop", "replicas", "check")
+_CONSENT = ("allow_replica_drift", "allow_master_drift", "allow_reread", "allow_links", "no_space_check")
+_STORES = ("storage_options", "allow_scheme", "source_storage_options", "target_storage_options")
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("checkpoint", metavar="SRC")
+@click.argument("versions", metavar="VERSIONS")
+@outcome_option(
+    "--encoding",
+    type=click.Choice([encoding.value for encoding in Encoding]),
+    default=Encoding.XOR.value,
+    show_default=True,
+    help="How a delta states new bytes.",
+)
+@outcome_option(
+    "--checksum",
+    type=click.Choice(list(CHECKSUMS)),
+    default=next(iter(CHECKSUMS)),
+    show_default=True,
+    help="What a delta states of the new bytes of each tensor.",
+)
+@outcome_option(
+    "--full-every", type=click.IntRange(1), metavar="N", help="Publish a full version after N deltas."
+)
+@all_of(*map(declared, (*_EXPORT, "memory", *_MODEL, *_CONSENT, *_STORES)))
+@json_option
+@quiet_option
+@progress_option
+@click.pass_context
+def publish(
+    context: click.Context,
+    /,
+    checkpoint: str,
+    versions: str,
+    encoding: str,
+    checksum: str,
+    full_every: int | None,
+    as_json: bool,
+    quiet: bool,
+    **_: Any,
+) -> None:
+    """Publish the parameters of a checkpoint as the next version in a folder, for inference engines to fetch.
+
+    The first version is a Hugging Face checkpoint, later ones hold what changed.
+    """
+    with observing(quiet or as_json) as observe:
+        report = paddle_reshard.publish(
+            checkpoint,
+            versions,
+            encoding=encoding,
+            checksum=checksum,
+            full_every=full_every,
+            observe=observe,
+            **given(context),
+        )
+    answer(publish_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+
+
+@click.command(cls=SectionedCommand)
+@click.argument("versions", metavar="VERSIONS")
+@click.argument("local", metavar="LOCAL")
+@outcome_option(
+    "--version",
+    "version",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Number of the version. Default: the newest.",
+)
+@all_of(*map(declared, ("memory", "take_over", "no_space_check", "storage_options", "allow_scheme")))
+@json_option
+@quiet_option
+@progress_option
+@click.pass_context
+def pull(
+    context: click.Context,
+    /,
+    versions: str,
+    local: str,
+    version: int | None,
+    as_json: bool,
+    quiet: bool,
+    **_: Any,
+) -> None:
+    """Make or update a local copy of a published version, whole: an ordinary Hugging Face checkpoint.
+
+    LOCAL is replaced when the new copy is complete and every checksum is right.
+    """
+    with observing(quiet or as_json) as observe:
+        report = paddle_reshard.pull(versions, local, version=version, observe=observe, **given(context))
+    answer(pull_data(report), as_json, quiet, lambda: print_facts(report.facts()))

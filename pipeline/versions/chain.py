@@ -1,0 +1,292 @@
+"""The versions in a folder, and the tensors of one of them: those of a full version, changed by each delta after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
+from paddle_reshard.pipeline.versions.coding import (
+    WINDOW_BYTES,
+    Change,
+    FrameError,
+    Window,
+    open_change,
+)
+from paddle_reshard.pipeline.versions.form import (
+    LATEST,
+    DeltaHead,
+    delta_head,
+    hasher_of,
+    pointed_version,
+    version_name,
+    version_number,
+)
+from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.formats.safetensors import SafetensorsPayload, parse_index, parse_safetensors
+from paddle_reshard.storage.listing import CheckpointRoot
+from paddle_reshard.storage.locate import Access, open_source
+from paddle_reshard.storage.store import ReadRange, Source
+
+SAFETENSORS = ".safetensors"
+_READ_BYTES = 1 << 20
+"""How much of a frame is read at a time."""
+
+
+def numbers_of(root: CheckpointRoot) -> list[int]:
+    """The versions in a folder, ascending."""
+    return sorted(n for name in root.folders() if (n := version_number(name)) is not None)
+
+
+def newest_version(root: CheckpointRoot) -> int | None:
+    """The version that :data:`~.form.LATEST` names, or without it the highest; ``None`` if there is none.
+
+    Raises
+    ------
+    CheckpointError
+        If the file names no version, or one that is not there.
+    """
+    numbers = numbers_of(root)
+    text = root.read(LATEST)
+    if text is None:
+        return numbers[-1] if numbers else None
+    number = pointed_version(text, root.at(LATEST))
+    if number not in numbers:
+        raise CheckpointError(f"{root.at(LATEST)}: names {version_name(number)}, which is not there")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is: its file, and its bytes and shape in it."""
+
+    path: str
+    array: ArrayRef
+    tag: str
+    """Its dtype in the header."""
+
+    @property
+    def kind(self) -> tuple[str, str, tuple[int, ...]]:
+        """What all versions of a chain have in common: file, dtype and shape."""
+        return self.path, self.tag, self.array.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The tensors of a folder of safetensors files."""
+
+    source: Source
+    places: Mapping[str, Place]
+    """Key → place; files in the order of their names, tensors in the order of their bytes."""
+    metadata: Mapping[str, Mapping[str, str]]
+    """File → ``__metadata__`` of its header."""
+    index: Mapping[str, object]
+    """``metadata`` of the index; empty without one."""
+
+    @property
+    def others(self) -> dict[str, int]:
+        """The files that hold no tensors, without manifest, and their sizes in bytes."""
+        return {
+            path: size
+            for path, size in self.source.sizes().items()
+            if not path.endswith(SAFETENSORS) and path != MANIFEST
+        }
+
+
+def read_model(source: Source) -> Model:
+    """Read the headers of all safetensors files in a folder.
+
+    Raises
+    ------
+    CheckpointError
+        If a header is damaged, two files have one tensor, or the index names other tensors.
+    """
+    places: dict[str, Place] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
+    for path, size in sorted(source.sizes().items()):
+        if path.endswith(SAFETENSORS):
+            payload = _read_header(source, path, size)
+            metadata[path] = payload.metadata
+            for key, array in payload.tensors.items():
+                if key in places:
+                    raise CheckpointError(f"{source.location}: {key} is in {places[key].path} and in {path}")
+                places[key] = Place(path, array, payload.tags[key])
+    return Model(source, places, metadata, _read_index(source, places))
+
+
+def _read_header(source: Source, path: str, size_bytes: int) -> SafetensorsPayload:
+    def read(start: int, nbytes: int) -> bytes:
+        return source.read(path, start, nbytes)
+
+    return parse_safetensors(read, size_bytes, f"{source.location}/{path}", fp8=True)
+
+
+def _read_index(source: Source, places: Mapping[str, Place]) -> Mapping[str, object]:
+    size = source.sizes().get(WEIGHT_INDEX)
+    if size is None:
+        return {}
+    where = f"{source.location}/{WEIGHT_INDEX}"
+    index = parse_index(source.read(WEIGHT_INDEX, 0, size), where)
+    for key in sorted(index.weight_map.keys() ^ places.keys()):
+        there = (
+            "is in no file" if key in index.weight_map else f"is in {places[key].path} and not in the index"
+        )
+        raise CheckpointError(f"{where}: {key} {there}")
+    return index.metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A version that holds what changed since the one before."""
+
+    head: DeltaHead
+    model: Model
+    """Its frames, as one-dimensional tensors of bytes."""
+
+    def checksum(self, key: str) -> str:
+        """The checksum of the new bytes of a tensor that changed."""
+        stated = self.model.metadata[self.model.places[key].path].get(key)
+        if stated is None:
+            raise CheckpointError(f"{self.where(key)}: __metadata__ has no checksum of it")
+        return stated
+
+    def where(self, key: str) -> str:
+        """The location of a frame, for messages."""
+        return f"{self.model.source.location}/{self.model.places[key].path}: {key}"
+
+    def open(self, key: str, nbytes: int) -> Change:
+        """The change of a tensor of this size."""
+        place = self.model.places[key]
+
+        return open_change(self.head.encoding, lambda: _Stored(self.model.source, place), nbytes)
+
+
+class _Stored:
+    """The bytes of a tensor in a store, read from first to last."""
+
+    def __init__(self, source: ReadRange, place: Place) -> None:
+        self._source, self._path = source, place.path
+        self._at, self._end = place.array.byte_offset, place.array.byte_offset + place.array.nbytes
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        count = min(self._end - self._at, _READ_BYTES if size < 0 else size)
+        data = self._source.read(self._path, self._at, count) if count else b""
+        self._at += count
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A version: a base, and the deltas that lead from it."""
+
+    number: int
+    base: Model
+    deltas: tuple[Delta, ...]
+
+    def changed(self, key: str) -> tuple[Delta, ...]:
+        """The deltas that change a tensor."""
+        return tuple(delta for delta in self.deltas if key in delta.model.places)
+
+    def windows(self, key: str) -> Iterator[Window]:
+        """The bytes of a tensor in this version, in pieces of :data:`~.coding.WINDOW_BYTES`.
+
+        Raises
+        ------
+        CheckpointError
+            If a frame is damaged, or the bytes do not have the checksum that the last delta states. Then what was
+            yielded before is wrong.
+        """
+        place, deltas = self.base.places[key], self.changed(key)
+        hasher = hasher_of(deltas[-1].head.checksum) if deltas else None
+        changes = [(delta, _guarded(delta, key, place.array.nbytes)) for delta in deltas]
+        for start in range(0, place.array.nbytes, WINDOW_BYTES):
+            window = np.empty(min(WINDOW_BYTES, place.array.nbytes - start), np.uint8)
+            self.base.source.read_into(place.path, place.array.byte_offset + start, window.data)
+            for delta, change in changes:
+                with _frame_errors(delta, key):
+                    change.apply(window)
+            if hasher is not None:
+                hasher.update(window.data)
+            yield window
+        for delta, change in changes:
+            with _frame_errors(delta, key):
+                change.end()
+        if hasher is not None and hasher.hexdigest() != deltas[-1].checksum(key):
+            raise CheckpointError(
+                f"{deltas[-1].where(key)}: {deltas[-1].head.checksum} of the new bytes is {hasher.hexdigest()}, and "
+                f"the delta states {deltas[-1].checksum(key)}: it is damaged, or {self.base.source.location} is not "
+                "what it was made from"
+            )
+
+
+def _guarded(delta: Delta, key: str, nbytes: int) -> Change:
+    with _frame_errors(delta, key):
+        return delta.open(key, nbytes)
+
+
+@contextmanager
+def _frame_errors(delta: Delta, key: str) -> Iterator[None]:
+    """Say which frame is damaged."""
+    try:
+        yield
+    except FrameError as error:
+        raise CheckpointError(f"{delta.where(key)}: the frame {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The versions in a folder."""
+
+    root: CheckpointRoot
+    access: Access
+
+    def open(self, number: int) -> Model:
+        """Read the headers of a version."""
+        return read_model(open_source(self.root.at(version_name(number)), *self.access))
+
+    def head(self, number: int, model: Model) -> DeltaHead | None:
+        """What the index of a version says of it; ``None`` if it is full."""
+        where = f"{model.source.location}/{WEIGHT_INDEX}"
+        return delta_head(model.index, number, where)
+
+    def chain(self, number: int, start: tuple[int, Model] | None = None) -> Chain:
+        """What a version is made of: a full version, or the one to ``start`` from, and the deltas after it.
+
+        Raises
+        ------
+        CheckpointError
+            If a version between them is missing or damaged, or there is no full one.
+        """
+        numbers = numbers_of(self.root)
+        deltas: list[Delta] = []
+        for at in range(number, 0, -1):
+            if start is not None and at == start[0]:
+                return _chain(number, start[1], deltas)
+            if at not in numbers:
+                raise CheckpointError(
+                    f"{self.root.at(version_name(at))}: is missing, and {version_name(number)} is made from it"
+                )
+            model = self.open(at)
+            head = self.head(at, model)
+            if head is None:
+                return _chain(number, model, deltas)
+            deltas.append(Delta(head, model))
+        raise CheckpointError(
+            f"{self.root.location}: {version_name(1)} is a delta of the model that the engine has begun with, which no "
+            "version holds; publish a full version"
+        )
+
+
+def _chain(number: int, base: Model, newest_first: Sequence[Delta]) -> Chain:
+    """A chain, after its deltas have been compared with its base."""
+    for delta in newest_first:
+        for key in delta.model.places:
+            if key not in base.places:
+                raise CheckpointError(f"{delta.where(key)}: {base.source.location} has no such tensor")
+            delta.checksum(key)
+    return Chain(number, base, tuple(reversed(newest_first)))

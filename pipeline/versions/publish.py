@@ -1,0 +1,461 @@
+"""``publish``: export a checkpoint, and store it as the next version of its model.
+
+The export goes to a scratch folder first: beside the versions if they are on a disk, otherwise in the folder for
+temporary files (``TMPDIR``). A full version is the export itself; of a delta, the scratch folder is the new side::
+
+    CHECKPOINT ──convert──► export ─┐
+    weight_v000001  (full)  ────────┼─ compare, tensor by tensor ─► frames ─► weight_v000004
+    weight_v000002, …3 (deltas) ────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from paddle_reshard.pipeline.api import clean
+from paddle_reshard.pipeline.convert.asked import stated_request
+from paddle_reshard.pipeline.convert.conversion import convert_with
+from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
+from paddle_reshard.pipeline.convert.options import ConversionOptions, check_names, takes
+from paddle_reshard.pipeline.convert.request import ConversionSettings, RunSettings
+from paddle_reshard.pipeline.core import version
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
+from paddle_reshard.pipeline.core.shown import counted, readable_bytes
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.versions.chain import Chain, Model, Place, Versions, numbers_of, read_model
+from paddle_reshard.pipeline.versions.coding import MAX_OVERWRITE_BYTES, WINDOW_BYTES, Encoder, encoder_of
+from paddle_reshard.pipeline.versions.form import (
+    CHECKSUMS,
+    DELTA_FILE,
+    LATEST,
+    MAX_VERSION,
+    DeltaHead,
+    Encoding,
+    format_delta_index,
+    hasher_of,
+    version_name,
+)
+from paddle_reshard.pipeline.versions.reports import PublishReport
+from paddle_reshard.pipeline.versions.writing import Unit, in_order, units_at_a_time, write_target
+from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.formats.safetensors import TensorSlot, encode_safetensors
+from paddle_reshard.storage.listing import CheckpointRoot, open_root
+from paddle_reshard.storage.locate import (
+    absolute,
+    is_local,
+    local_path,
+    open_source,
+    open_target,
+    source_access,
+    target_access,
+)
+from paddle_reshard.storage.store import OWN_PREFIX, Receipt, Target
+
+_EXPORT = "huggingface"
+_NOT_COMPARED = ("memory",)
+"""Options in the statement of a request that change no byte of an export."""
+
+
+@takes(ConversionOptions)
+def publish(
+    checkpoint: PathLike,
+    versions: PathLike,
+    *,
+    encoding: str = Encoding.XOR.value,
+    checksum: str = "adler32",
+    full_every: int | None = None,
+    observe: Observer = ignore_events,
+    **options: Unpack[ConversionOptions],
+) -> PublishReport:
+    """Publish the parameters of a checkpoint as the next version in a folder, for inference engines to fetch.
+
+    The first version is full, later ones hold what changed. A version is full again when names, shapes, dtypes, files
+    or the small files of the export change. If the newest version is of this checkpoint and these options, nothing is
+    published. An interrupted call can be repeated: no version appears before it is complete.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder or URL of a checkpoint, in any format and topology.
+    versions
+        Folder or URL in which the versions ``weight_v000001``, … and the file ``latest`` lie.
+    encoding
+        ``"xor"`` or ``"overwrite"``: how a delta states new bytes.
+    checksum
+        ``"adler32"``, ``"xxh3-128"`` or ``"blake3"``: what a delta states of the new bytes of each tensor.
+    full_every
+        Publish a full version after so many deltas at most.
+    observe
+        Called with progress events.
+    options
+        :class:`ConversionOptions` of an export as a Hugging Face checkpoint.
+
+    Raises
+    ------
+    ReshardError
+        If the checkpoint cannot be exported, or a version in the folder is damaged.
+    """
+    check_names(options, ConversionOptions)
+    if options.get("format") not in (None, _EXPORT):
+        raise UsageError(f"versions are exports of the format {_EXPORT}, not {options['format']}")
+    form = _Form(_encoding(encoding), _checksum(checksum), full_every)
+    given: ConversionOptions = {**options, "format": _EXPORT}
+    return _Publisher.open(os.fspath(checkpoint), os.fspath(versions), form, given, observe).publish()
+
+
+def _encoding(name: str) -> Encoding:
+    try:
+        return Encoding(name)
+    except ValueError as error:
+        raise UsageError(f"encoding {name!r}: neither xor nor overwrite") from error
+
+
+def _checksum(name: str) -> str:
+    if name not in CHECKSUMS:
+        raise UsageError(f"checksum {name!r}: none of {', '.join(CHECKSUMS)}")
+    hasher_of(name)
+    return name
+
+
+def newest_source(versions: CheckpointRoot) -> str | None:
+    """The location of the checkpoint of the newest complete version; ``None`` if there is none."""
+    number = _newest(versions)
+    return None if number is None else str(_manifest(versions, number)["source"]["location"])
+
+
+def _newest(versions: CheckpointRoot) -> int | None:
+    """The newest complete version. One above it is unfinished, or refused when it is to be written."""
+    return next((number for number in reversed(numbers_of(versions)) if _manifest(versions, number)), None)
+
+
+def _manifest(versions: CheckpointRoot, number: int) -> dict[str, Any]:
+    return own_manifest(versions.read(f"{version_name(number)}/{MANIFEST}")) or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What deltas are to look like."""
+
+    encoding: Encoding
+    checksum: str
+    full_every: int | None
+
+    def __post_init__(self) -> None:
+        if self.full_every is not None and self.full_every < 1:
+            raise UsageError(f"a full version after every {self.full_every} deltas: at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Publisher:
+    """One call of ``publish``."""
+
+    checkpoint: str
+    versions: Versions
+    form: _Form
+    options: ConversionOptions
+    observe: Observer
+    budget_bytes: int
+    began: float
+
+    @classmethod
+    def open(
+        cls, checkpoint: str, versions: str, form: _Form, options: ConversionOptions, observe: Observer
+    ) -> _Publisher:
+        access = target_access(options)
+        root = open_root(versions, access.options, access.schemes)
+        budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
+        return cls(checkpoint, Versions(root, access), form, options, observe, budget_bytes, time.monotonic())
+
+    def publish(self) -> PublishReport:
+        """Publish the next version, or complete the publication of the newest one."""
+        last = _newest(self.versions.root)
+        if last is not None and self._is_of_this_checkpoint(last):
+            self._point_to(last)
+            self._tidy(last)
+            return self._report(last, already=True)
+        number = 1 if last is None else last + 1
+        if number > MAX_VERSION:
+            raise UsageError(f"{self._at(MAX_VERSION)} is the last version that a folder can have")
+        if last is None:
+            return self._publish_full(number, "the first version")
+        chain = self.versions.chain(last)
+        if self.form.full_every is not None and len(chain.deltas) >= self.form.full_every:
+            return self._publish_full(number, f"after {counted(len(chain.deltas), 'delta')}")
+        scratch = str(self._scratch())
+        self._export(scratch, overwrite=True)
+        new = read_model(open_source(scratch, {}))
+        reason = why_full(chain, new, self.form.encoding)
+        report = (
+            self._publish_full(number, reason) if reason else self._publish_delta(number, chain, new, scratch)
+        )
+        shutil.rmtree(scratch)
+        return report
+
+    def _at(self, number: int) -> str:
+        return self.versions.root.at(version_name(number))
+
+    def _is_of_this_checkpoint(self, number: int) -> bool:
+        manifest = _manifest(self.versions.root, number)
+        source = open_source(self.checkpoint, *source_access(self.options))
+        seen = {
+            "location": absolute(source.location),
+            "files": dict(source.sizes()),
+            "versions": dict(source.versions()),
+        }
+        recorded = {name: manifest.get("source", {}).get(name) for name in seen}
+        asked = stated_request("", self.options)
+        return recorded == seen and _outcome(manifest.get("request", {})) == _outcome(asked)
+
+    def _point_to(self, number: int) -> None:
+        """Name the newest version, after it is complete."""
+        if self.versions.root.read(LATEST) != version_name(number).encode():
+            self.versions.root.replace(LATEST, version_name(number).encode())
+
+    # ------------------------------------------------------------------------------------------------ export
+
+    def _scratch(self) -> Path:
+        """Where the export of a delta lies until the delta is published. After an error it stays, to be continued."""
+        root = self.versions.root.location
+        if is_local(root):
+            return Path(os.path.abspath(local_path(root))) / f"{OWN_PREFIX}export"
+        digest = hashlib.sha256(root.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"{OWN_PREFIX}export_{digest}"
+
+    def _tidy(self, number: int) -> None:
+        """Remove the export of a version that was published by a call that was killed then."""
+        manifest = self._scratch() / MANIFEST
+        if manifest.is_file():
+            export = own_manifest(manifest.read_bytes()) or {}
+            if export.get("source") == _manifest(self.versions.root, number).get("source"):
+                shutil.rmtree(self._scratch())
+
+    def _export(self, target: str, overwrite: bool = False) -> None:
+        """Export the checkpoint, or continue to; ``overwrite`` what another call has left at the target."""
+        given: ConversionOptions = {**self.options, "overwrite": overwrite}
+        settings = ConversionSettings(given, RunSettings(resume=True))
+        try:
+            convert_with(self.checkpoint, target, settings, self.observe)
+        except StaleSessionError:
+            access = self.versions.access
+            clean(target, storage_options=access.options, allow_scheme=access.schemes)
+            convert_with(self.checkpoint, target, settings, self.observe)
+
+    def _publish_full(self, number: int, reason: str) -> PublishReport:
+        self._export(self._at(number))
+        self._point_to(number)
+        return self._report(number, reason=reason)
+
+    # ------------------------------------------------------------------------------------------------- delta
+
+    def _publish_delta(self, number: int, chain: Chain, new: Model, scratch: str) -> PublishReport:
+        where = self._at(number)
+        at_a_time = units_at_a_time(where, len(chain.deltas) + 1, len(new.places), self.budget_bytes)
+        with tempfile.TemporaryFile(dir=Path(scratch).parent, buffering=0) as spool:
+            frames = self._compare(chain, new, scratch, spool, at_a_time)
+            texts = self._texts(number, frames)
+            try:
+                self._write(where, new, texts, spool, at_a_time)
+            except StaleSessionError:
+                access = self.versions.access
+                clean(where, storage_options=access.options, allow_scheme=access.schemes)
+                self._write(where, new, texts, spool, at_a_time)
+        self._point_to(number)
+        return self._report(number, changed=len(frames))
+
+    def _compare(
+        self, chain: Chain, new: Model, scratch: str, spool: IO[bytes], at_a_time: int
+    ) -> dict[str, _Frame]:
+        """Append the frames of the tensors that changed to ``spool``. Key → frame."""
+        self.observe(StepStarted("compare", sum(place.array.nbytes for place in new.places.values())))
+        frames: dict[str, _Frame] = {}
+        stored_bytes = 0
+        with ExitStack() as opened:
+            make = partial(self._encode, chain, new, str(Path(scratch).parent), opened)
+            for key, checksum, encoder in in_order(make, sorted(new.places), at_a_time):
+                size = sum(_append(spool, piece) for piece in encoder.frame() or ())
+                encoder.close()
+                if size:
+                    frames[key] = _Frame(size, checksum)
+                stored_bytes += size
+                self.observe(Progress(new.places[key].array.nbytes))
+        self.observe(
+            StepEnded("compare", f"{counted(len(frames), 'tensor')}, {readable_bytes(stored_bytes)}")
+        )
+        return frames
+
+    def _encode(
+        self, chain: Chain, new: Model, folder: str, opened: ExitStack, key: str
+    ) -> tuple[str, str, Encoder]:
+        """A tensor's key, the checksum of its new bytes, and its frame."""
+        place = new.places[key]
+        encoder = opened.enter_context(closing(encoder_of(self.form.encoding, place.array.nbytes, folder)))
+        hasher = hasher_of(self.form.checksum)
+        start = place.array.byte_offset
+        for old in chain.windows(key):
+            window = np.empty_like(old)
+            new.source.read_into(place.path, start, window.data)
+            encoder.add(window, old)
+            hasher.update(window.data)
+            start += len(window)
+        return key, hasher.hexdigest(), encoder
+
+    def _texts(self, number: int, frames: Mapping[str, _Frame]) -> dict[str, bytes]:
+        """The beginning of each file of a delta: all of the index, and of the frames' file the header."""
+        head = DeltaHead(number, number - 1, self.form.encoding, self.form.checksum)
+        texts = {WEIGHT_INDEX: format_delta_index(head, list(frames))}
+        if frames:
+            slots = [
+                TensorSlot(at, key, "U8", (frame.nbytes,)) for at, (key, frame) in enumerate(frames.items())
+            ]
+            checksums = {key: frame.checksum for key, frame in frames.items()}
+            ((_, texts[DELTA_FILE]),) = encode_safetensors(slots, checksums).literals
+        return texts
+
+    def _write(
+        self, where: str, new: Model, texts: Mapping[str, bytes], spool: IO[bytes], at_a_time: int
+    ) -> None:
+        access = self.versions.access
+        target = open_target(where, False, access.options, True, schemes=access.schemes)
+        units = [_unit(target, path, text, spool) for path, text in texts.items()]
+        content = hashlib.sha256(b"".join(texts.values())).hexdigest()[:16]
+        sizes = {unit.path: unit.nbytes for unit in units}
+        export = own_manifest(new.source.read(MANIFEST, 0, new.source.sizes()[MANIFEST])) or {}
+        write_target(
+            target,
+            units,
+            content,
+            [new.source],
+            partial(_describe, content, export, sizes),
+            at_a_time,
+            self.observe,
+            not self.options.get("no_space_check"),
+        )
+
+    def _report(
+        self, number: int, reason: str = "", changed: int | None = None, already: bool = False
+    ) -> PublishReport:
+        model = self.versions.open(number)
+        chain = self.versions.chain(number)
+        base = chain.base.places
+        return PublishReport(
+            self.checkpoint,
+            self.versions.root.location,
+            number,
+            reason,
+            model_bytes=sum(place.array.nbytes for place in base.values()),
+            version_bytes=sum(size for path, size in model.source.sizes().items() if path != MANIFEST),
+            tensors=len(base),
+            changed_tensors=len(model.places) if changed is None else changed,
+            already=already,
+            seconds=time.monotonic() - self.began,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The frame of a tensor that changed: its size, and the checksum of the new bytes."""
+
+    nbytes: int
+    checksum: str
+
+
+def why_full(chain: Chain, new: Model, encoding: Encoding) -> str:
+    """Why a delta cannot lead to an export; empty if one can.
+
+    Raises
+    ------
+    UsageError
+        If a tensor is too large for the encoding.
+    """
+    for key in sorted(chain.base.places.keys() | new.places.keys()):
+        before, after = chain.base.places.get(key), new.places.get(key)
+        if before is None or after is None:
+            return f"{key} is {'new' if before is None else 'gone'}"
+        if before.kind != after.kind:
+            return f"{key} was {_kind(before)} and is {_kind(after)}"
+    small = {path for model in (chain.base, new) for path in model.others}
+    for path in sorted(small):
+        if _content(chain.base, path) != _content(new, path):
+            return f"{path} has changed"
+    if encoding is Encoding.OVERWRITE:
+        for key, place in new.places.items():
+            if place.array.nbytes >= MAX_OVERWRITE_BYTES:
+                raise UsageError(
+                    f"{key}: has {place.array.nbytes} bytes, and positions of --encoding overwrite end at "
+                    f"{MAX_OVERWRITE_BYTES}; use --encoding xor"
+                )
+    return ""
+
+
+def _kind(place: Place) -> str:
+    return f"{place.tag} {list(place.array.shape)} in {place.path}"
+
+
+def _content(model: Model, path: str) -> bytes | None:
+    """What a small file holds."""
+    size = model.others.get(path)
+    return None if size is None else model.source.read(path, 0, size)
+
+
+def _outcome(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request that decide what an export holds."""
+    return {name: value for name, value in request.items() if name not in _NOT_COMPARED}
+
+
+def _append(spool: IO[bytes], piece: bytes) -> int:
+    """Append bytes to a file without a buffer. Returns their number."""
+    rest = memoryview(piece)
+    while rest:
+        rest = rest[spool.write(rest) :]
+    return len(piece)
+
+
+def _unit(target: Target, path: str, text: bytes, spool: IO[bytes]) -> Unit:
+    """A file that begins with a text; that of the frames goes on with the spool."""
+    behind = os.fstat(spool.fileno()).st_size if path == DELTA_FILE else 0
+    size = len(text) + behind
+    part_bytes = max(WINDOW_BYTES, target.smallest_part_bytes)
+    if target.most_parts is not None:
+        part_bytes = max(part_bytes, -(-size // target.most_parts))
+
+    def parts() -> Iterator[memoryview]:
+        for start in range(0, size, part_bytes):
+            stop = min(start + part_bytes, size)
+            first = max(start, len(text)) - len(text)
+            yield memoryview(
+                text[start:stop] + os.pread(spool.fileno(), max(0, stop - len(text)) - first, first)
+            )
+
+    return Unit(path, 0, size, part_bytes, parts)
+
+
+def _describe(
+    content: str, export: Mapping[str, Any], files: Mapping[str, int], receipts: Sequence[Receipt]
+) -> bytes:
+    """The manifest of a delta: that of the export, with the files and parts of the delta."""
+    return format_manifest(
+        {
+            **manifest_head(version.__version__),
+            "plan_id": content,
+            "request": export["request"],
+            "files": dict(files),
+            "source": export["source"],
+            "etags": {},
+            "parts": describe_parts(receipts, {}),
+        }
+    )

@@ -1,0 +1,235 @@
+"""``pull``: make or update a local copy of a published version, for engines that have no receiver of their own.
+
+The copy is made beside the old one and takes its place when all of it is written and every checksum is right. Deltas
+are applied on the way: whatever lies between the copy's version and the wanted one, each byte is written once::
+
+    LOCAL (version 4) ─┐
+    weight_v000005  ───┼─ window by window ─► staged copy ─► LOCAL (version 6)
+    weight_v000006  ───┘
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from paddle_reshard.pipeline.convert.manifest import (
+    describe_parts,
+    format_manifest,
+    manifest_head,
+    parse_manifest,
+)
+from paddle_reshard.pipeline.core import version as package
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.versions.chain import (
+    SAFETENSORS,
+    Chain,
+    Model,
+    Versions,
+    newest_version,
+    numbers_of,
+    read_model,
+)
+from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES
+from paddle_reshard.pipeline.versions.form import version_name
+from paddle_reshard.pipeline.versions.reports import PullReport
+from paddle_reshard.pipeline.versions.writing import Unit, units_at_a_time, write_target
+from paddle_reshard.storage.apart import check_apart
+from paddle_reshard.storage.checksum import checksum
+from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.listing import open_root
+from paddle_reshard.storage.locate import Access, StorageOptions, absolute, is_local, open_source, open_target
+from paddle_reshard.storage.store import Receipt, Source, Target
+
+_PULLED = "pulled"
+"""Entry of the manifest of a copy: the version that it holds, and where that lies."""
+
+
+def pull(
+    versions: PathLike,
+    local: PathLike,
+    *,
+    version: int | None = None,
+    memory: str = DEFAULT_MEMORY,
+    take_over: bool = False,
+    no_space_check: bool = False,
+    storage_options: StorageOptions | None = None,
+    allow_scheme: Sequence[str] = (),
+    observe: Observer = ignore_events,
+) -> PullReport:
+    """Make a local folder hold a published version, whole: an ordinary Hugging Face checkpoint.
+
+    The folder is made from the version that it holds and the deltas since, or from a full version. It is replaced when
+    the new one is complete; an interrupted call can be repeated and goes on where it was.
+
+    Parameters
+    ----------
+    versions
+        Folder or URL in which the versions lie.
+    local
+        A folder of this machine: one that ``pull`` has made, or one that does not exist yet.
+    version
+        Number of the version. Default: the one that the file ``latest`` names, or without that file the highest.
+    memory
+        Memory budget of this process.
+    take_over
+        Continue a call that has ended on another machine, without waiting for its lock to expire.
+    no_space_check
+        Do not check that the disk has enough free space.
+    storage_options, allow_scheme
+        How ``versions`` is reached, as for :func:`convert`.
+    observe
+        Called with progress events.
+
+    Raises
+    ------
+    CheckpointError
+        If a version is missing or damaged, or the copy is not what a delta was made from.
+    TargetError
+        If the folder holds something that ``pull`` has not made.
+    """
+    began = time.monotonic()
+    where = os.fspath(local)
+    if not is_local(where):
+        raise UsageError(f"{where}: versions are pulled to a folder of this machine")
+    check_apart(os.fspath(versions), where)
+    access = Access(storage_options or {}, tuple(allow_scheme))
+    known = Versions(open_root(os.fspath(versions), access.options, access.schemes), access)
+    number = _wanted(known, version)
+    target = open_target(where, True, {}, True, take_over)
+    held = _held(target, known.root.location)
+    if held == number:
+        files = target.reopen().sizes()
+        return PullReport(
+            known.root.location, where, number, number, len(files) - 1, 0, 0, time.monotonic() - began
+        )
+    chain, start = _chain(known, number, held, where)
+    budget_bytes = parse_memory(memory)
+    at_a_time = units_at_a_time(where, len(chain.deltas), len(chain.base.places), budget_bytes)
+    units = list(_units(chain, _checksums(chain.base) if start == held else {}))
+    written = write_target(
+        target,
+        units,
+        f"{version_name(number)} of {known.root.location}",
+        [chain.base.source, *(delta.model.source for delta in chain.deltas)],
+        partial(_describe, number, known.root.location, chain.base.source, units),
+        at_a_time,
+        observe,
+        not no_space_check,
+    )
+    return PullReport(
+        known.root.location,
+        where,
+        number,
+        start,
+        len({unit.path for unit in units}),
+        written.nbytes - written.resumed_bytes,
+        written.resumed_bytes,
+        time.monotonic() - began,
+    )
+
+
+def _wanted(known: Versions, version: int | None) -> int:
+    """The version to pull."""
+    number = newest_version(known.root) if version is None else version
+    if number is None:
+        raise CheckpointError(f"{known.root.location}: has no version like {version_name(1)}")
+    if number not in (numbers := numbers_of(known.root)):
+        there = f"{version_name(numbers[0])} to {version_name(numbers[-1])}" if numbers else "no version"
+        raise CheckpointError(f"{known.root.at(version_name(number))}: is not there; the folder has {there}")
+    return number
+
+
+def _held(target: Target, versions: str) -> int | None:
+    """The version of ``versions`` that the target holds; ``None`` if it holds none of them."""
+    pulled = (own_manifest(target.published(MANIFEST)) or {}).get(_PULLED)
+    if not isinstance(pulled, dict) or pulled.get("versions") != versions:
+        return None
+    number = pulled.get("version")
+    return number if isinstance(number, int) else None
+
+
+def _chain(known: Versions, number: int, held: int | None, where: str) -> tuple[Chain, int]:
+    """What the version is made of, and the version of its base: the copy where it is on the way, or a full version."""
+    if held is not None and held < number:
+        chain = known.chain(number, (held, read_model(open_source(where, {}))))
+    else:
+        chain = known.chain(number)
+    return chain, number - len(chain.deltas)
+
+
+def _checksums(base: Model) -> dict[tuple[str, int], str]:
+    """(file, first byte) → checksum of a part of the copy, as its manifest records it."""
+    source = base.source
+    data = source.read(MANIFEST, 0, source.sizes()[MANIFEST])
+    parts = parse_manifest(data, f"{source.location}/{MANIFEST}").parts
+    return {(part.path, part.byte_offset): part.checksum or "" for part in parts}
+
+
+def _units(chain: Chain, recorded: dict[tuple[str, int], str]) -> Iterator[Unit]:
+    """What the copy consists of: each header, tensor and small file."""
+    first: dict[str, int] = {}
+    for key, place in chain.base.places.items():
+        start = place.array.byte_offset
+        first[place.path] = min(start, first.get(place.path, start))
+        if place.array.nbytes:
+            parts = partial(_tensor, chain, key, {} if chain.changed(key) else recorded)
+            yield Unit(place.path, start, place.array.nbytes, WINDOW_BYTES, parts)
+    for path, size in chain.base.source.sizes().items():
+        if path != MANIFEST:
+            nbytes = first.get(path, size) if path.endswith(SAFETENSORS) else size
+            yield Unit(path, 0, nbytes, WINDOW_BYTES, partial(_bytes, chain.base, path, nbytes))
+
+
+def _tensor(chain: Chain, key: str, recorded: dict[tuple[str, int], str]) -> Iterator[memoryview]:
+    """The new bytes of a tensor. Those that no delta changes are held against the record of the copy."""
+    place = chain.base.places[key]
+    start = place.array.byte_offset
+    for window in chain.windows(key):
+        expected = recorded.get((place.path, start))
+        if expected and checksum(window.data) != expected:
+            raise CheckpointError(
+                f"{chain.base.source.location}/{place.path}: {key} has changed since it was pulled; remove the folder "
+                "and pull again"
+            )
+        start += len(window)
+        yield window.data
+
+
+def _bytes(base: Model, path: str, nbytes: int) -> Iterator[memoryview]:
+    """The first bytes of a file, as they are."""
+    for start in range(0, nbytes, WINDOW_BYTES):
+        window = np.empty(min(WINDOW_BYTES, nbytes - start), np.uint8).data
+        base.source.read_into(path, start, window)
+        yield window
+
+
+def _describe(
+    number: int, versions: str, base: Source, units: Sequence[Unit], receipts: Sequence[Receipt]
+) -> bytes:
+    """The manifest of a copy."""
+    sizes: dict[str, int] = {}
+    for unit in units:
+        sizes[unit.path] = max(sizes.get(unit.path, 0), unit.start + unit.nbytes)
+    return format_manifest(
+        {
+            **manifest_head(package.__version__),
+            "plan_id": f"{version_name(number)} of {versions}",
+            _PULLED: {"version": number, "versions": versions},
+            "files": sizes,
+            "source": {
+                "location": absolute(base.location),
+                "files": dict(base.sizes()),
+                "versions": dict(base.versions()),
+            },
+            "etags": {},
+            "parts": describe_parts(receipts, {}),
+        }
+    )
