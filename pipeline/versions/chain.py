@@ -18,10 +18,10 @@ from paddle_reshard.pipeline.versions.coding import (
     open_change,
 )
 from paddle_reshard.pipeline.versions.form import (
+    CHECKSUMS,
     LATEST,
     DeltaHead,
     delta_head,
-    hasher_of,
     pointed_version,
     version_name,
     version_number,
@@ -202,7 +202,7 @@ class Chain:
             yielded before is wrong.
         """
         place, deltas = self.base.places[key], self.changed(key)
-        hasher = hasher_of(deltas[-1].head.checksum) if deltas else None
+        hasher = CHECKSUMS[deltas[-1].head.checksum]() if deltas else None
         changes = [(delta, _guarded(delta, key, place.array.nbytes)) for delta in deltas]
         for start in range(0, place.array.nbytes, WINDOW_BYTES):
             window = np.empty(min(WINDOW_BYTES, place.array.nbytes - start), np.uint8)

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.pipeline.versions.form import Encoding
 
 WINDOW_BYTES = 8 << 20
@@ -42,10 +42,9 @@ class FrameError(ValueError):
 
 
 def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UsageError("zstandard is not installed: pip install 'paddle-reshard[publish]'") from error
+    require("zstandard", "publish", "a published delta")
+    import zstandard
+
     return zstandard
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.storage.formats.safetensors import Index, format_index
 
 LATEST = "latest"
@@ -63,12 +64,14 @@ class _Adler32:
 
 
 def _xxh3_128() -> Hasher:
+    require("xxhash", "publish", "the checksum xxh3-128")
     import xxhash
 
     return xxhash.xxh3_128()
 
 
 def _blake3() -> Hasher:
+    require("blake3", "publish", "the checksum blake3")
     import blake3
 
     return blake3.blake3()
@@ -79,23 +82,7 @@ CHECKSUMS: Mapping[str, Callable[[], Hasher]] = {
     "xxh3-128": _xxh3_128,
     "blake3": _blake3,
 }
-"""Name of a checksum, as in the index of a delta → a new one."""
-
-
-def hasher_of(checksum: str) -> Hasher:
-    """A new checksum of this kind.
-
-    Raises
-    ------
-    UsageError
-        If the library that computes it is not installed.
-    """
-    try:
-        return CHECKSUMS[checksum]()
-    except ImportError as error:
-        raise UsageError(
-            f"checksum {checksum}: {error.name} is not installed: pip install 'paddle-reshard[publish]'"
-        ) from error
+"""Name of a checksum, as in the index of a delta → a new one; an ``UnsupportedError`` if its library is missing."""
 
 
 def version_name(number: int) -> str:

@@ -47,7 +47,6 @@ from paddle_reshard.pipeline.versions.form import (
     DeltaHead,
     Encoding,
     format_delta_index,
-    hasher_of,
     version_name,
 )
 from paddle_reshard.pipeline.versions.reports import PublishReport
@@ -128,14 +127,15 @@ def _encoding(name: str) -> Encoding:
 def _checksum(name: str) -> str:
     if name not in CHECKSUMS:
         raise UsageError(f"checksum {name!r}: none of {', '.join(CHECKSUMS)}")
-    hasher_of(name)
+    CHECKSUMS[name]()
     return name
 
 
-def newest_source(versions: CheckpointRoot) -> str | None:
-    """The location of the checkpoint of the newest complete version; ``None`` if there is none."""
-    number = _newest(versions)
-    return None if number is None else str(_manifest(versions, number)["source"]["location"])
+def sources(versions: CheckpointRoot) -> Iterator[str]:
+    """The locations of the checkpoints that complete versions were made from, the newest first."""
+    for number in reversed(numbers_of(versions)):
+        if manifest := _manifest(versions, number):
+            yield str(manifest["source"]["location"])
 
 
 def _newest(versions: CheckpointRoot) -> int | None:
@@ -304,7 +304,7 @@ class _Publisher:
         """A tensor's key, the checksum of its new bytes, and its frame."""
         place = new.places[key]
         encoder = opened.enter_context(closing(encoder_of(self.form.encoding, place.array.nbytes, folder)))
-        hasher = hasher_of(self.form.checksum)
+        hasher = CHECKSUMS[self.form.checksum]()
         start = place.array.byte_offset
         for old in chain.windows(key):
             window = np.empty_like(old)

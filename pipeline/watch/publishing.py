@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import BusyError, ReshardError
-from paddle_reshard.pipeline.versions.publish import newest_source
+from paddle_reshard.pipeline.versions.publish import sources
 from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.pipeline.watch.attempts import Attempts
 from paddle_reshard.pipeline.watch.claims import Action, step_of, steps_of
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result
 from paddle_reshard.storage.listing import CheckpointRoot
+from paddle_reshard.storage.locate import absolute
 
 Publish = Callable[[str], PublishReport]
 """Publishes a converted checkpoint. Raises a ``ReshardError``."""
@@ -56,8 +57,7 @@ class Publisher:
     def due(self, order: Sequence[str], results: Mapping[str, Result]) -> list[str]:
         """The converted checkpoints to be published, ascending: newer than the last, and before any that waits."""
         records = self.attempts.records
-        newest = newest_source(self.versions)
-        last = -1 if newest is None else step_of(newest.rpartition("/")[2])
+        last = self._last_step()
         waiting = [step_of(name) for name in order if self._waits(name)]
         return [
             name
@@ -71,6 +71,12 @@ class Publisher:
     def needed(self, order: Sequence[str], results: Mapping[str, Result]) -> set[str]:
         """The converted checkpoints that must stay, because they have yet to be published."""
         return set(self.due(order, results))
+
+    def _last_step(self) -> int:
+        """The step of the newest version that was made from a converted checkpoint of this run; -1 if none was."""
+        folder = absolute(self.attempts.records.out.at("checkpoint-0")).rpartition("/")[0]
+        places = (location.rpartition("/") for location in sources(self.versions))
+        return next((step_of(name) for above, _, name in places if above == folder and steps_of([name])), -1)
 
     def _waits(self, name: str) -> bool:
         """Whether a checkpoint is being converted, or will be tried again."""

@@ -3,7 +3,6 @@
 ::
 
     DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is complete
-    DST_ROOT/delta-<old>-<new>/paddle_reshard.json     with --delta, the same for what changed between two targets
     DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
     DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
     DST_ROOT/.paddle_reshard/seen/<id>.json            the state of a checkpoint that may be unfinished

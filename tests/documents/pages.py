@@ -93,6 +93,7 @@ PAGES: dict[str, Page] = {
             "RUN_DIR/checkpoint-20": LLAMA,
         },
         after=("verify LOCAL",),
+        drawings="a folder",
     ),
     "docs/ema.md": Page(
         holds=SERIES,

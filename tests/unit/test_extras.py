@@ -13,7 +13,7 @@ from tests.conftest import case_directory
 SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
 WITHOUT = """
 import sys
-for name in ("ray", "s3fs", "aiobotocore", "botocore", "aiohttp", "model_signing", "pyarrow"):
+for name in ("ray", "s3fs", "aiobotocore", "botocore", "aiohttp", "model_signing", "pyarrow", "blake3"):
     sys.modules[name] = None  # as if it were not installed
 from paddle_reshard.pipeline.cli.main import main
 main()
@@ -49,10 +49,10 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
             ("plan", str(SOURCE), "--to", "tp=1", "--save", "one.plan"),
             "a saved plan needs the package pyarrow, which is not installed: pip install 'paddle-reshard[arrow]'",
         ),
-        (("delta", str(SOURCE), str(SOURCE), "change"), "a delta needs the package pyarrow"),
         (
-            ("watch", str(SOURCE.parent), "each", "--to", "tp=1", "--once", "--delta"),
-            "a delta needs the package pyarrow",
+            ("publish", str(SOURCE), "versions", "--checksum", "blake3"),
+            "the checksum blake3 needs the package blake3, which is not installed: pip install "
+            "'paddle-reshard[publish]'",
         ),
         (("sign", "fingerprints.json", "--key", "key.pem"), "pip install 'paddle-reshard[sign]'"),
     ],
