@@ -437,6 +437,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     help="Convert a checkpoint without saved_signal files or trainer state once it has not changed for this time.",
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
+@click.option("--delta", is_flag=True, hidden=True)
 @click.option(
     "--publish",
     metavar="VERSIONS",
@@ -507,6 +508,8 @@ def watch(
     with _reporting("watch", "claims are released", "--json" in arguments, service=not once):
         from paddle_reshard.pipeline.watch.claims import Policy
 
+        if settings["delta"]:
+            raise UsageError("there is no --delta; --publish VERSIONS replaces it: docs/deltas.md")
         request = Request.read(convert, arguments)
         policy = Policy(
             keep=settings["keep"],

@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.cli.log_file import log_file_closed, note_failure
 from paddle_reshard.pipeline.cli.progress_events import are_wanted, print_ended
 from paddle_reshard.pipeline.cli.terminal import printable, say
 from paddle_reshard.pipeline.core.answer import Answer
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
@@ -212,8 +213,22 @@ def print_answer(answer: Answer) -> None:
 # ------------------------------------------------------------------------------------------------------- ends
 
 
+REPLACED = {"delta": "publish", "apply": "pull"}
+"""Command that a release had → the command that replaces it."""
+
+
 class Commands(click.Group):
     """A group whose commands always end as described in this module."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; one that was replaced is an error that names the other."""
+        if args[0] in REPLACED:
+            raise UsageError(
+                f"there is no command {args[0]}; {REPLACED[args[0]]} replaces it: docs/deltas.md"
+            )
+        return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:
         """Run a command and exit with its status."""

@@ -28,7 +28,13 @@ _CONSENT = ("allow_replica_drift", "allow_master_drift", "allow_reread", "allow_
 _STORES = ("storage_options", "allow_scheme", "source_storage_options", "target_storage_options")
 
 
-@click.command(cls=SectionedCommand)
+@click.command(
+    cls=SectionedCommand,
+    examples=(
+        "checkpoint-1000 versions",
+        "checkpoint-1000 s3://serving/model --state ema --dtype bfloat16 --full-every 20",
+    ),
+)
 @click.argument("checkpoint", metavar="SRC")
 @click.argument("versions", metavar="VERSIONS")
 @outcome_option(
@@ -82,7 +88,7 @@ def publish(
     answer(publish_data(report), as_json, quiet, lambda: print_facts(report.facts()))
 
 
-@click.command(cls=SectionedCommand)
+@click.command()
 @click.argument("versions", metavar="VERSIONS")
 @click.argument("local", metavar="LOCAL")
 @outcome_option(

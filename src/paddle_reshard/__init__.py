@@ -350,6 +350,8 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 if not TYPE_CHECKING:  # a type checker that saw this would accept any name
 
     def __getattr__(name: str) -> Any:
+        if name in ("delta", "apply_delta"):
+            raise AttributeError(f"{__name__}.{name} is replaced by publish and pull: docs/deltas.md")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, T
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from tests.conftest import REPO, case_directory
 from tests.golden.lora_base import write_base
+from tests.jobs.command import run_here
 from tests.versions.receiver import receive, tensors_of
 
 LLAMA = "dense/mp2sh2_s1v2_meta_mid"
@@ -413,3 +414,24 @@ def test_killed_copies_are_whole_and_go_on(step: int, published: Path, tmp_path:
         assert run[3] in (digest(published / "direct-2"), digest(published / "direct-5"))
         assert tensors_of(made / "local") == tensors_of(published / "direct-5")
         assert sorted(path.name for path in made.iterdir()) == ["local", "versions"]
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+def test_commands_that_were_replaced_name_what_replaces_them(tmp_path: Path) -> None:
+    for command, word in (("delta", "publish"), ("apply", "pull")):
+        done = run_here(command, "a", "b", "c")
+        assert (done.returncode, f"; {word} replaces it" in done.stderr) == (2, True), done.stderr
+    watch = run_here("watch", tmp_path, tmp_path / "out", "--to", "tp=1", "--once", "--delta")
+    assert (watch.returncode, "--publish VERSIONS" in watch.stderr) == (2, True), watch.stderr
+    with pytest.raises(AttributeError, match="publish and pull"):
+        paddle_reshard.apply_delta  # noqa: B018
+
+
+def test_commands_say_what_they_made(tmp_path: Path) -> None:
+    published = run_here("publish", checkpoint("dense/single"), tmp_path / "v")
+    assert "weight_v000001, full: the first version" in published.stdout
+    pulled = run_here("pull", tmp_path / "v", tmp_path / "local", "--quiet")
+    assert (published.returncode, pulled.returncode, pulled.stdout, pulled.stderr) == (0, 0, "", "")
+    assert tensors_of(tmp_path / "local") == tensors_of(tmp_path / "v" / name(1))
