@@ -10,6 +10,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import publish_data, pull_data
 from paddle_reshard.pipeline.cli.observers import observing
 from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
     SectionedCommand,
     all_of,
     declared,
@@ -35,8 +36,8 @@ _STORES = ("storage_options", "allow_scheme", "source_storage_options", "target_
         "checkpoint-1000 s3://serving/model --state ema --dtype bfloat16 --full-every 20",
     ),
 )
-@click.argument("checkpoint", metavar="SRC")
-@click.argument("versions", metavar="VERSIONS")
+@click.argument("checkpoint", type=LOCATION, metavar="SRC")
+@click.argument("versions", type=LOCATION, metavar="VERSIONS")
 @outcome_option(
     "--encoding",
     type=click.Choice([encoding.value for encoding in Encoding]),
@@ -71,9 +72,9 @@ def publish(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Publish the parameters of a checkpoint as the next version in a folder, for inference engines to fetch.
+    """Publish the weights of a checkpoint as the next version, for inference engines.
 
-    The first version is a Hugging Face checkpoint, later ones hold what changed.
+    Versions lie in one folder. The first is a Hugging Face checkpoint, later ones hold what changed.
     """
     with observing(quiet or as_json) as observe:
         report = paddle_reshard.publish(
@@ -89,8 +90,8 @@ def publish(
 
 
 @click.command()
-@click.argument("versions", metavar="VERSIONS")
-@click.argument("local", metavar="LOCAL")
+@click.argument("versions", type=LOCATION, metavar="VERSIONS")
+@click.argument("local", type=LOCATION, metavar="LOCAL")
 @outcome_option(
     "--version",
     "version",
@@ -113,9 +114,9 @@ def pull(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Make or update a local copy of a published version, whole: an ordinary Hugging Face checkpoint.
+    """Make or update a local copy of a published version.
 
-    LOCAL is replaced when the new copy is complete and every checksum is right.
+    It is an ordinary Hugging Face checkpoint. LOCAL is replaced when the new copy is complete and every checksum right.
     """
     with observing(quiet or as_json) as observe:
         report = paddle_reshard.pull(versions, local, version=version, observe=observe, **given(context))
