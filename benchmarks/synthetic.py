@@ -234,6 +234,9 @@ class EmptySource:
     def sizes(self) -> Mapping[str, int]:
         return self._sizes
 
+    def modified(self) -> Mapping[str, int]:
+        return {}
+
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(buffer))

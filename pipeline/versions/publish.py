@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import numpy as np
 
@@ -65,7 +65,7 @@ from paddle_reshard.storage.locate import (
 )
 from paddle_reshard.storage.store import OWN_PREFIX, Receipt, Target
 
-_EXPORT = "huggingface"
+_EXPORT: Final = "huggingface"
 _NOT_COMPARED = ("memory",)
 """Options in the statement of a request that change no byte of an export."""
 

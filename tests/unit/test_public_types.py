@@ -30,6 +30,7 @@ KINDS_OF_OPTIONS = ("Average", "Conversion", "Convert", "Target")
 OWN_VALUES = {
     "AsyncEma.progress",  # of an average, not the event of that name
     "AsyncEma.save",  # FlexRank: ema_callback makes it
+    "HtmlReport.command",  # the command line makes it
     *(  # KeptFile: a session keeps small files as such
         f"{kind}Options.{name}"
         for kind in KINDS_OF_OPTIONS
