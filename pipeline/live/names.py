@@ -26,10 +26,10 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     OPTIMIZER,
     WEIGHTS,
     RankFile,
-    cell_name,
     parse_rank_file,
 )
 from paddle_reshard.pipeline.layouts.hybrid.source import AUTOMATIC_NAME
+from paddle_reshard.pipeline.layouts.jobs.keys import cell_name
 from paddle_reshard.pipeline.layouts.model_meta import parse_model_meta
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.layouts.reading import SourceFiles

@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.convert.request import RunSettings, check_options
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import DROPPABLE
 from paddle_reshard.pipeline.layouts.formats import FORMATS, FormatName
-from paddle_reshard.pipeline.layouts.hybrid.request import LayoutOptions
+from paddle_reshard.pipeline.layouts.jobs.request import LayoutOptions
 from tests.jobs.command import invoke
 
 CONVERT = cli.commands["convert"]

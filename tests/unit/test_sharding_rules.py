@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.hybrid.segments import segment
+from paddle_reshard.pipeline.layouts.jobs.segments import segment
 from paddle_reshard.pipeline.layouts.padding import stage3_slice_elements
 from paddle_reshard.pipeline.layouts.rules.items import Item
 from paddle_reshard.pipeline.layouts.sharding import (

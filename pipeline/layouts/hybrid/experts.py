@@ -15,7 +15,8 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
-from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks, experts_of
+from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks
+from paddle_reshard.pipeline.layouts.jobs.keys import experts_of
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 Value = TypeVar("Value")

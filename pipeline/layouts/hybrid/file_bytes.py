@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.literals import Literals, LiteralTemplate
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.hybrid.cells import Cell
+from paddle_reshard.pipeline.layouts.jobs.cells import Cell
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.layouts.sharding import FlatSlice

@@ -98,8 +98,3 @@ def rank_file_name(
     coordinates = {"tp": tp, "pp": pp, "shard": shard, "moe": moe, "moe_sharding": ep}
     parts = "_".join(f"{axis}{rank:0>2d}" for axis, rank in coordinates.items() if rank is not None)
     return ".".join([kind, *([parts] if parts else []), _SUFFIXES[kind]])
-
-
-def cell_name(tp: int, pp: int, ep: int | None = None) -> str:
-    """The key of a cell in ``model_meta.json``: both parts, even at degree 1; the third under expert parallelism."""
-    return f"tp{tp:0>2d}_pp{pp:0>2d}" + ("" if ep is None else f"_ep{ep:0>2d}")

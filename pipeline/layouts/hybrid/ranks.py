@@ -40,9 +40,15 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     OPTIMIZER,
     WEIGHTS,
     RankFile,
-    cell_name,
     parse_rank_file,
     rank_file_name,
+)
+from paddle_reshard.pipeline.layouts.jobs.keys import (
+    LORA_PREFIX,
+    cell_name,
+    experts_of,
+    first_keys,
+    shift_expert,
 )
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.layouts.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
@@ -50,10 +56,7 @@ from paddle_reshard.pipeline.layouts.reading import PLAIN_STATES
 from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
-LORA_PREFIX = "model."
-"""Prefix of the keys of a LoRA job in ``model_meta.json``, and nowhere else."""
 _WITH_OPTIMIZER = (*PLAIN_STATES, MODEL_META)
 _SIGNAL = re.compile(r"saved_signal_\d+")
 
@@ -136,14 +139,6 @@ class Ranks:
     """Whether parameters are stored in ``lora_model_state`` files."""
     has_optimizer: bool = True
     """Whether there are optimizer files."""
-
-
-def first_keys(names: Mapping[str, str]) -> dict[str, str]:
-    """Parameter name → the first structured key with that name, under which a cell's optimizer stores it."""
-    keys: dict[str, str] = {}
-    for key, name in names.items():
-        keys.setdefault(name, key)
-    return keys
 
 
 HALF_DTYPES = ("bfloat16", "float16")
@@ -546,30 +541,6 @@ def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowle
             f"experts in total: the experts of rank {rank} cannot be determined"
         )
     return rank * len(held)
-
-
-def expert_of(key: str) -> int | None:
-    """Number of the routed expert in a structured key, or ``None``.
-
-    >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
-    13
-    """
-    found = _EXPERT.search(key)
-    return None if found is None else int(found[0])
-
-
-def experts_of(keys: Iterable[str]) -> set[int]:
-    """Numbers of the routed experts among structured keys."""
-    return {expert for key in keys if (expert := expert_of(key)) is not None}
-
-
-def shift_expert(key: str, by: int) -> str:
-    """Add ``by`` to the expert number in a key; keys without one are returned unchanged.
-
-    >>> shift_expert("model.layers.1.mlp.experts.1.up_proj.weight", 2)
-    'model.layers.1.mlp.experts.3.up_proj.weight'
-    """
-    return _EXPERT.sub(lambda found: str(int(found[0]) + by), key) if by else key
 
 
 def _complete_shapes(cell: Cell, strategy: str) -> None:

@@ -43,13 +43,14 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
 from paddle_reshard.pipeline.layouts.hybrid.positions import RankFiles, expected_slices
-from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, expert_of, sort_ranks
+from paddle_reshard.pipeline.layouts.hybrid.ranks import HALF_DTYPES, Cell, Ranks, sort_ranks
 from paddle_reshard.pipeline.layouts.hybrid.sharding_group import (
     ShardingGroup,
     common_dtype,
     one_number,
     whole_in_model_state,
 )
+from paddle_reshard.pipeline.layouts.jobs.keys import expert_of
 from paddle_reshard.pipeline.layouts.lora import check_matrices, with_base
 from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import (

@@ -16,16 +16,15 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, Decision, Outline, Staged
-from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
-from paddle_reshard.pipeline.layouts.hybrid.job_bytes import job_bytes
+from paddle_reshard.pipeline.layouts.format import Decision, Outline, Staged
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
-from paddle_reshard.pipeline.layouts.hybrid.ranks import expert_of
 from paddle_reshard.pipeline.layouts.hybrid.writer import HybridWriter
+from paddle_reshard.pipeline.layouts.jobs.checks import check_job
+from paddle_reshard.pipeline.layouts.jobs.job import HybridJob
+from paddle_reshard.pipeline.layouts.jobs.job_bytes import job_bytes
 from paddle_reshard.pipeline.layouts.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.layouts.model import AUTOMATIC, Model
-from paddle_reshard.pipeline.layouts.optimizers import muon_parameters, special_optimizer
-from paddle_reshard.pipeline.layouts.rules.table import RuleTable
+from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
 from paddle_reshard.pipeline.layouts.training_job import TrainingJob, naming_arguments
@@ -33,10 +32,7 @@ from paddle_reshard.pipeline.layouts.training_job import TrainingJob, naming_arg
 
 @dataclass(frozen=True, slots=True)
 class HybridTarget(HybridJob):
-    """A target of this format: a job, and why it is as it is. Validated by :func:`check_target`."""
-
-    strategy_reason: str = "as requested"
-    """Why this strategy was chosen, as shown to the user."""
+    """A target of this format. Validated by :func:`check_hybrid`."""
 
     @property
     def format(self) -> str:
@@ -107,7 +103,7 @@ class HybridTarget(HybridJob):
         """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
         source, wanted, of_base = self._to_write(source, wanted)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
-        check_job(wanted, self)
+        check_hybrid(wanted, self)
         fullest, tensor_bytes = job_bytes(wanted, self)
         return Outline(fullest, tensor_bytes, (*sidecars.not_carried, *of_base))
 
@@ -169,183 +165,28 @@ class HybridTarget(HybridJob):
         check_tensors(staged, found)
 
 
-def check_target(target: HybridTarget) -> None:
-    """Refuse what the trainer refuses, with its reason, and what is not supported.
+def check_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> None:
+    """Refuse a job that the trainer cannot train, and files that are not known well enough to be written.
 
     Raises
     ------
-    PlanError, UnsupportedError
+    PlanError, UnsupportedError, RuleError
     """
-    topology, strategy = target.topology, target.strategy
-    if topology.ep > 1:
-        _check_expert_parallel(target)
-    if target.expert_axis == "dp":
-        _check_experts_over_dp(target)
-    if strategy in ("stage2", "stage3") and topology.pp > 1:
-        raise PlanError(
-            f"{strategy} with pp={topology.pp}: the trainer refuses sharding stage 2 and 3 with pipeline "
-            "parallelism"
-        )
-    if strategy == "stage3" and topology.tp > 1:
-        raise PlanError(
-            f"stage3 with tp={topology.tp}: the trainer only supports tensor parallelism with sharding "
-            "stage 1 and 2"
-        )
-    if strategy == "none" and topology.sharding > 1:
-        raise PlanError(f"sharding={topology.sharding} needs a sharding strategy other than none")
-    if strategy != "none" and topology.sharding == 1:
-        raise PlanError(f"sharding strategy {strategy} needs sharding > 1 in the topology, it is 1")
-    if target.sharding.comm_overlap and (strategy != "stage1v2" or topology.pp == 1):
-        raise PlanError("comm_overlap belongs to stage1v2 with pp > 1")
-
-
-def with_default_strategy(target: HybridTarget, source: Checkpoint) -> HybridTarget:
-    """The target with the default sharding strategy, and the reason for it.
-
-    The default is the strategy of the source if the target job can use it, otherwise that of the trainer.
-    """
-    if target.topology.sharding == 1:
-        return replace(target, strategy="none", strategy_reason="sharding is 1")
-    by_default, reason = _default_of_trainer(source)
-    if source.strategy is None:
-        return replace(
-            target, strategy=by_default, strategy_reason=f"{reason}; the source's strategy is not known"
-        )
-    if source.strategy == "none":
-        return replace(target, strategy=by_default, strategy_reason=f"{reason}; the source is not sharded")
-    kept = replace(target, strategy=source.strategy, strategy_reason="as the source")
-    try:
-        check_target(kept)
-    except PlanError as error:
-        why = f"{reason}; not {source.strategy} as the source: {error}"
-        return replace(target, strategy=by_default, strategy_reason=why)
-    return kept
-
-
-def _default_of_trainer(source: Checkpoint) -> tuple[str, str]:
-    """The trainer's default kind of stage 1, and the reason for it.
-
-    PaddleFormers 1.2 cuts parameters (``trainer/training_args.py:1596``, ``split_param``) and asserts that gradients
-    are float32 and parameters half-precision (``:2339``, ``:1925``). PaddleNLP 3.0 does not cut them (``:748``,
-    ``sharding_parallel_config`` is empty).
-    """
-    if source.model.table.convention == "paddlenlp":
-        return "stage1v1", "the default of PaddleNLP"
-    tensors = source.model.tensors
-    if any(tensor.trained for tensor in tensors) and not any(tensor.master for tensor in tensors):
-        return "stage1v1", "PaddleFormers has stage1v2 with master weights only"
-    return "stage1v2", "the default of PaddleFormers"
-
-
-def _check_expert_parallel(target: HybridTarget) -> None:
-    """Refuse what PaddleFormers 1.2.0 refuses under expert parallelism.
-
-    ``trainer/training_args.py:2793-2845``, ``utils/moe_hybrid_parallel_optimizer.py:355-363``,
-    ``nn/moe_deepep/moe_gate.py:133``, and the groups of Paddle 3.3 ``fleet/base/topology.py:769-870``.
-    """
-    topology, ep = target.topology, target.topology.ep
-    if topology.dp > 1:
-        raise PlanError(
-            f"ep={ep} with dp={topology.dp}: the trainer refuses expert parallelism with data parallelism; use "
-            "sharding instead"
-        )
-    if target.strategy in ("stage2", "stage3"):
-        raise PlanError(
-            f"ep={ep} with {target.strategy}: the trainer's optimizer for expert parallelism only considers sharding "
-            "stage 1"
-        )
-    if target.strategy == "stage1v1":
-        raise PlanError(
-            f"ep={ep} with stage1v1: the trainer asserts that hybrid expert parallel only supports ShardingV2; "
-            "choose stage1v2"
-        )
-    if ep % topology.tp or topology.tp * topology.sharding % ep:
-        raise PlanError(
-            f"ep={ep} with tp={topology.tp}, sharding={topology.sharding}: expert ranks are the tp ranks of neighbours "
-            "in a sharding group, so tp must divide ep, and ep must divide tp × sharding"
-        )
-    if topology.tp > 1 and not target.sequence_parallel:
-        raise PlanError(
-            f"ep={ep} with tp={topology.tp} without sequence parallelism: the trainer's router asserts "
-            "sequence_parallel when tensor parallelism is used"
-        )
-    if target.sharding.comm_overlap:
-        raise UnsupportedError(
-            f"ep={ep} with comm_overlap: whether the pipeline engine keeps experts in buffers of their own is not known"
-        )
-
-
-def _check_adamw_mini(target: HybridTarget) -> None:
-    """Refuse what PaddleFormers 1.2 cannot train with ``--optim adamw_mini``."""
-    if target.topology.tp > 1:
-        raise PlanError(
-            f"{target.topology}: the optimizer is AdamWMini; each tp rank would need the mean square of its own part "
-            "of a parameter, which no file holds. Only tp=1 is possible"
-        )
-    if target.strategy == "stage1v2":
-        raise PlanError(
-            "stage1v2: the trainer cannot make a step with AdamWMini under it; choose --sharding-strategy stage1v1"
-        )
-    if target.strategy not in ("none", "stage1v1"):
-        raise UnsupportedError(
-            f"{target.strategy}: how it stores AdamWMini's moment2, one number per parameter, is not known; choose "
-            "--sharding-strategy stage1v1"
-        )
-
-
-def _check_lora(model: Model, target: HybridTarget) -> None:
-    """Refuse LoRA targets that are not supported."""
-    if target.expert_axis is not None:
-        raise UnsupportedError(
-            f"LoRA with {target.topology} and experts distributed over {target.expert_axis} is not supported"
-        )
-    if target.writes_meta and not any(tensor.of_base for tensor in model.tensors):
+    marked = f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"
+    check_job(checkpoint, target, marked if target.writes_meta else None)
+    model = checkpoint.model
+    if target.topology.ep > 1 and target.names is None:
+        _check_counted(model, target.topology)
+    if model.has_lora and target.writes_meta and not any(tensor.of_base for tensor in model.tensors):
         raise UnsupportedError(
             f"the {MODEL_META} of a LoRA job also lists the tensors of the base model, which the rule table of "
             f"{model.table.family!r} does not give; use --format {HYBRID_PLAIN}"
         )
-
-
-def _check_experts_over_dp(target: HybridTarget) -> None:
-    """PaddleNLP 3.0.0b4's ``use_expert_parallel``: ``transformers/moe_layer.py:150-180``."""
-    topology = target.topology
-    if topology.world_size == topology.dp:
-        raise PlanError(
-            f"experts over dp={topology.dp} and no other axis: the trainer does not create its groups then, and every "
-            "rank holds all experts; omit ep"
-        )
-    if target.strategy in ("stage2", "stage3"):
-        raise UnsupportedError(f"experts over dp={topology.dp} with {target.strategy} are not supported")
-
-
-def _check_experts(checkpoint: Checkpoint, target: HybridTarget) -> None:
-    """Refuse a distribution of experts that the model does not support."""
-    table, axis, topology = checkpoint.model.table, target.expert_axis, target.topology
-    if axis is None:
-        if table.expert_axis == "dp" and 1 < topology.dp < topology.world_size:
-            raise PlanError(
-                f"dp={topology.dp}: {table.convention}'s {table.family} distributes experts over data-parallel ranks "
-                f"if there are other axes too; add ep={topology.dp}"
-            )
-        return
-    ranks = {"ep": topology.ep, "tp": topology.tp, "dp": topology.dp}[axis]
-    what = f"{axis}={ranks}"
-    if table.expert_axis != axis:
-        raise PlanError(
-            f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}"
-        )
-    experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
-    count = len({expert_of(t.key) for t in experts})
-    if count == 0 or count % ranks:
-        raise PlanError(
-            f"{what}: the layers have {count} experts as separate tensors, and the trainer asserts that {axis} divides "
-            "that number"
-        )
-    plain = next((t.key for t in experts if not t.master), None)
-    if axis == "ep" and topology.sharding > 1 and plain is not None and checkpoint.has_optimizer:
-        raise PlanError(
-            f"{plain}: has no master weight; the trainer's stage1v2 under expert parallelism only supports "
-            "amp_master_grad, and sharded saving would lose it"
+    if target.names is None and checkpoint.names_predicted is not None:
+        raise RuleError(
+            "parameter names",
+            f"{checkpoint.names_predicted}; names of the target cannot be predicted; pass those of a job of the "
+            "target topology with --target-meta model_meta.json",
         )
 
 
@@ -366,68 +207,6 @@ def _check_counted(model: Model, topology: Topology) -> None:
             )
 
 
-def _check_family(table: RuleTable, topology: Topology) -> None:
-    """Refuse combinations of axes with which the trainer cannot start a job of the family."""
-    for axes, reason in table.refused.items():
-        degrees = {axis: getattr(topology, axis) for axis in axes.split(",")}
-        if min(degrees.values()) > 1:
-            together = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-            raise PlanError(
-                f"{together}: {table.convention} cannot train {table.family} with these: {reason}"
-            )
-
-
-def _check_told(table: RuleTable, config: Mapping[str, Any], target: HybridJob) -> None:
-    """Refuse what the files of a model without a rule table do not determine."""
-    topology = target.topology
-    degrees = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp, "ep": topology.ep}
-    if table.convention == "paddlenlp":  # which distributes experts over data-parallel ranks
-        degrees["dp"] = topology.dp
-    stages_given = target.segmentation is not None or target.sharding.comm_overlap
-    marked = f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"
-    table.check_job(config, degrees, stages_given, marked if target.writes_meta else None)
-
-
-def check_job(checkpoint: Checkpoint, target: HybridTarget) -> None:
-    """Refuse what the trainer cannot train, and what is not known well enough to be written.
-
-    Whether sizes divide is found where they are divided (:class:`CellPlanner`).
-
-    Raises
-    ------
-    PlanError, UnsupportedError, RuleError
-    """
-    check_target(target)
-    _check_told(checkpoint.model.table, checkpoint.model.config, target)
-    _check_family(checkpoint.model.table, target.topology)
-    _check_experts(checkpoint, target)
-    if target.topology.ep > 1 and target.names is None:
-        _check_counted(checkpoint.model, target.topology)
-    if checkpoint.model.has_lora:
-        _check_lora(checkpoint.model, target)
-    if special_optimizer(checkpoint.model) == ADAMW_MINI:
-        _check_adamw_mini(target)
-    # PaddleFormers' optimizer lists only trained parameters (1.2.0 trainer.py:3359): those with states, if any has.
-    tensors = checkpoint.model.tensors
-    # In a model of an unknown family, a trained parameter may have had no gradient: it is listed and has no state.
-    known = checkpoint.model.table.not_known is None
-    by_states = (
-        known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
-    )
-    untrained = [t.key for t in tensors if not t.trained and t.tied_to is None]
-    if untrained and not by_states and target.strategy != "none" and checkpoint.has_optimizer:
-        raise UnsupportedError(
-            f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
-            f"distributes parameters is not known, so {target.strategy} is not supported for this model"
-        )
-    if target.names is None and checkpoint.names_predicted is not None:
-        raise RuleError(
-            "parameter names",
-            f"{checkpoint.names_predicted}; names of the target cannot be predicted; pass those of a job of the "
-            "target topology with --target-meta model_meta.json",
-        )
-
-
 def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """Lay out all files of the target checkpoint.
 
@@ -436,5 +215,5 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     PlanError
         If the model cannot take this topology, or a parameter name is not known.
     """
-    check_job(checkpoint, target)
+    check_hybrid(checkpoint, target)
     return HybridWriter(checkpoint, target).layout()

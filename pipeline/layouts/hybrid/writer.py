@@ -15,9 +15,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.layouts.hybrid.file_bytes import FileArrays, FileBytes, RankFile
-from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
 from paddle_reshard.pipeline.layouts.hybrid.names import (
     EMA,
     LORA_MODEL_STATE,
@@ -26,6 +24,8 @@ from paddle_reshard.pipeline.layouts.hybrid.names import (
     WEIGHTS,
     rank_file_name,
 )
+from paddle_reshard.pipeline.layouts.jobs.cells import Cell, CellPlanner
+from paddle_reshard.pipeline.layouts.jobs.job import HybridJob
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.optimizer_keys import (
     MASTER_WEIGHTS,

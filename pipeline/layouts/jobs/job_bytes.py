@@ -18,9 +18,9 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.format import RankBytes
-from paddle_reshard.pipeline.layouts.hybrid.cells import Cell, CellPlanner
-from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
-from paddle_reshard.pipeline.layouts.hybrid.ranks import first_keys
+from paddle_reshard.pipeline.layouts.jobs.cells import Cell, CellPlanner
+from paddle_reshard.pipeline.layouts.jobs.job import HybridJob
+from paddle_reshard.pipeline.layouts.jobs.keys import first_keys
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 ItemSize = Callable[[str], int]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
-from paddle_reshard.pipeline.layouts.hybrid.segments import Segmentation
+from paddle_reshard.pipeline.layouts.jobs.segments import Segmentation
 from paddle_reshard.pipeline.layouts.sharding import ShardingOptions
 
 
@@ -20,6 +20,8 @@ class HybridJob:
 
     topology: Topology
     strategy: str
+    strategy_reason: str = "as requested"
+    """Why this strategy was chosen, as shown to the user."""
     sharded_saving: bool = True
     """Write what the trainer writes with sharded saving on: ``model_meta.json`` under stage 1."""
     sharding: ShardingOptions = field(default_factory=ShardingOptions)

@@ -17,15 +17,15 @@ from math import prod
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import MTP
-from paddle_reshard.pipeline.layouts.hybrid.job import HybridJob
-from paddle_reshard.pipeline.layouts.hybrid.names import cell_name
-from paddle_reshard.pipeline.layouts.hybrid.ranks import (
+from paddle_reshard.pipeline.layouts.jobs.job import HybridJob
+from paddle_reshard.pipeline.layouts.jobs.keys import (
     LORA_PREFIX,
+    cell_name,
     expert_of,
     first_keys,
     shift_expert,
 )
-from paddle_reshard.pipeline.layouts.hybrid.segments import segment
+from paddle_reshard.pipeline.layouts.jobs.segments import segment
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.layouts.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.layouts.placement import TensorCut

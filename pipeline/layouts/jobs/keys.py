@@ -1,0 +1,47 @@
+"""Structured keys in the cells of a job, and the names of the cells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+LORA_PREFIX = "model."
+"""Prefix of the keys of a LoRA job in ``model_meta.json``, and nowhere else."""
+
+
+def cell_name(tp: int, pp: int, ep: int | None = None) -> str:
+    """The key of a cell in ``model_meta.json``: both parts, even at degree 1; the third under expert parallelism."""
+    return f"tp{tp:0>2d}_pp{pp:0>2d}" + ("" if ep is None else f"_ep{ep:0>2d}")
+
+
+def first_keys(names: Mapping[str, str]) -> dict[str, str]:
+    """Parameter name → the first structured key with that name, under which a cell's optimizer stores it."""
+    keys: dict[str, str] = {}
+    for key, name in names.items():
+        keys.setdefault(name, key)
+    return keys
+
+
+def expert_of(key: str) -> int | None:
+    """Number of the routed expert in a structured key, or ``None``.
+
+    >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
+    13
+    """
+    found = _EXPERT.search(key)
+    return None if found is None else int(found[0])
+
+
+def experts_of(keys: Iterable[str]) -> set[int]:
+    """Numbers of the routed experts among structured keys."""
+    return {expert for key in keys if (expert := expert_of(key)) is not None}
+
+
+def shift_expert(key: str, by: int) -> str:
+    """Add ``by`` to the expert number in a key; keys without one are returned unchanged.
+
+    >>> shift_expert("model.layers.1.mlp.experts.1.up_proj.weight", 2)
+    'model.layers.1.mlp.experts.3.up_proj.weight'
+    """
+    return _EXPERT.sub(lambda found: str(int(found[0]) + by), key) if by else key
