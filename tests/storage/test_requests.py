@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import TargetError, UsageError
 from paddle_reshard.storage.locate import open_folder
 from paddle_reshard.storage.remote.retry_counts import count_retries
+from paddle_reshard.storage.s3 import client
 from paddle_reshard.storage.s3 import uploads as requests
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import Receipt
@@ -124,3 +127,19 @@ def test_a_completion_that_fails_is_repeated_and_counted(
     complete("second")
     assert sum(count_retries().values()) - before == 1
     assert in_bucket(store, bucket, "c/") == {"first": b"part", "second": b"part"}
+
+
+def test_only_public_names_of_the_libraries_are_used() -> None:
+    """A release may change the others without a word."""
+    used = []
+    for path in Path(client.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr.startswith("_")
+                and not node.attr.startswith("__")
+            ):
+                used += [] if ast.unparse(node.value) in ("self", "super()") else [ast.unparse(node)]
+            if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("paddle_reshard"):
+                used += [alias.name for alias in node.names if alias.name.startswith("_")]
+    assert used == []
