@@ -139,7 +139,7 @@ lowest:
 	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card --cluster ray
-	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan && bin/paddle-reshard simulate two.plan
+	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan --workers 1,8
 	cd .lowest && bin/paddle-reshard convert one-card two --plan two.plan --to tp=2
 	cd .lowest && bin/paddle-reshard publish one-card versions
 	cd .lowest && bin/paddle-reshard publish two versions --state ema --encoding overwrite --checksum blake3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +14,14 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.cards import print_cards
-from paddle_reshard.pipeline.cli.json_output import cards_data, conversion_data, coverage_data, plan_data
+from paddle_reshard.pipeline.cli.estimates import estimate_options, print_estimates
+from paddle_reshard.pipeline.cli.json_output import (
+    cards_data,
+    conversion_data,
+    coverage_data,
+    plan_data,
+    simulations_data,
+)
 from paddle_reshard.pipeline.cli.notify import notifying
 from paddle_reshard.pipeline.cli.observers import observing, waiting
 from paddle_reshard.pipeline.cli.options import (
@@ -52,6 +59,7 @@ from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, for
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
+    from paddle_reshard.pipeline.planning.simulate import Rates, Simulation
 
 OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
 """Options of a conversion that make no sense for a series of checkpoints."""
@@ -103,13 +111,14 @@ run_options = all_of(
         "checkpoint-1000 --cards 4",
         "checkpoint-1000 --to tp=2,pp=2",
         "checkpoint-1000 two-cards --to tp=2 --save two.plan --report two.html",
+        "checkpoint-1000 --to tp=2,sharding=4 --workers 1,8,64",
     ),
 )
 @conversion_options
 @click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the plan to a file, for simulate and convert --plan.",
+    help="Write the plan to a file, for convert --plan.",
 )
 @click.option(
     "--prove",
@@ -124,6 +133,7 @@ run_options = all_of(
     help="List every topology of N cards to which SRC can be converted, with what each needs and loses, and how a job "
     "starts from it. Takes no DST and no --to.",
 )
+@estimate_options
 @report_option
 @click.pass_context
 def plan(
@@ -135,6 +145,8 @@ def plan(
     save: Path | None,
     prove: bool,
     cards: int | None,
+    worker_counts: tuple[int, ...],
+    rates: Rates | None,
     report_path: Path | None,
     as_json: bool,
     quiet: bool,
@@ -147,12 +159,14 @@ def plan(
     """
     options = given(context)
     if cards is not None:
-        if target or targets or save or prove:
+        if target or targets or save or prove or worker_counts:
             raise UsageError(
-                "--cards lists topologies; DST, --target, --save and --prove are for one of them"
+                "--cards lists topologies; DST, --target, --save, --prove and --workers are for one of them"
             )
         _show_cards(source, cards, options, report_path, as_json, quiet)
         return
+    if rates is not None and not worker_counts:
+        raise UsageError("--rates is for --workers")
     destination = _destination(target, targets, options) if target or targets else None
     if save is not None:
         import_module("paddle_reshard.pipeline.convert.plan_file")  # says at once if it cannot write any
@@ -162,14 +176,29 @@ def plan(
     ):
         planned = paddle_reshard.plan(source, destination, observe=report.observe, **options)
         coverage = paddle_reshard.prove(planned) if prove else None
-        report.planned(planned, coverage)
+        simulations = _simulated(planned, worker_counts, rates)
+        report.planned(planned, coverage, simulations)
     if save is not None:
         _save(planned, save)
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
     shown = [*planned.facts(), *_free_space(planned), *(() if coverage is None else coverage.facts())]
-    answer(plan_data(planned) | proof, as_json, quiet, lambda: print_facts(shown))
+
+    def show() -> None:
+        print_facts(shown)
+        print_estimates(simulations)
+
+    answer(plan_data(planned) | proof | simulations_data(simulations), as_json, quiet, show)
     if coverage is not None and not coverage:
         sys.exit(NOT_PROVEN)
+
+
+def _simulated(planned: ConversionPlan, counts: Sequence[int], rates: Rates | None) -> Sequence[Simulation]:
+    """How long the plan would take on each number of workers."""
+    if not counts:
+        return ()
+    from paddle_reshard.pipeline.planning.simulate import Rates, simulate
+
+    return simulate(planned.plan, counts, rates or Rates())
 
 
 def _free_space(planned: ConversionPlan) -> list[tuple[str, str]]:

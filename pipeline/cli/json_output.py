@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.convert.signing import SignReport
     from paddle_reshard.pipeline.convert.verify import VerifyReport
+    from paddle_reshard.pipeline.planning.simulate import Simulation
     from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
 
 Json = dict[str, Any]
@@ -165,6 +167,11 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "states_not_carried": sorted({state for target in targets for state in target.states_not_carried}),
         "states_dropped": list(conversion.dropped),
     }
+
+
+def simulations_data(found: Sequence[Simulation]) -> Json:
+    """What ``plan --workers --json`` prints beside the plan; nothing if no estimate was wanted."""
+    return {"simulations": [asdict(one) for one in found]} if found else {}
 
 
 def coverage_data(coverage: Coverage) -> Json:

@@ -32,7 +32,6 @@ COMMANDS: Final[Mapping[str, str]] = {
     "publish": "versions",
     "pull": "versions",
     "sign": "sign",
-    "simulate": "simulate",
     "submit": "jobs",
     "verify": "verify",
     "watch": "jobs",

@@ -52,7 +52,18 @@ def decides(option: click.Option) -> Decides:
 
 USUAL = (
     *("made_from", "tensor", "element", "decay", "weights", "uniform"),
-    *("to", "format", "sharding_strategy", "targets", "state", "dtype", "cards", "save", "prove"),
+    *(
+        "to",
+        "format",
+        "sharding_strategy",
+        "targets",
+        "state",
+        "dtype",
+        "cards",
+        "save",
+        "prove",
+        "worker_counts",
+    ),
     *("encoding", "full_every"),
     *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet"),
 )

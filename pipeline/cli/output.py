@@ -1,7 +1,7 @@
 """What commands print and how they end: guarded streams, plain tables, a JSON object.
 
 The purpose of a command determines whether its output matters. ``diff``, ``explain``, ``families``, ``fingerprint``,
-``inspect``, ``plan``, ``simulate`` and ``verify`` answer a question: if the answer cannot be written, they fail, as
+``inspect``, ``plan`` and ``verify`` answer a question: if the answer cannot be written, they fail, as
 ``ls`` and ``cmp`` do. All other commands perform an action: their exit status says whether it was performed, even if
 their output was lost.
 """
@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.suggest import did_you_mean
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
 """Environment variable by which a shell requests completions."""
-ANSWERS = ("diff", "explain", "families", "fingerprint", "inspect", "plan", "simulate", "verify")
+ANSWERS = ("diff", "explain", "families", "fingerprint", "inspect", "plan", "verify")
 """Commands that are run for their output."""
 _HELP_INSTEAD: tuple[type[Exception], ...] = tuple(
     filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
@@ -213,8 +213,12 @@ def print_answer(answer: Answer) -> None:
 # ------------------------------------------------------------------------------------------------------- ends
 
 
-REPLACED = {"delta": "publish", "apply": "pull"}
-"""Command that a release had → the command that replaces it."""
+REPLACED = {
+    "delta": ("publish", "docs/deltas.md"),
+    "apply": ("pull", "docs/deltas.md"),
+    "simulate": ("plan SRC … --workers 1,8,64", "docs/guides/clusters.md"),
+}
+"""Command that a release had → what replaces it, and the page that describes that."""
 
 
 class Commands(click.Group):
@@ -225,9 +229,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command; one that was replaced is an error that names the other."""
         if args[0] in REPLACED:
-            raise UsageError(
-                f"there is no command {args[0]}; {REPLACED[args[0]]} replaces it: docs/deltas.md"
-            )
+            other, page = REPLACED[args[0]]
+            raise UsageError(f"there is no command {args[0]}; {other} replaces it: {page}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.convert.verify import VerifyReport
     from paddle_reshard.pipeline.core.events import Observer
-    from paddle_reshard.pipeline.planning.plan import Plan
     from paddle_reshard.pipeline.planning.simulate import Simulation
     from paddle_reshard.pipeline.report.command import Command
     from paddle_reshard.pipeline.report.html_report import HtmlReport
@@ -86,10 +85,12 @@ class Reporting:
         self.page = page
         self.observe: Observer = observe if page is None else page
 
-    def planned(self, conversion: ConversionPlan, proof: Coverage | None) -> None:
-        """Write what a plan says, and its proof if there is one."""
+    def planned(
+        self, conversion: ConversionPlan, proof: Coverage | None, simulations: Sequence[Simulation]
+    ) -> None:
+        """Write what a plan says, with its proof and its estimates if there are any."""
         if self.page is not None:
-            self.page.show(conversion, proof=proof)
+            self.page.show(conversion, proof=proof, simulations=simulations)
 
     def compared_cards(self, found: CardsPlan) -> None:
         """Write which topologies a number of cards can have."""
@@ -110,11 +111,6 @@ class Reporting:
         """Write what a comparison found."""
         if self.page is not None:
             self.page.show(report, *compared)
-
-    def simulated(self, name: str, plan: Plan, found: Sequence[Simulation]) -> None:
-        """Write how long a saved plan would take."""
-        if self.page is not None:
-            self.page.show_simulations(name, plan, found)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ TARGET = "TARGET"
 NOT_COUNTED = (
     "gradients, activations and communication buffers are not counted, and the average is in host memory"
 )
-HOW_LONG = "one worker that reads and writes 1 GB/s at once; simulate estimates it for many"
+HOW_LONG = "one worker that reads and writes 1 GB/s at once; plan --workers estimates it for many"
 NEAREST = "keeps tp, then pp, ep, dp and sharding, as closely as possible; resumes at once and loses no state"
 _AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
 """In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and

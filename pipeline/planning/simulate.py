@@ -17,6 +17,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.units import parse_size
 from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
@@ -48,6 +49,48 @@ class Rates:
             value = getattr(self, name)
             if not value > 0 and not (name == "request_seconds" and value == 0):
                 raise UsageError(f"{name.replace('_', ' ')} cannot be {value}")
+
+
+_RATES = {
+    "read": "read_bytes_per_second",
+    "write": "write_bytes_per_second",
+    "copy": "copy_bytes_per_second",
+    "total-read": "total_read_bytes_per_second",
+    "total-write": "total_write_bytes_per_second",
+}
+_LATENCY = "latency"
+
+
+def parse_rates(text: str) -> Rates:
+    """Rates as a user writes them: sizes per second, and the latency in seconds.
+
+    >>> parse_rates("read=2GB,total-write=20GB,latency=0.1").read_bytes_per_second
+    2000000000.0
+
+    Raises
+    ------
+    UsageError
+        If a name is unknown or a value is not a rate.
+    """
+    found: dict[str, float] = {}
+    for entry in text.split(","):
+        name, _, value = entry.strip().partition("=")
+        if name == _LATENCY:
+            found["request_seconds"] = _seconds(value)
+        elif name in _RATES:
+            found[_RATES[name]] = float(parse_size(value))
+        else:
+            raise UsageError(
+                f"{entry.strip()!r} is not a rate; write NAME=RATE with {', '.join([*_RATES, _LATENCY])}"
+            )
+    return Rates(**found)  # type: ignore[arg-type]
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a number of seconds") from error
 
 
 def least_seconds(read_bytes: int, written_bytes: int, rates: Rates = Rates()) -> float:

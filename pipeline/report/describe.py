@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isfinite
@@ -24,8 +24,6 @@ from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.layouts.formats import FORMATS
 from paddle_reshard.pipeline.layouts.targets import lay_out
-from paddle_reshard.pipeline.planning.ops import MOVE
-from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan
 from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.data import BAD, GOOD, PLAIN, Bar, Chart, Left, ReportData, Table, Tile
@@ -40,7 +38,6 @@ MOST_ROWS = 3000
 """Rows of a table."""
 MOST_NAMES = 100
 _MOUNTED = re.compile(r"[A-Z]+\d*/")
-_OF_TARGET = re.compile(r"\d+/")
 
 
 # -------------------------------------------------------------------------------------------------- pictures
@@ -72,7 +69,7 @@ def picture_of(conversion: ConversionPlan) -> Picture:
         np.unique(source.catalog.fragments["file"]).tolist(),
         [
             Described("", source.format, words + strategy, source.topology),
-            *_mounted(paths, averaged=_sources(conversion)[0]),
+            *_mounted(paths, _sources(conversion)[0]),
         ],
     )
     return make_picture(
@@ -86,28 +83,9 @@ def picture_of(conversion: ConversionPlan) -> Picture:
     )
 
 
-def picture_of_plan(plan: Plan) -> Picture:
-    """The picture of a plan without its checkpoints: what moves."""
-    copied = plan.parts[plan.parts["source_file"] != MADE]
-    moved = plan.ops["kind"] == MOVE
-    sides = []
-    for name, files, pattern in (
-        ("source", plan.source_files, _MOUNTED),
-        ("target", plan.target_files, _OF_TARGET),
-    ):
-        paths = [file.path for file in files]
-        ranges = copied["source_file" if name == "source" else "file"]
-        holding = {*np.unique(plan.ops[f"{name}_file"][moved]).tolist(), *np.unique(ranges).tolist()}
-        sides.append(arrange(paths, holding, [Described("", name, "", None), *_mounted(paths, pattern)]))
-    source, target = sides
-    return make_picture(None, (), plan, (source, target))
-
-
-def _mounted(
-    paths: Sequence[str], pattern: re.Pattern[str] = _MOUNTED, averaged: Sequence[str] = ()
-) -> list[Described]:
+def _mounted(paths: Sequence[str], averaged: Sequence[str]) -> list[Described]:
     """Further checkpoints that a source is joined from, by the folders below which it has their files."""
-    found = dict.fromkeys(match[0] for path in paths if (match := pattern.match(path)))
+    found = dict.fromkeys(match[0] for path in paths if (match := _MOUNTED.match(path)))
     where = {f"SRC{number}/": location for number, location in enumerate(averaged)}
     return [Described(prefix, prefix.rstrip("/"), where.get(prefix, ""), None) for prefix in found]
 
@@ -125,8 +103,9 @@ def describe_plan(
     picture: Picture | None,
     command: str = "plan",
     proof: Coverage | None = None,
+    simulations: Sequence[Simulation] = (),
 ) -> ReportData:
-    """What a plan says, and whether it is complete."""
+    """What a plan says, whether it is complete, and how long it would take."""
     plan = conversion.plan
     targets = tuple(conversion.target_locations) or tuple(one.spec.in_words() for one in conversion.targets)
     share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
@@ -157,8 +136,27 @@ def describe_plan(
         picture=picture,
         budget_bytes=plan.budget_bytes,
         footprint_bytes=FOOTPRINT_BYTES,
-        tables=(*_proof(proof), _files(conversion)),
+        charts=_times(simulations),
+        tables=(*_proof(proof), *_simulations(simulations), _files(conversion)),
     )
+
+
+def _times(found: Sequence[Simulation]) -> tuple[Chart, ...]:
+    bars = tuple(Bar(f"{one.workers:,}", one.seconds, _estimate(one.seconds)) for one in found)
+    return (Chart("Estimated time by number of workers", bars),) if found else ()
+
+
+def _simulations(found: Sequence[Simulation]) -> Iterator[Table]:
+    if found:
+        headings = ("workers", "seconds", "busy", "most read", "most written", "peak of a worker")
+        rows = [
+            (
+                *(one.workers, one.seconds, f"{one.busy_share:.0%}", one.most_read_bytes),
+                *(one.most_written_bytes, one.peak_bytes),
+            )
+            for one in found
+        ]
+        yield _table("Estimates", headings, rows)
 
 
 _SHOWN_ELSEWHERE = ("remark", "omitted", "not carried", "dropped", "memory", "time")
@@ -357,39 +355,6 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
         footprint_bytes=FOOTPRINT_BYTES,
         charts=tuple(_chart(name, found) for name, found in summaries if found),
         findings=tuple(tables),
-    )
-
-
-def describe_simulation(name: str, plan: Plan, found: Sequence[Simulation], picture: Picture) -> ReportData:
-    """What ``simulate`` says of a saved plan."""
-    headings = ("workers", "seconds", "busy", "most read", "most written", "peak of a worker")
-    rows = [
-        (
-            *(one.workers, one.seconds, f"{one.busy_share:.0%}", one.most_read_bytes),
-            *(one.most_written_bytes, one.peak_bytes),
-        )
-        for one in found
-    ]
-    bars = tuple(Bar(f"{one.workers:,}", one.seconds, _estimate(one.seconds)) for one in found)
-    budget = f"of a group at most; budget of a process {readable_bytes(plan.budget_bytes)}"
-    share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
-    return ReportData(
-        command="simulate",
-        version=version.__version__,
-        status="simulated",
-        tone=PLAIN,
-        sources=(name,),
-        targets=(),
-        tiles=(
-            Tile("Groups", f"{plan.groups:,}"),
-            Tile("Writes", readable_bytes(plan.written_bytes)),
-            Tile("Reads", readable_bytes(plan.read_bytes), f"{plan.read_amplification:.2f} × what is needed"),
-            Tile("Memory", readable_bytes(plan.peak_bytes), budget, min(1.0, share)),
-        ),
-        facts=(("plan", plan.plan_id),),
-        picture=picture,
-        charts=(Chart("Time by number of workers", bars),),
-        tables=(_table("Simulations", headings, rows),),
     )
 
 

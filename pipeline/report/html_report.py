@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Event, Observer, ignore_events
 from paddle_reshard.pipeline.core.heap import private_bytes
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.cards import describe_cards
 from paddle_reshard.pipeline.report.command import Command
@@ -32,9 +31,7 @@ from paddle_reshard.pipeline.report.describe import (
     describe_conversion,
     describe_failure,
     describe_plan,
-    describe_simulation,
     picture_of,
-    picture_of_plan,
 )
 from paddle_reshard.pipeline.report.next_steps import (
     NextSteps,
@@ -43,7 +40,6 @@ from paddle_reshard.pipeline.report.next_steps import (
     after_conversion,
     after_failure,
     after_plan,
-    after_simulation,
 )
 from paddle_reshard.pipeline.report.picture import Picture
 from paddle_reshard.pipeline.report.run_record import RunRecord
@@ -98,6 +94,7 @@ class HtmlReport:
         result: CardsPlan | ConversionPlan | ConversionReport | VerifyReport | IntegrityReport | DiffReport,
         *compared: PathLike,
         proof: Coverage | None = None,
+        simulations: Sequence[Simulation] = (),
     ) -> None:
         """Write the page.
 
@@ -109,6 +106,8 @@ class HtmlReport:
             Of a comparison: the locations that were compared. URLs are shown without credentials.
         proof
             Of a plan: what :func:`~paddle_reshard.prove` found, to be shown too.
+        simulations
+            Of a plan: how long it would take on several numbers of workers, to be shown too.
 
         Raises
         ------
@@ -118,8 +117,8 @@ class HtmlReport:
         if isinstance(result, CardsPlan):
             self._write(describe_cards(result), after_cards(result))
         elif isinstance(result, ConversionPlan):
-            found = describe_plan(result, picture_of(result), proof=proof)
-            self._write(found, after_plan(result, self.command))
+            found = describe_plan(result, picture_of(result), proof=proof, simulations=simulations)
+            self._write(found, after_plan(self.command, simulations))
         elif isinstance(result, ConversionReport):
             run = self._record.data(finished=True)
             command = _command(result.plan)
@@ -128,17 +127,6 @@ class HtmlReport:
         else:
             found = describe_comparison(result, compared, self._record.data(finished=True))
             self._write(found, after_comparison(result, compared, self.command))
-
-    def show_simulations(self, name: str, plan: Plan, found: Sequence[Simulation]) -> None:
-        """Write how long a saved plan would take; ``name`` is that of its file.
-
-        Raises
-        ------
-        UsageError
-            If the file cannot be written.
-        """
-        said = describe_simulation(name, plan, found, picture_of_plan(plan))
-        self._write(said, after_simulation(name, found))
 
     def _write(self, found: ReportData, steps: NextSteps) -> None:
         made = Made(time.time(), platform.node(), self.command)

@@ -9,7 +9,6 @@ from paddle_reshard.pipeline.convert.cards import CardsPlan
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.convert.diff import DiffReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.verify import VerifyReport
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.planning.simulate import Simulation
@@ -18,7 +17,7 @@ from paddle_reshard.pipeline.report.data import NextStep
 from paddle_reshard.storage.remote.folder import without_secrets
 from paddle_reshard.storage.session.ledger import keeps
 
-OF_A_PLAN = ("--save", "--prove", "--report", "--json", "--quiet")
+OF_A_PLAN = ("--save", "--prove", "--workers", "--rates", "--report", "--json", "--quiet")
 """Options of ``plan`` that ``convert`` does not need."""
 FAST_ENOUGH = 1.1
 """So much longer than the fastest simulation may the one with the fewest workers take that is suggested."""
@@ -26,15 +25,21 @@ FAST_ENOUGH = 1.1
 NextSteps = tuple[NextStep, ...]
 
 
-def after_plan(conversion: ConversionPlan, command: Command | None) -> NextSteps:
-    """Convert; ``command`` is that of the plan."""
+def after_plan(command: Command | None, simulations: Sequence[Simulation] = ()) -> NextSteps:
+    """Convert, with as many workers as make a difference; ``command`` is that of the plan."""
     if command is None:
         return (NextStep("Convert: the same arguments, with convert in place of plan."),)
     arguments = command.arguments if len(command.arguments) > 1 else (*command.arguments, "DST")
     if command.has("--target"):
         arguments = command.arguments
     planned = Command("convert", arguments, command.without(*OF_A_PLAN).options)
-    return (NextStep("Convert as planned.", str(planned)),)
+    if not simulations:
+        return (NextStep("Convert as planned.", str(planned)),)
+    fastest = min(one.seconds for one in simulations)
+    workers = min(one.workers for one in simulations if one.seconds <= FAST_ENOUGH * fastest)
+    words = f"Convert as planned; more than {workers} workers would hardly be faster."
+    spread = planned.with_options("--cluster", "ray").with_options("--workers", str(workers))
+    return (NextStep(words, str(spread)),)
 
 
 def after_cards(found: CardsPlan) -> NextSteps:
@@ -120,12 +125,3 @@ def _after_diff(report: DiffReport, shown: tuple[str, ...]) -> NextSteps:
             holding = Command("inspect", (side,), (("--tensors",),))
             steps.append(NextStep("Which tensors this one holds.", str(holding)))
     return tuple(steps)
-
-
-def after_simulation(name: str, found: Sequence[Simulation]) -> NextSteps:
-    """Convert with as many workers as make a difference; ``name`` is that of the saved plan."""
-    fastest = min(one.seconds for one in found)
-    workers = min(one.workers for one in found if one.seconds <= FAST_ENOUGH * fastest)
-    options = (("--plan", name), ("--cluster", "ray"), ("--workers", str(workers)))
-    words = f"Convert with the options of the plan; more than {workers} workers would hardly be faster."
-    return (NextStep(words, str(Command("convert", ("SRC", "DST"), options))),)

@@ -112,9 +112,7 @@ def _side(side: Side) -> dict[str, Any]:
     return {"blocks": blocks, "labels": list(side.labels), "files": list(side.files)}
 
 
-def _held(held: Held | None) -> dict[str, Any] | None:
-    if held is None:
-        return None
+def _held(held: Held) -> dict[str, Any]:
     return {
         "fold": held.fold,
         "row": _steps(held.row),

@@ -74,8 +74,8 @@ class Picture:
     """Key of each row; rows of one key follow each other."""
     row_states: tuple[int, ...]
     """Number of the state of each row, or −1 for all states."""
-    source_held: Held | None
-    target_held: Held | None
+    source_held: Held
+    target_held: Held
     moves: Moves
     joined: str
     """What was joined to keep the picture small; empty if nothing."""
@@ -103,10 +103,10 @@ def locate(tensors: Tensors, fragments: Fragments, side: Side, first_file: int =
 
 
 def make_picture(
-    source: Located | None, targets: Sequence[Located], plan: Plan, sides: tuple[Side, Side]
+    source: Located, targets: Sequence[Located], plan: Plan, sides: tuple[Side, Side]
 ) -> Picture:
-    """The picture of a plan; without ``source`` and ``targets`` it only knows what moves."""
-    located = [*([] if source is None else [source]), *targets]
+    """The picture of a plan: where the tensors of its source and its targets lie, and what moves."""
+    located = [source, *targets]
     found = {state for one in located for _, state in one.tensors}
     states = tuple(
         sorted(
@@ -126,12 +126,12 @@ def make_picture(
     return Picture(
         *sides,
         states,
-        _by_state([] if source is None else [source], states, sides[0]),
+        _by_state([source], states, sides[0]),
         _by_state(targets, states, sides[1]),
         tuple(key for key, _ in names),
         tuple(states.index(state) if state in states else -1 for _, state in names),
-        None if source is None else _held([source], of_row),
-        _held(targets, of_row) if targets else None,
+        _held([source], of_row),
+        _held(targets, of_row),
         _moves(plan, *sides),
         joined,
     )

@@ -110,7 +110,7 @@ def test_every_command_prints_one_object_of_the_published_schema(one_card: Path,
     saved = tmp_path / "saved"
     assert checked(run_here("inspect", DEMO, "--json"))["command"] == "inspect"
     assert checked(run_here("plan", DEMO, "--to", "tp=1", "--save", saved, "--json"))["command"] == "plan"
-    assert checked(run_here("simulate", saved, "--json"))["simulations"]
+    assert checked(run_here("plan", DEMO, "--to", "tp=1", "--workers", "1,8", "--json"))["simulations"]
     several = ["--target", f"{tmp_path / 'a'}:hybrid:tp=2", "--target", f"{tmp_path / 'b'}:huggingface"]
     assert checked(run_here("convert", DEMO, *several, "--json"))["target_path"] is None
     made = checked(run_here("ema", DEMO, DEMO, tmp_path / "c", "--uniform", "--to", "tp=1", "--json"))
@@ -140,7 +140,7 @@ def test_every_command_prints_one_object_of_the_published_schema(one_card: Path,
         (["convert", DEMO, "--json"], 2, "UsageError", "give one target"),
         (["inspect", "/nowhere/at/all", "--json"], 1, "CheckpointError", "/nowhere/at/all"),
         (["verify", "/nowhere/at/all", DEMO, "--json"], 2, "CheckpointError", "/nowhere/at/all"),
-        (["simulate", "/nowhere", "--json"], 2, "UsageError", "'/nowhere' does not exist"),
+        (["simulate", "two.plan", "--json"], 2, "UsageError", "plan SRC … --workers 1,8,64 replaces it"),
         (["submit", "a", "b", "--to", "mp=2", "--json"], 2, "UsageError", "did you mean tp?"),
         (["nonsense", "--json"], 2, "UsageError", "nonsense"),
     ],

@@ -40,7 +40,7 @@ def loaded(*arguments: object, status: int = 0, **variables: str) -> set[str]:
     return {*modules, *(name.partition(".")[0] for name in modules)}
 
 
-@pytest.mark.parametrize("command", [(), ("convert",), ("submit",), ("watch",), ("simulate",), ("ema",)])
+@pytest.mark.parametrize("command", [(), ("convert",), ("submit",), ("watch",), ("plan",), ("ema",)])
 def test_help_loads_next_to_nothing(command: tuple[str, ...]) -> None:
     assert not loaded(*command, "--help") & HEAVY
 
