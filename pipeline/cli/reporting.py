@@ -90,7 +90,7 @@ class Reporting:
     ) -> None:
         """Write what a plan says, with its proof and its estimates if there are any."""
         if self.page is not None:
-            self.page.show(conversion, proof=proof, simulations=simulations)
+            self.page.show_plan(conversion, proof, simulations)
 
     def compared_cards(self, found: CardsPlan) -> None:
         """Write which topologies a number of cards can have."""

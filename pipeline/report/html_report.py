@@ -94,7 +94,6 @@ class HtmlReport:
         result: CardsPlan | ConversionPlan | ConversionReport | VerifyReport | IntegrityReport | DiffReport,
         *compared: PathLike,
         proof: Coverage | None = None,
-        simulations: Sequence[Simulation] = (),
     ) -> None:
         """Write the page.
 
@@ -106,8 +105,6 @@ class HtmlReport:
             Of a comparison: the locations that were compared. URLs are shown without credentials.
         proof
             Of a plan: what :func:`~paddle_reshard.prove` found, to be shown too.
-        simulations
-            Of a plan: how long it would take on several numbers of workers, to be shown too.
 
         Raises
         ------
@@ -117,8 +114,7 @@ class HtmlReport:
         if isinstance(result, CardsPlan):
             self._write(describe_cards(result), after_cards(result))
         elif isinstance(result, ConversionPlan):
-            found = describe_plan(result, picture_of(result), proof=proof, simulations=simulations)
-            self._write(found, after_plan(self.command, simulations))
+            self.show_plan(result, proof)
         elif isinstance(result, ConversionReport):
             run = self._record.data(finished=True)
             command = _command(result.plan)
@@ -127,6 +123,19 @@ class HtmlReport:
         else:
             found = describe_comparison(result, compared, self._record.data(finished=True))
             self._write(found, after_comparison(result, compared, self.command))
+
+    def show_plan(
+        self, plan: ConversionPlan, proof: Coverage | None, simulations: Sequence[Simulation] = ()
+    ) -> None:
+        """Write the page of a plan, with its proof and how long it would take on several numbers of workers.
+
+        Raises
+        ------
+        UsageError
+            If the file cannot be written.
+        """
+        found = describe_plan(plan, picture_of(plan), proof=proof, simulations=simulations)
+        self._write(found, after_plan(self.command, simulations))
 
     def _write(self, found: ReportData, steps: NextSteps) -> None:
         made = Made(time.time(), platform.node(), self.command)

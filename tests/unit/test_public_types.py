@@ -31,6 +31,7 @@ OWN_VALUES = {
     "AsyncEma.progress",  # of an average, not the event of that name
     "AsyncEma.save",  # FlexRank: ema_callback makes it
     "HtmlReport.command",  # the command line makes it
+    "HtmlReport.show_plan",  # as the estimates
     *(  # KeptFile: a session keeps small files as such
         f"{kind}Options.{name}"
         for kind in KINDS_OF_OPTIONS
