@@ -24,11 +24,16 @@ Slices = dict[tuple[str, int], dict[int, np.ndarray]]
 """``(key with its state, tp rank)`` → sharding rank → what it stores."""
 
 
-def read_expert_parallel(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint written under expert parallelism, called as in the truth, bit patterns kept."""
+def read_expert_parallel(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], of_each: int = 0
+) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint written under expert parallelism, called as in the truth, bit patterns kept.
+
+    ``of_each``: the number of experts of a rank, if each rank numbers its own from 0 on.
+    """
     found: Slices = {}
     whole: dict[tuple[str, int], np.ndarray] = {}
-    names, ep = _names(folder)
+    names, ep = _names(folder, of_each)
     tp = 1 + max((_number(path, "tp") or 0 for path in folder.glob("optimizer*")), default=0)
     for path in sorted([*folder.glob("optimizer*.pdopt"), *folder.glob("ema*.pdopt")]):
         root = oracle.unpickle(path)
@@ -49,13 +54,18 @@ def read_expert_parallel(folder: Path, shapes: Mapping[str, tuple[int, ...]]) ->
     for path in sorted(folder.glob("model_state*.pdparams")):
         for key, value in oracle.unpickle(path).items():
             if key != NAMES:
-                whole[key, _number(path, "tp") or 0] = _array(value)
+                first = (_number(path, "moe_sharding") or 0) * of_each
+                whole[_in_model(key, first), _number(path, "tp") or 0] = _array(value)
     pieces = {place: _join(place[0], slices, shapes, tp) for place, slices in found.items()} | whole
     tensors = {key: _join_tp(key, pieces, shapes) for key in dict.fromkeys(key for key, _ in pieces)}
     for key, shape in shapes.items():
         if key not in tensors and f"{key}.w_0" in tensors:
             tensors[key] = oracle.round_to_bfloat16(tensors[f"{key}.w_0"]).reshape(shape)
     return tensors
+
+
+def _in_model(key: str, first: int) -> str:
+    return re.sub(r"(?<=\.experts\.)\d+", lambda found: str(int(found[0]) + first), key)
 
 
 def slice_lengths(folder: Path, parameter: str) -> dict[int, int]:
@@ -65,19 +75,23 @@ def slice_lengths(folder: Path, parameter: str) -> dict[int, int]:
     return {shard or 0: _array(value).size for shard, value in sorted(held.items()) if value is not None}
 
 
-def _names(folder: Path) -> tuple[dict[tuple[int, int, int], dict[str, str]], int]:
+def _names(folder: Path, of_each: int) -> tuple[dict[tuple[int, int, int], dict[str, str]], int]:
     """Cell → structured key → parameter name, and the degree of expert parallelism."""
     names: dict[tuple[int, int, int], dict[str, str]] = {}
     if (folder / "model_meta.json").exists():
         meta = json.loads((folder / "model_meta.json").read_text())
         for cell, described in meta["sharding_metas"].items():
             tp, pp, ep = (int(number) for number in re.findall(r"\d+", cell))
-            names[tp, pp, ep] = described["structure_name_mapping"]
+            listed = described["structure_name_mapping"]
+            names[tp, pp, ep] = {_in_model(key, ep * of_each): name for key, name in listed.items()}
         return names, meta["parallel_config"]["ep_degree"]
     for path in folder.glob("model_state*.pdparams"):
         ep = _number(path, "moe_sharding")
         assert ep is not None, path
-        names[_number(path, "tp") or 0, _number(path, "pp") or 0, ep] = oracle.unpickle(path)[NAMES]
+        listed = oracle.unpickle(path)[NAMES]
+        names[_number(path, "tp") or 0, _number(path, "pp") or 0, ep] = {
+            _in_model(key, ep * of_each): name for key, name in listed.items()
+        }
     return names, 1 + max(ep for _, _, ep in names)
 
 

@@ -210,11 +210,18 @@ def predict_parameter_names(
     counters: dict[str, int] = {}
     modules: dict[str, str] = {}
     names: dict[str, str] = {}
-    built = 0
+    first_experts: dict[str, str] = {}
+    built = copies = 0
     for tensor in _in_building_order(tensors):
         if tensor.tied_to in names:
             names[tensor.key] = names[tensor.tied_to or ""]
             continue
+        if tensor.rule.copied:
+            first = first_experts.setdefault(tensor.rule.of_every_expert(tensor.key), tensor.key)
+            if first != tensor.key:
+                names[tensor.key] = f"{names[first]}_deepcopy_{copies}"
+                copies += 1
+                continue
         for discarded in tensor.rule.discards:
             name_class = discarded.class_for(tp, sequence_parallel)
             counters[name_class] = counters.get(name_class, 0) + 1

@@ -224,7 +224,7 @@ _NUMBERED = r"\.(?:layers|blocks|deepstack_merger_list|mtp_\w+)\.(\d+)\."
 
 
 def test_the_families_that_are_known() -> None:
-    former = ["deepseek_v3", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm4_moe", "gpt_oss"]
+    former = ["deepseek_v3", "ernie", "ernie4_5", "ernie4_5_moe", "gemma3_text", "glm4_moe", "gpt_oss"]
     former += ["llama", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"]
     former += [
         "glm4v_moe",
@@ -260,7 +260,7 @@ def test_the_head_is_laid_out_as_in_its_library(name: str) -> None:
     table = TABLES[name]
     for rule in (rule for rule in table.rules if rule.key.endswith("lm_head.weight")):
         tied = rule.where.get("tie_word_embeddings") is True or rule.always_tied
-        linear = table.family in ("glm_ocr", "ernie4_5_moe_vl")
+        linear = table.family in ("glm_ocr", "ernie4_5_moe_vl", "ernie")
         like = "paddlenlp" if linear else table.convention
         assert rule.shape == (HEADS["paddleformers"] if tied else HEADS[like])
         assert rule.shape is not None
@@ -308,7 +308,7 @@ def _shape(rule: Rule) -> list[int]:
 def test_a_table_is_chosen_by_the_names_of_its_library(name: str) -> None:
     table = TABLES[name]
     for model_type in table.model_types:
-        config = {**CONFIG, "model_type": model_type}
+        config = {**CONFIG, "model_type": model_type} | {option.entry: None for option in table.unsupported}
         if table.convention == "paddlefleet":  # whose heads have a further key where they are tied
             config["tie_word_embeddings"] = True
         chosen = choose_table(shipped_tables(), _keys(table), config)

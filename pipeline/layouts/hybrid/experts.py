@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell, Ranks
-from paddle_reshard.pipeline.layouts.jobs.keys import experts_of
+from paddle_reshard.pipeline.layouts.jobs.keys import expert_of, experts_of, shift_expert
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 Value = TypeVar("Value")
@@ -100,6 +100,28 @@ def expert_axis_of(ranks: Ranks) -> str | None:
             if experts_of(first.names) != experts_of(other.names):
                 return "dp" if other.ep else "tp"
     return None
+
+
+def number_experts(ranks: Ranks, count: int | None) -> None:
+    """Give experts that each rank numbers from 0 on their numbers in the model: rank 1 of ``ep=2`` has 2 and 3 of 4.
+
+    Raises
+    ------
+    CheckpointError
+        If a rank does not hold exactly its share of ``count`` experts.
+    """
+    ep = ranks.topology.ep
+    for cell in ranks.cells if ep > 1 else ():
+        held = experts_of(cell.names)
+        if held and (count is None or len(held) * ep != count or held != set(range(len(held)))):
+            raise CheckpointError(
+                f"{cell.label()} holds the experts {sorted(held)}; each rank of ep={ep} numbers its share of the "
+                f"{count} experts of config.json from 0 on"
+            )
+        first = cell.ep * len(held)
+        cell.rename(
+            {key: shift_expert(key, first) for key in cell.names if first and expert_of(key) is not None}
+        )
 
 
 def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | None) -> None:

@@ -39,6 +39,7 @@ from paddle_reshard.pipeline.layouts.hybrid.experts import (
     expert_axis_of,
     join_cells,
     merged_names,
+    number_experts,
 )
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.layouts.hybrid.names import LORA_MODEL_STATE
@@ -119,6 +120,8 @@ def read_hybrid(
         cell.rename(keys_in_model(tables, cell.names, config))
     table = _choose_table(ranks, tables, config)
     _name_shared_keys(ranks, table)
+    if table.local_experts:
+        number_experts(ranks, _expert_count(table, config))
     cells, expert_axis = join_cells(ranks), expert_axis_of(ranks)
     strategy = _strategy(ranks, cells)
     stored = _read_model(ranks, cells, expert_axis, table, config, adapter)
@@ -409,7 +412,7 @@ def _read_tensor(
             f"config.json and the rule table expect the shape {expected}, but the files of tp={tp} ranks add up to "
             f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
         )
-    _check_marks(cell, key, rule, cut, expert_axis, ranks.topology)
+    _check_marks(cell, key, rule, cut, expert_axis, ranks.topology, table)
     holder = cell.holders[key]
     states = tuple(name for name in ACCUMULATORS if (holder, name) in cell.arrays)
     return ModelTensor(
@@ -426,7 +429,13 @@ def _read_tensor(
 
 
 def _check_marks(
-    cell: Cell, key: str, rule: Rule, cut: TensorCut, expert_axis: str | None, topology: Topology
+    cell: Cell,
+    key: str,
+    rule: Rule,
+    cut: TensorCut,
+    expert_axis: str | None,
+    topology: Topology,
+    table: RuleTable,
 ) -> None:
     """Check the flags of a tensor in ``model_meta.json`` against the rules.
 
@@ -441,12 +450,19 @@ def _check_marks(
             f"{MODEL_META} says is_distributed={found}, but the rule table says that tp "
             f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
         )
-    if cell.no_sync.get(key, expert_axis == "ep") != (expert_axis == "ep"):
+    if cell.no_sync.get(key, expert_axis == "ep") == (expert_axis == "ep"):
+        return
+    if cell.no_sync[key] and topology.ep > 1:
         raise RuleError(
             key,
-            f"{MODEL_META} says no_sync={cell.no_sync[key]} with {topology}; expected is no_sync=true for experts "
-            "under expert parallelism, and false for everything else",
+            f"{MODEL_META} says no_sync=true: each rank of ep={topology.ep} has a tensor of its own under this key. "
+            f"The rule table {table.family!r} does not know how they belong together, and nothing was read",
         )
+    raise RuleError(
+        key,
+        f"{MODEL_META} says no_sync={cell.no_sync[key]} with {topology}; expected is no_sync=true for experts "
+        "under expert parallelism, and false for everything else",
+    )
 
 
 def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: Cell) -> None:

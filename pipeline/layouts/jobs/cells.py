@@ -79,12 +79,19 @@ class CellPlanner:
         self.experts = len(set(self.expert.values()))
         self.tied = {key for t in model.tensors if t.tied_to for key in (t.key, t.tied_to)}
         under_pp = self.topology.pp > 1
-        self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
+        self.written = {t.key: self._own_number((under_pp and t.rule.key_pp) or t.key) for t in model.tensors}
         """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
         renames = {} if target.writes_meta else model.table.saved_prefixes
         self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
         """The same for files of weights, which a class can rename as it saves them."""
         self.with_lora = model.has_lora
+
+    def _own_number(self, key: str) -> str:
+        """The key with the number that a rank gives the expert, if it numbers its own from 0 on."""
+        expert = expert_of(key)
+        if expert is None or self.target.expert_axis != "ep" or not self.model.table.local_experts:
+            return key
+        return shift_expert(key, expert % (self.experts // self.topology.ep) - expert)
 
     def cells(self) -> Iterator[Cell]:
         """All cells, the tp axis varying fastest."""

@@ -189,6 +189,19 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
         )
 
 
+def _check_states(checkpoint: Checkpoint, target: HybridJob) -> None:
+    """Refuse a target with sharding if the source lacks states that such a job has, and counts when it cuts slices."""
+    if target.strategy == "none" or not checkpoint.has_optimizer:
+        return
+    for tensor in checkpoint.model.tensors:
+        if tensor.rule.states_if_sharded and not tensor.trained:
+            raise UnsupportedError(
+                f"{tensor.key} has no optimizer states in the source, as in a job without sharding. A job with "
+                f"{target.strategy} has them, and cuts the slices of other tensors accordingly; convert from a "
+                "checkpoint of a job with sharding, or to one without"
+            )
+
+
 def _check_family(table: RuleTable, topology: Topology) -> None:
     """Refuse combinations of axes with which the trainer cannot start a job of the family."""
     for axes, reason in table.refused.items():
@@ -229,6 +242,7 @@ def check_job(checkpoint: Checkpoint, target: HybridJob, marked: str | None = No
     _check_told(checkpoint.model.table, checkpoint.model.config, target, marked)
     _check_family(checkpoint.model.table, target.topology)
     _check_experts(checkpoint, target)
+    _check_states(checkpoint, target)
     if checkpoint.model.has_lora:
         _check_lora(target)
     if special_optimizer(checkpoint.model) == ADAMW_MINI:

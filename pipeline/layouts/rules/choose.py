@@ -25,6 +25,10 @@ def choose_table(
     """
     keys = sorted(set(keys))
     candidates = candidate_tables(tables, config)
+    refusals = [table.unsupported_option(config) for table in candidates]
+    if all(refusals):
+        raise refusals[0] or RuleError(f"model type {config.get('model_type')!r}", NOT_KNOWN)
+    candidates = [table for table, refused in zip(candidates, refusals, strict=True) if not refused]
     failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
     fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
     if len(fitting) > 1:

@@ -110,6 +110,8 @@ class Rule:
     """Layer class under pipeline parallelism, if it differs."""
     name_class_sp: str | None = None
     """Layer class under sequence parallelism (tp > 1), if it differs."""
+    name_class_tp: str | None = None
+    """Layer class under tensor parallelism without sequence parallelism, if it differs; empty where it is not known."""
     shape: tuple[str, ...] | None = None
     """Expected global shape; each dim is a sum of products of config entries, in which ``a/b`` is rounded down."""
     tied_to: str | None = None
@@ -134,6 +136,12 @@ class Rule:
     """What the library creates right before it and then replaces."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that must have these values for the row to apply."""
+    grouped_heads: bool | None = None
+    """For models with fewer key-value heads than attention heads (``True``), or only for others (``False``)."""
+    copied: bool = False
+    """Whether the library builds it for the first expert of a rank only, and copies that for the others."""
+    states_if_sharded: bool = False
+    """Whether the optimizer has states of it in jobs with sharding only, where it gets a gradient of zeros."""
     former: bool = False
     """Whether only earlier versions of the library call it so: it is read, and not written."""
     huggingface: HuggingFaceForm | None = None
@@ -145,7 +153,16 @@ class Rule:
 
     def applies(self, config: Config) -> bool:
         """Whether the model with this config has the row."""
-        return all(config_entry(config, name, False) == value for name, value in self.where.items())
+        return self._fits_heads(config) and all(
+            config_entry(config, name, False) == value for name, value in self.where.items()
+        )
+
+    def _fits_heads(self, config: Config) -> bool:
+        if self.grouped_heads is None:
+            return True
+        sizes = derived_sizes(config)
+        grouped = sizes.get("num_key_value_heads") != sizes.get("num_attention_heads")
+        return grouped == self.grouped_heads
 
     def fill_in(self, form: str, key: str) -> str:
         """``form`` with the layer and expert numbers of ``key`` filled in; a number that ``key`` lacks stays open."""
@@ -220,7 +237,8 @@ class Rule:
         RuleError
             If the row does not tell it.
         """
-        if not self.name_class:
+        in_sequence = tp > 1 and sequence_parallel and self.name_class_sp is not None
+        if not self.name_class or (tp > 1 and not in_sequence and self.name_class_tp == ""):
             raise RuleError(
                 self.key, "what a job calls its parameter is not known: no file that tells it was available"
             )
@@ -232,6 +250,8 @@ class Rule:
             return self.name_class_ep
         if tp > 1 and sequence_parallel and self.name_class_sp:
             return self.name_class_sp
+        if tp > 1 and self.name_class_tp:
+            return self.name_class_tp
         return self.name_class
 
     @property
@@ -243,6 +263,12 @@ class Rule:
     def of_expert(self) -> bool:
         """Whether each of its tensors belongs to a single routed expert."""
         return "{expert}" in self.key
+
+    def of_every_expert(self, key: str) -> str:
+        """``key`` without the number of its expert: the same for all experts of a layer."""
+        match = self.pattern().fullmatch(key)
+        layer = match.groupdict().get("layer") if match else None
+        return self.key if layer is None else self.key.replace("{layer}", layer)
 
     @property
     def of_experts(self) -> bool:

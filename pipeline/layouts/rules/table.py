@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paddle_reshard.pipeline.core.errors import RuleError
-from paddle_reshard.pipeline.layouts.rules.entries import Config, count_entry
+from paddle_reshard.pipeline.layouts.rules.entries import Config, config_entry, count_entry
 from paddle_reshard.pipeline.layouts.rules.items import DECODER_LAYERS, LAYERS, Item, mtp_entry
 from paddle_reshard.pipeline.layouts.rules.libraries import library_of
 from paddle_reshard.pipeline.layouts.rules.rule import LORA, LoraRule, Rule
@@ -28,6 +28,16 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An option of a family whose models the rows do not describe."""
+
+    entry: str
+    """Entry of ``config.json`` that is set: true, a number above 0, or a list with elements."""
+    why: str
+    """What such a model has, and why it cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
 class RuleTable:
     """All rows of a model family as a library spells it. ``items`` are in pipeline order."""
 
@@ -40,10 +50,14 @@ class RuleTable:
     """Config entry with the number of routed experts in a layer."""
     expert_axis: Literal["ep", "tp", "dp"] | None = None
     """The axis over which the library can distribute whole routed experts: ``ep``, ``tp`` or ``dp``."""
+    local_experts: bool = False
+    """Whether the keys of a rank number its own experts from 0 on, under ``ep``."""
     segmentation: str = DECODER_LAYERS
     """How the pipeline class distributes its items if the number of stages divides the decoder layers."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
+    unsupported: tuple[Unsupported, ...] = ()
+    """Options of the family that the rows do not describe."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
     """Parameters whose name contains any of these are not updated by Muon; the trainer's default."""
     saved_prefixes: Mapping[str, str] = field(default_factory=dict)
@@ -61,8 +75,9 @@ class RuleTable:
 
     @property
     def supports_lora(self) -> bool:
-        """Whether LoRA of the family is supported: language models of PaddleFormers."""
-        return self.convention == "paddleformers" and not any(item.count for item in self.items)
+        """Whether LoRA of the family is supported: language models of PaddleFormers, but not those of its recipes."""
+        published = any(rule.huggingface for rule in self.rules)
+        return self.convention == "paddleformers" and published and not any(item.count for item in self.items)
 
     @property
     def counts_layers(self) -> bool:
@@ -176,6 +191,16 @@ class RuleTable:
             "train on is not known. For 0.3, give a config.json with paddleformers_version with --config FILE; for a "
             "later one, set the entry to 0 in it",
         )
+
+    def unsupported_option(self, config: Config) -> RuleError | None:
+        """Why the table does not describe a model with this config, or ``None`` if it does."""
+        for option in self.unsupported:
+            if value := config_entry(config, option.entry):
+                return RuleError(
+                    f"{self.family} ({self.convention})",
+                    f"config.json says {option.entry}={value!r}: {option.why}; such checkpoints are not supported",
+                )
+        return None
 
     def is_for(self, format: str) -> bool:
         """Whether the table tells enough for a format."""
