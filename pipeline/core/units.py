@@ -15,22 +15,23 @@ PathLike = str | _PathLike[str]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 
 
-def parse_size(size_in_words: str | int) -> int:
-    """Bytes of ``1GiB``, ``512MiB``, ``2GB`` or a plain number.
+def parse_size(size_in_words: str | int, option: str = "") -> int:
+    """Bytes of ``1GiB``, ``512MiB``, ``2GB`` or a plain number. ``option`` is where it was given, for messages.
 
     >>> parse_size("1.5GiB"), parse_size(200000)
     (1610612736, 200000)
     """
     text = str(size_in_words)
+    given = f"{option} {text[:40]!r}".lstrip()
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{text[:40]!r} is not a size; write 512MiB, 1GiB, …")
+        raise UsageError(f"{given} is not a size; write 512MiB, 1GiB, …")
     unit = (match[2] or "").lower()
     factor = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1]]
     size = float(match[1]) * (1024 if unit.endswith("i") else 1000) ** factor
     if size > MAX_BYTES:
         raise UsageError(
-            f"{text[:40]!r} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB are supported"
+            f"{given} is more than any file or memory has; at most {MAX_BYTES >> 40}TiB are supported"
         )
     return int(size)
 
@@ -43,7 +44,7 @@ def parse_memory(text: str) -> int:
     UsageError
         Below the smallest budget.
     """
-    size = parse_size(text)
+    size = parse_size(text, "--memory")
     if size < SMALLEST_BUDGET_BYTES:
         raise UsageError(f"--memory {text} is below the smallest budget of {SMALLEST_BUDGET_BYTES >> 20}MiB")
     return size

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, LORA_CONFIG, SCHEDULER, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.shown import readable_seconds
 from paddle_reshard.pipeline.core.tensors import EMA_STATES, PARAM
 from paddle_reshard.pipeline.core.trainer_files import is_index, is_random_state, is_tensor_file
 from paddle_reshard.pipeline.indexing.small_files import (
@@ -148,11 +149,11 @@ class Older(NamedTuple):
 
     def in_words(self, times: Mapping[str, int]) -> str:
         """What it means, and what to do."""
-        seconds = (times[self.file] - times[self.signal]) / 1e9
+        older = readable_seconds((times[self.file] - times[self.signal]) / 1e9)
         return (
-            f"{self.signal} is {seconds:.3g} s older than {self.file}: this step is saved again over an earlier save, "
-            "or that was stopped, so some files may be of the earlier one. Use another checkpoint; or, if all files "
-            f"are known to be of one save (copied without their times), touch {SIGNAL_PREFIX}*"
+            f"{self.signal} is {older} older than {self.file}: this step is saved again over an earlier save, and "
+            "files of both may be here, or the files were copied without their times. If you know that they were "
+            f"copied from one complete save, touch {SIGNAL_PREFIX}*; if not, use another checkpoint"
         )
 
 

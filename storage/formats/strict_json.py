@@ -73,7 +73,7 @@ def _parse(text: bytes | str, constant: Any) -> Any:
     except JsonError:
         raise
     except ValueError as error:  # also a number of more digits than Python converts
-        raise JsonError("bad_json", f"is not JSON: {error}") from None
+        raise JsonError("bad_json", str(error)) from None
 
 
 def _check_size(text: str) -> None:

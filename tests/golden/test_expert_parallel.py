@@ -475,6 +475,7 @@ def _fewer(data: dict[str, Any]) -> None:
             lambda f: (f / "model_state.moe_sharding01.pdparams").unlink(),
             "a part moe_sharding00 but no moe_sharding01",
         ),
+        ("ep2_mp2sh2_s1v2_meta", lambda f: (f / "model_meta.json").unlink(), "or model_meta.json is missing"),
         (QWEN, _meta(lambda d: d["parallel_config"].update(moe_sharding_degree=2)), "moe_sharding_degree=2"),
         (QWEN, _meta(lambda d: d["parallel_config"].update(ep_degree=1)), "no cell tp00_pp00$"),
         (QWEN, _meta(lambda d: d["sharding_metas"].pop("tp00_pp00_ep01")), "no cell tp00_pp00_ep01"),
@@ -483,10 +484,20 @@ def _fewer(data: dict[str, Any]) -> None:
         (
             QWEN,
             _meta(_fewer),
-            r"shard01\.pdopt: master weight linear_11.w_0 does not belong to any structured key",
+            r"shard01\.pdopt: master weight linear_11.w_0 does not belong to any parameter of the cell",
         ),
     ],
-    ids=["optimizer", "model_state", "moe_sharding", "ep_degree", "cell", "renumbered", "no_sync", "fewer"],
+    ids=[
+        "optimizer",
+        "model_state",
+        "meta",
+        "moe_sharding",
+        "ep_degree",
+        "cell",
+        "renumbered",
+        "no_sync",
+        "fewer",
+    ],
 )
 def test_a_damaged_checkpoint_is_refused(
     name: str, damage: Callable[[Path], None], message: str, tmp_path: Path

@@ -83,6 +83,7 @@ OPTIONS = {
     "--to pp=3,vpp=99999999": "at most 4096 are supported",
     "--format flex --files 1000000000": "at most 99999",
     f"--format unified --files {'9' * 400}": "at most 99999",
+    "--to tp=1 --memory much": "--memory 'much' is not a size",
     "--to tp=1 --memory 99999999999999999999GiB": "is more than any file or memory has",
     f"--to tp=1 --memory {'9' * 400}": "is more than any file or memory has",
     f"--format huggingface --max-shard-size {'9' * 40}TB": "is more than any file or memory has",

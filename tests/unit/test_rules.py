@@ -188,7 +188,7 @@ def test_a_row_with_a_value_of_the_wrong_kind(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "toy.json: not valid JSON: "),
+        ("", "toy.json: not valid JSON: Expecting value"),
         ("{", "toy.json: not valid JSON: "),
         ("[" * 100_000, "toy.json: not valid JSON: "),
         ("[]", "toy.json: an object is expected, not []"),

@@ -41,7 +41,9 @@ def parse_huggingface(
         raise UsageError(
             f"--quantize {quantize} needs the remaining tensors in bfloat16, not --dtype {dtype}"
         )
-    shard_bytes = defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size)
+    shard_bytes = (
+        defaults.max_shard_bytes if max_shard_size is None else parse_size(max_shard_size, "--max-shard-size")
+    )
     if shard_bytes < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} holds nothing")
     return HuggingFaceTarget(

@@ -630,7 +630,8 @@ def _key_of(cell: Cell, name: str, keys: Mapping[str, str], file: RankFile, what
     bare = name.removeprefix(SLICE_PREFIX)
     if bare not in keys:
         raise CheckpointError(
-            f"{file.path}: {what} {name} does not belong to any structured key of this cell"
+            f"{file.path}: {what} {name} does not belong to any parameter of {cell.label()}: the files are of "
+            f"different saves, or {MODEL_META} is missing"
         )
     if bare != name:
         cell.sliced.add(keys[bare])
