@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +168,7 @@ def plan(
         raise UsageError("--rates is for --workers")
     destination = _destination(target, targets, options) if target or targets else None
     if save is not None:
-        import_module("paddle_reshard.pipeline.convert.plan_file")  # says at once if it cannot write any
+        from paddle_reshard.pipeline.convert.plan_file import save_plan  # says at once if it cannot write any
     with (
         waiting("reading headers and planning", quiet or as_json) as observe,
         reporting(report_path, observe) as report,
@@ -179,7 +178,7 @@ def plan(
         simulations = _simulated(planned, worker_counts, rates)
         report.planned(planned, coverage, simulations)
     if save is not None:
-        _save(planned, save)
+        save_plan(planned.plan, save)
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
     shown = [*planned.facts(), *_free_space(planned), *(() if coverage is None else coverage.facts())]
 
@@ -209,13 +208,6 @@ def _free_space(planned: ConversionPlan) -> list[tuple[str, str]]:
     rooms = [room_for(local_path(at).absolute()) for at in planned.target_locations if is_local(at)]
     free = {room.device: room.free_bytes for room in rooms if room.free_bytes is not None}
     return [("free", readable_bytes(size)) for size in free.values()]
-
-
-def _save(planned: ConversionPlan, path: Path) -> None:
-    from paddle_reshard.pipeline.convert.asked import statement_of
-    from paddle_reshard.pipeline.convert.plan_file import save_plan
-
-    save_plan(planned.plan, path, statement_of(planned))
 
 
 def _show_cards(

@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.cli.observers import waiting
 from paddle_reshard.pipeline.cli.options import LOCATION, SectionedCommand, all_of, declared, given
 from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
 from paddle_reshard.pipeline.cli.terminal import say
-from paddle_reshard.pipeline.convert.options import flag_of, is_complete
+from paddle_reshard.pipeline.convert.options import flag_of
 from paddle_reshard.pipeline.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,19 +31,11 @@ SHOWN_BYTES = 40
     examples=(
         "checkpoint-1000 optimizer.tp01.pdopt --to tp=2",
         "checkpoint-1000 --tensor model.norm.weight --to tp=2",
-        "two-cards optimizer.tp01.pdopt --source checkpoint-1000",
     ),
 )
 @click.argument("source", type=LOCATION, metavar="SRC")
 @click.argument("file", metavar="[FILE]", required=False)
 @click.argument("key", metavar="[KEY]", required=False)
-@click.option(
-    "--source",
-    "made_from",
-    metavar="SRC",
-    help="Explain what a conversion has made: the first argument is a finished target, or a file written by "
-    "plan --save, and SRC what it was made from. Options of the conversion are taken from there.",
-)
 @click.option(
     "--tensor", metavar="KEY", help="Explain this tensor in all files of the target, in place of FILE."
 )
@@ -60,7 +52,6 @@ def explain(
     source: str,
     file: str | None,
     key: str | None,
-    made_from: str | None,
     tensor: str | None,
     element: str | None,
     as_json: bool,
@@ -71,28 +62,15 @@ def explain(
 
     FILE is a file of the target, as plan --json lists it, and KEY a tensor in it. For every range of bytes: whether it
     is a literal, padding or values; for values the tensor, its box, and the file, bytes and rank that it comes from.
-    Give the options of the conversion, such as --to or --format; or a finished target or saved plan, and --source.
+    Give SRC and the options of the conversion, such as --to or --format.
     """
     if tensor is not None and (file is not None or key is not None):
         raise UsageError("give FILE and KEY, or --tensor KEY, not both")
     chosen = None if element is None else _index(element)
     with waiting("reading headers and planning", quiet or as_json) as observe:
-        options = given(context)
-        if made_from is not None or _is_made(source, options):
-            planned = paddle_reshard.plan_again(source, made_from, observe=observe, **options)
-        else:
-            planned = paddle_reshard.plan(source, observe=observe, **options)
+        planned = paddle_reshard.plan(source, observe=observe, **given(context))
         found = paddle_reshard.explain(planned, file, key or tensor, element=chosen)
     answer(explanation_data(found), as_json, quiet, lambda: _show(found, chosen is not None))
-
-
-def _is_made(source: str, options: Any) -> bool:
-    """Whether the request is to be found in what a conversion has made, since none is given."""
-    if is_complete(source, options):
-        return False
-    from paddle_reshard.pipeline.convert.again import is_made
-
-    return is_made(source, options)
 
 
 def _index(text: str) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def decides(option: click.Option) -> Decides:
 
 
 USUAL = (
-    *("made_from", "tensor", "element", "decay", "weights", "uniform"),
+    *("tensor", "element", "decay", "weights", "uniform"),
     *(
         "to",
         "format",

@@ -217,8 +217,9 @@ REPLACED = {
     "delta": ("publish", "docs/deltas.md"),
     "apply": ("pull", "docs/deltas.md"),
     "simulate": ("plan SRC … --workers 1,8,64", "docs/guides/clusters.md"),
+    "explain --source": ("explain SRC … --to …", "docs/proof.md"),
 }
-"""Command that a release had → what replaces it, and the page that describes that."""
+"""Command that a release had, or option of a command → what replaces it, and the page that describes that."""
 
 
 class Commands(click.Group):
@@ -227,10 +228,11 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; one that was replaced is an error that names the other."""
-        if args[0] in REPLACED:
-            other, page = REPLACED[args[0]]
-            raise UsageError(f"there is no command {args[0]}; {other} replaces it: {page}")
+        """Find a command; what was replaced is an error that names what replaces it."""
+        for name in (args[0], *(f"{args[0]} {word.partition('=')[0]}" for word in args[1:])):
+            if name in REPLACED:
+                other, page = REPLACED[name]
+                raise UsageError(f"there is no {name}; {other} replaces it: {page}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:

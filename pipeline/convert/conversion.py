@@ -44,7 +44,6 @@ from paddle_reshard.pipeline.core.events import (
     ignore_events,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import (
     SHOWN_DIFFERENCES,
     SHOWN_WORKERS,
@@ -121,20 +120,18 @@ def plan_request(
     settings: RunSettings,
     index_files: IndexFiles,
     in_process: bool = False,
-    limits: PartLimits = PartLimits(),
     outputs: Outputs | None = None,
 ) -> ConversionPlan:
     """Index the source, lay out the targets and plan the conversion; nothing is moved.
 
-    ``limits`` are those of the targets' stores, if the request names no targets; ``outputs`` are its targets, if they
-    are open already.
+    ``outputs`` are the targets of the request, if they are open already.
     """
     locations = request.locations
     if outputs is None and locations.targets:
         outputs = open_targets(locations, settings.resume)
     store, checkpoint, donor = read_source(request, index_files)
     if outputs is None:
-        return plan_checkpoint(store, checkpoint, request, limits, donor=donor)
+        return plan_checkpoint(store, checkpoint, request, donor=donor)
     given = (locations.fill, locations.merge_into, locations.like)
     everywhere = (*locations.sources, *locations.targets, *given)
     spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
@@ -314,5 +311,4 @@ def plan_with(
 ) -> ConversionPlan:
     """:func:`paddle_reshard.plan`, with its options as a value."""
     request = read_request((source,), target, settings.options, settings.sizes)
-    planned = plan_request(request, settings.run, partial(index_here, observe=observe))
-    return replace(planned, asked=stated_request("" if target is None else target, settings.options))
+    return plan_request(request, settings.run, partial(index_here, observe=observe))

@@ -33,7 +33,7 @@ def explain(
     Parameters
     ----------
     plan
-        From :func:`plan`, or from :func:`plan_again` for a finished target or a saved plan.
+        From :func:`plan`.
     file
         Path of a file as the plan names it. Without it, ``key`` is explained wherever it lies.
     key
@@ -63,11 +63,10 @@ def explain(
         chosen = _boxes(origins, file, str(key), element)
         stretches = tuple(of_values([origin]) for origin in chosen)
     moved = {(origin.key, origin.state) for stretch in stretches for origin in stretch.origins}
-    targets = plan.targets if plan.target_number is None else [plan.targets[plan.target_number]]
     return Explanation(
         plan.store.location,
         source_in_words(plan.source),
-        "; ".join(target.spec.in_words() for target in targets),
+        "; ".join(target.spec.in_words() for target in plan.targets),
         file,
         None if file is None else origins.sizes()[file],
         stretches,

@@ -16,11 +16,10 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.layouts.formats import FORMATS
 from paddle_reshard.pipeline.planning.coverage import copied_values
 from paddle_reshard.pipeline.planning.ops import MOVE, Ops
-from paddle_reshard.storage.outputs import prefixes
 
 
 class Origins:
-    """The boxes of values of a plan. Of a plan with ``target_number``, those of this target, with paths in it.
+    """The boxes of values of a plan.
 
     Raises
     ------
@@ -31,13 +30,7 @@ class Origins:
     def __init__(self, conversion: ConversionPlan) -> None:
         check_not_run(conversion)
         self.conversion, self.plan = conversion, conversion.plan
-        number = conversion.target_number
-        self._prefix = "" if number is None else prefixes(len(conversion.targets))[number]
-        self._numbers = {
-            file.path.removeprefix(self._prefix): number
-            for number, file in enumerate(self.plan.target_files)
-            if file.path.startswith(self._prefix)
-        }
+        self._numbers = {file.path: number for number, file in enumerate(self.plan.target_files)}
         self._copied = Ops.empty()
         if self.plan.copied_bytes:  # no op says which values these are, so the layout of the target has to
             layout = layout_of(conversion)
@@ -48,19 +41,13 @@ class Origins:
         """File → size in bytes, of all files of the target."""
         stored = ((file.path, file.size_bytes) for file in self.plan.stored_files)
         carried = ((file.target_path, file.size_bytes) for file in self.plan.carried)
-        return self._below([*stored, *carried])
+        return dict([*stored, *carried])
 
     def quantised(self) -> frozenset[str]:
         """The files in which no byte is one of the source."""
         if self.plan.quantised is None:
             return frozenset()
-        named = (*self.plan.quantised.files, *self.plan.quantised.scale_files)
-        return frozenset(self._below((path, 0) for path in named))
-
-    def _below(self, files: Iterable[tuple[str, int]]) -> dict[str, int]:
-        return {
-            path.removeprefix(self._prefix): size for path, size in files if path.startswith(self._prefix)
-        }
+        return frozenset((*self.plan.quantised.files, *self.plan.quantised.scale_files))
 
     def boxes(self, file: str | None, tensors: Sequence[int] | None) -> Iterator[Origin]:
         """The boxes of values of a file, or of some tensors; by file and first byte."""
@@ -81,7 +68,7 @@ class Origins:
                 state=tensor.state,
                 offset=_numbers(row["offset"], dims),
                 extents=_numbers(row["extents"], dims),
-                target_file=plan.target_files[int(row["target_file"])].path.removeprefix(self._prefix),
+                target_file=plan.target_files[int(row["target_file"])].path,
                 target_byte=int(row["target_byte"]),
                 target_strides=_numbers(row["target_strides"], dims),
                 target_dtype=DTYPES[int(row["target_dtype"])].name,
@@ -103,7 +90,7 @@ class Origins:
     def stretches(self, file: str) -> Iterator[Stretch]:
         """All stretches of a file, in order. What is neither a literal nor a value is padding."""
         for carried in self.plan.carried:
-            if carried.target_path == self._prefix + file:
+            if carried.target_path == file:
                 yield Stretch(0, carried.size_bytes, "file", source_file=carried.source_path)
                 return
         size = self.sizes()[file]

@@ -132,8 +132,6 @@ class ConversionPlan(Shown):
     """The request, as ``pipeline/convert/asked.py`` states it in manifests."""
     limits: PartLimits = PartLimits()
     """Those of the targets' stores."""
-    target_number: int | None = None
-    """The target whose files are explained, if this is the plan of a finished one."""
 
     @property
     def master_weights_made(self) -> int:

@@ -83,10 +83,8 @@ _SCALARS = (
 )
 
 
-def save_plan(plan: Plan, path: Path, statement: Mapping[str, Any] | None = None) -> None:
+def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan, replacing an existing file.
-
-    ``statement`` says what it makes of what (:func:`~paddle_reshard.pipeline.convert.asked.statement_of`).
 
     Raises
     ------
@@ -94,7 +92,6 @@ def save_plan(plan: Plan, path: Path, statement: Mapping[str, Any] | None = None
         If the file cannot be written.
     """
     header = {
-        **(statement or {}),
         "format": FORMAT,
         "generation": GENERATION,
         "plan_id": plan.plan_id,
@@ -203,19 +200,8 @@ def saved_plan_id(path: Path) -> str:
     UsageError, FormatError
         As :func:`load_plan`.
     """
-    return str(read_header(path).get("plan_id"))
-
-
-def read_header(path: Path) -> Mapping[str, Any]:
-    """The header of a plan file: the id of the plan, and what it makes of what.
-
-    Raises
-    ------
-    UsageError, FormatError
-        As :func:`load_plan`.
-    """
     with _opened(path) as file:
-        return _read_header(file, str(path))
+        return str(_read_header(file, str(path)).get("plan_id"))
 
 
 def check_is_saved(plan: Plan, path: Path) -> None:

@@ -173,21 +173,20 @@ def check_record(original: Mapping[str, Any], location: str) -> None:
         (shared, OF_ALL_TARGETS),
         *((of_target, TARGET_OPTIONS) for of_target in (targets if sound else ())),
     ]
-    if not sound or not all(fits(given, names) for given, names in groups):
+    if not sound or not all(_fits(given, names) for given, names in groups):
         raise StaleSessionError(
             f"{location}: the record of the unfinished conversion here holds no valid options; remove it with "
             f"{_clean(location)}"
         )
 
 
-def fits(given: Any, names: Sequence[str], as_texts: Sequence[str] = ()) -> bool:
-    """Whether a record holds options of these names, each of its type; those in ``as_texts`` as texts."""
+def _fits(given: Any, names: Sequence[str]) -> bool:
+    """Whether a record holds options of these names, each of its type."""
     if not isinstance(given, dict) or not given.keys() <= set(names):
         return False
     try:
         for name, value in given.items():
-            own = bool if OPTIONS[name].consent else TYPES[OPTIONS[name].kind]
-            typed(value, str if name in as_texts else own)
+            typed(value, bool if OPTIONS[name].consent else TYPES[OPTIONS[name].kind])
     except EntryError:
         return False
     return True
@@ -226,11 +225,6 @@ def _restored(location: str, name: str, kept: Any) -> Any:
             f"{location}: the unfinished conversion here was started with {_in_words(name, kept)}, which is too large "
             f"to be kept; give it again: {flag_of(name)} FILE"
         )
-    return restored(name, kept)
-
-
-def restored(name: str, kept: Any) -> Any:
-    """An option as it was given; a file of which the text was kept."""
     return KeptFile(kept["name"], kept["text"]) if name in FILES else kept
 
 

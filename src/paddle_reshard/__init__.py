@@ -16,7 +16,6 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
-    from paddle_reshard.pipeline.convert.again import plan_again
     from paddle_reshard.pipeline.convert.cards import Alternative, CardsPlan, RefusedTopology
     from paddle_reshard.pipeline.convert.checking import check
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
@@ -230,7 +229,6 @@ __all__ = [
     "ls",
     "names_callback",
     "plan",
-    "plan_again",
     "prove",
     "publish",
     "pull",
@@ -262,7 +260,6 @@ _HOMES = {
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
     "pipeline.convert.plan": ("ConversionPlan", "LeftOut", "PlannedTarget"),
     "pipeline.convert.coverage": ("Coverage", "prove"),
-    "pipeline.convert.again": ("plan_again",),
     "pipeline.convert.explain": ("explain",),
     "pipeline.convert.explanation": ("ExplainedTensor", "Explanation", "Origin", "Stretch"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
@@ -345,13 +342,19 @@ _HOMES = {
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""
+_REPLACED = {
+    "delta": "publish and pull: docs/deltas.md",
+    "apply_delta": "publish and pull: docs/deltas.md",
+    "plan_again": "plan, with the options that a manifest states: docs/proof.md#what-was-asked",
+}
+"""Name that a release had → what replaces it."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker that saw this would accept any name
 
     def __getattr__(name: str) -> Any:
-        if name in ("delta", "apply_delta"):
-            raise AttributeError(f"{__name__}.{name} is replaced by publish and pull: docs/deltas.md")
+        if name in _REPLACED:
+            raise AttributeError(f"{__name__}.{name} is replaced by {_REPLACED[name]}")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -73,14 +73,6 @@ def test_any_target_holds_what_was_filled(options: dict[str, Any], tmp_path: Pat
     assert paddle_reshard.verify(tmp_path / "made", tmp_path / "card", states=states).equal
 
 
-def test_a_killed_conversion_resumes_with_the_base_given_again(bases: Path, tmp_path: Path) -> None:
-    given = bases / "huggingface"
-    paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=given)
-    again = paddle_reshard.plan_again(tmp_path / "card", checkpoint(SHARDED), fill=given)
-    assert again.source.filled is not None
-    assert set(again.source.filled.tensors) == set(frozen())
-
-
 def test_a_base_that_nothing_is_taken_from_is_said(tmp_path: Path) -> None:
     planned = paddle_reshard.plan(checkpoint(WHOLE), to="tp=1", fill=checkpoint(WHOLE))
     assert dict(planned.facts())["filled"].startswith("nothing was lacking")

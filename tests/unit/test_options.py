@@ -116,7 +116,6 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "launch",
         "load_into",
         "plan",
-        "plan_again",
         "publish",
         "verify",
         "checkpoints",
