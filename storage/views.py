@@ -53,12 +53,12 @@ class JoinedSource(ReadRange):
 
     @property
     def location(self) -> str:
-        """That of the first."""
+        """The location of the first store."""
         return self.mounts[0].source.location
 
     @property
     def folders(self) -> Sequence[str]:
-        """Those of the first."""
+        """The folders of the first store."""
         return self.mounts[0].source.folders
 
     @property

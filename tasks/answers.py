@@ -30,16 +30,16 @@ class Answer:
     totals: tuple[_Totals, ...]
     paths: tuple[str, ...]
     receipts: tuple[_Receipt, ...]
-    """Those of all groups, in order."""
+    """The receipts of all groups, in order."""
     differences: dict[int, tuple[DriftError, ...]]
     """Group → differences, for groups that have any."""
     sums: dict[int, tuple[tuple[int, int, int, int], ...]]
     """Group → what it adds to fingerprints, for groups that add any."""
     group_seconds: tuple[float, ...]
-    """How long each group ran."""
+    """Time that each group took."""
     figures: WorkerFigures
     seconds: float
-    """How long the batch took."""
+    """Time that the batch took."""
     failure: str = ""
     """Why the next group failed, if another worker may succeed."""
     refusal: ReshardError | None = None

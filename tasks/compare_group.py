@@ -124,7 +124,7 @@ def compare_pass(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffe
 
 
 def _comparisons(ops: Ops) -> Ops:
-    """Those that compare, in their order."""
+    """The ops that compare, in their order."""
     chosen = (ops["kind"] != MOVE) & (ops["kind"] != SUM)
     return ops if chosen.all() else ops[chosen]
 

@@ -78,7 +78,7 @@ def compare_values(
 
 
 def combined(parts: Iterable[Statistics]) -> Statistics:
-    """Those of all parts of a tensor together."""
+    """The statistics of a tensor, from those of its parts."""
     parts = list(parts)
     first = min((part for part in parts if part.first is not None), key=_place, default=Statistics(0))
     return Statistics(

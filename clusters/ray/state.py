@@ -23,7 +23,7 @@ class Running:
     object_bytes: int = 0
     """Bytes of its bands in the object store; 0 if it is not exchanged."""
     reports: list[GroupReport] = field(default_factory=list)
-    """Those of the shares of a group."""
+    """The reports of the shares of a group."""
     failure: RayError | None = None
 
     @property

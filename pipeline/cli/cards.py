@@ -15,7 +15,7 @@ HEADINGS = (
     *("GiB to read", "GiB to write", "seconds", "resumes", "nearest"),
 )
 SHOWN_REFUSED = 12
-"""So many refused topologies are listed; JSON has all."""
+"""Refused topologies that are listed; JSON has all."""
 GIB = 1 << 30
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HEADINGS = ("bytes", "what", "box", "from", "bytes", "of rank", "how")
 SHOWN_BYTES = 40
-"""So many bytes of a literal are shown."""
+"""Bytes of a literal that are shown."""
 
 
 @click.command(

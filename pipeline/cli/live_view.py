@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 MOST_COLUMNS: Final = 100
 MOST_LINES: Final = 24
 MOST_WORKERS: Final = 12
-"""Of more workers, only those are shown that have run the same groups for the longest time."""
+"""Rows of the table of workers: those that have run the same groups for the longest time."""
 MOST_ENDED: Final = 6
 """Steps that are shown after their end."""
 RECENT_SECONDS: Final = 10.0
@@ -27,7 +27,7 @@ RECENT_SECONDS: Final = 10.0
 BAR_COLUMNS: Final = 30
 
 HEADINGS: Final = ("runs", "for", "memory", "groups", "read", "written")
-"""Of the table of workers, behind their names: what each runs, and what it has done so far."""
+"""Headings of the table of workers, after the column with their names."""
 
 Span = tuple[str, str]
 """Text and its style; an empty style is that of the terminal."""
@@ -54,7 +54,7 @@ ASCII: Final = Signs("+", ">", "#", "-", " | ", "x", "...")
 
 
 class LiveView:
-    """An observer that can draw how far a run has come.
+    """An observer that can draw the progress of a run.
 
     Events arrive in one thread and lines are taken in another.
 
@@ -158,7 +158,7 @@ class LiveView:
     # --------------------------------------------------------------------------------------------- memory
 
     def _memory(self, columns: int) -> Line:
-        """Of this process; on a cluster, of the worker whose groups have been given the most."""
+        """The memory in use: of this process, or on a cluster of the worker whose groups hold the most."""
         budget = self.state.budget_bytes
         here = all(name.startswith(THREAD) for name in self.state.workers if name)
         used = self.private_bytes() if here else self.state.held_bytes()
@@ -246,7 +246,7 @@ def _aligned(table: Sequence[Sequence[str]], columns: int) -> list[str]:
 
 
 def _summary(workers: Iterable[WorkerState]) -> str:
-    """How many of them do what.
+    """The number of workers in each state.
 
     >>> _summary([WorkerState(running=(range(3, 4),)), WorkerState(running=())])
     '1 busy, 1 idle'

@@ -212,7 +212,7 @@ class Notifier:
 
 @contextmanager
 def notifying(sources: Sequence[str], *targets: str) -> Iterator[Notifier]:
-    """What ``--notify`` of the current command names is told if the block fails. Wrong usage is not reported."""
+    """Notify the receiver of ``--notify`` if the block fails, except for wrong usage."""
     notifier = Notifier(click.get_current_context().params.get("notify"), sources, targets)
     try:
         yield notifier

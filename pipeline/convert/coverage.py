@@ -35,7 +35,7 @@ class Coverage(Shown):
     padding_bytes: int
     value_bytes: int
     copied_bytes: int
-    """Those of ``value_bytes`` that the storage copies by itself."""
+    """The part of ``value_bytes`` that the storage copies by itself."""
     scale_bytes: int
     """Scales of quantised weights, which are computed from values."""
     carried_bytes: int
@@ -45,7 +45,7 @@ class Coverage(Shown):
     stored_elements: int
     """Their elements, each counted once."""
     used_elements: int
-    """Those of them that some target holds."""
+    """The part of ``stored_elements`` that some target holds."""
     left_out: tuple[LeftOut, ...]
     """The rest."""
     problem_count: int

@@ -104,7 +104,7 @@ class DiffReport(Shown):
     elements: int
     read_bytes: int
     differing: tuple[TensorDifference, ...]
-    """Those that differ, the largest relative difference first."""
+    """The tensors that differ, the largest relative difference first."""
     unmatched: tuple[Difference, ...] = field(default=())
     """Tensors that only one side has, or that have different shapes."""
 

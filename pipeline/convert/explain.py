@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 SHOWN_NAMES = 20
-"""So many names are listed in a message."""
+"""Names that a message lists."""
 
 
 def explain(

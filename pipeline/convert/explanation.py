@@ -27,7 +27,7 @@ class Origin:
     extents: Shape
     target_file: str
     target_byte: int
-    """Of the first element."""
+    """Byte of the first element in the target file."""
     target_strides: Shape
     """Bytes from one element to the next along each dim."""
     target_dtype: str
@@ -101,11 +101,11 @@ class Stretch:
     kind: str
     """``literal``, ``padding``, ``value``, or ``file`` for a file that is copied whole."""
     content: bytes = b""
-    """Of a literal."""
+    """The bytes of a literal."""
     origins: tuple[Origin, ...] = ()
-    """Of values, by first byte in the target. Boxes may interleave, as those of matrices that are cut by columns do."""
+    """The boxes of values, by first byte in the target. They may interleave, as those of matrices cut by columns do."""
     source_file: str = ""
-    """Of a file that is copied whole."""
+    """The file that is copied whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ class Explanation(Shown):
     file: str | None
     """The explained file; ``None`` for a tensor in all files."""
     size_bytes: int | None
-    """Of the file; ``None`` for a tensor."""
+    """Size of the file; ``None`` for a tensor."""
     stretches: tuple[Stretch, ...]
-    """Of the file, in order; of a tensor, only the boxes of its values, by file."""
+    """The stretches of the file, in order; for a tensor, only the boxes of its values, by file."""
     tensors: tuple[ExplainedTensor, ...]
 
     @property

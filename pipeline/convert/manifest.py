@@ -118,7 +118,7 @@ class Manifest:
     changed: str
     """How the manifest differs from what was written; empty if it does not, or has no digest (first generation)."""
     fingerprints: Fingerprints | None = None
-    """Those that it records."""
+    """The fingerprints that it records."""
     unknown_fingerprints: int = 0
     """Number of tensors without one."""
 

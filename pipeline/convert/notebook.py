@@ -57,7 +57,7 @@ def drawn(clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Eve
 
 
 def line(state: RunState) -> str:
-    """How far a run has come, in one line."""
+    """The progress of a run in one line."""
     parts = [state.step]
     if state.total_bytes:
         share = min(1.0, state.done_bytes / state.total_bytes)

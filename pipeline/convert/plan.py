@@ -131,7 +131,7 @@ class ConversionPlan(Shown):
     asked: Mapping[str, Any] | None = None
     """The request, as ``pipeline/convert/asked.py`` states it in manifests."""
     limits: PartLimits = PartLimits()
-    """Those of the targets' stores."""
+    """What the stores of the targets allow."""
 
     @property
     def master_weights_made(self) -> int:

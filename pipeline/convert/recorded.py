@@ -85,13 +85,13 @@ class Moved:
     """What the groups of a conversion added up."""
 
     tensors: Tensors
-    """Those of the plan."""
+    """The tensors of the plan."""
     sums: Mapping[tuple[int, int], Sum]
     """By number and dtype of the tensor."""
 
     @classmethod
     def of(cls, tensors: Tensors, sums: Iterable[Sum]) -> Moved:
-        """Those of all groups, added up already."""
+        """From the sums of all groups, added up already."""
         return cls(tensors, {(one.tensor, one.dtype): one for one in sums})
 
     def checksum(self, tensor: Tensor, dtype: int, exported: str | None) -> int | None:

@@ -200,7 +200,7 @@ class Columns:
             self._columns[name] = _taken(self._columns[name], order)
 
     def split(self, chosen: Flags) -> tuple[Self, Self]:
-        """Those that are ``chosen``, and the others. Nothing is left here, so that no field is held twice for long."""
+        """The ``chosen`` rows, and the others. Empties this value, so that no column is held twice for long."""
         numbers = np.flatnonzero(chosen), np.flatnonzero(~chosen)
         parts: tuple[dict[Column, Any], dict[Column, Any]] = ({}, {})
         for name in self.COLUMNS:

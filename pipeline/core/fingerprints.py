@@ -40,7 +40,7 @@ class Fingerprints:
 
     @classmethod
     def of(cls, tensors: Tensors, checksums: npt.NDArray[np.uint64]) -> Fingerprints:
-        """Those of ``tensors`` in any order."""
+        """The fingerprints of ``tensors``, which may be in any order."""
         order = tensors.order(np.arange(len(tensors)))
         return cls(Tensors(tensors[number] for number in order.tolist()), checksums[order])
 
@@ -85,7 +85,7 @@ class Fingerprints:
         return None if number is None else int(self.checksums[number])
 
     def only(self, states: Iterable[str]) -> Fingerprints:
-        """Those of some states."""
+        """The fingerprints of some states."""
         chosen = set(states)
         kept = [n for n in range(len(self.tensors)) if self.tensors.identity(n)[1] in chosen]
         return Fingerprints(Tensors(self.tensors[n] for n in kept), self.checksums[kept])

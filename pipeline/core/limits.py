@@ -29,7 +29,7 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 MAX_META_BYTES: Final = 1 << 29
 """``model_meta.json``: 45,000 parameters in each of 8 cells take 120 MB."""
 FREE_VALUES: Final = 1 << 16
-"""So many values, opcodes and containers a file may have, however short they are."""
+"""Values, opcodes and containers that a file may have, however short they are."""
 JSON_VALUE_BYTES: Final = 5
 """Beyond those, the fewest bytes of JSON for every comma and opening bracket: a header of safetensors, whose text is
 the densest, has 9, a value of which takes some 60 bytes of memory."""

@@ -1,4 +1,4 @@
-"""How far a run has come, from its events."""
+"""The progress of a run, added up from its events."""
 
 from __future__ import annotations
 

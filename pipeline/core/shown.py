@@ -5,14 +5,14 @@ from __future__ import annotations
 Facts = list[tuple[str, str]]
 """Names and what they are, in the order in which they matter."""
 SHOWN_DIFFERENCES = 20
-"""So many differences are listed where people read; JSON has all."""
+"""Differences that are listed for people; JSON has all."""
 SHOWN_WORKERS = 16
 SHOWN_AMPLIFICATION = 1.05
-"""If bytes are read more often on average, that is said."""
+"""Show the amplification of reads if it exceeds this."""
 
 
 class Shown:
-    """A result that says what it is in a few facts, however much it holds."""
+    """A result that prints as a few facts, however much it holds."""
 
     __slots__ = ()
 

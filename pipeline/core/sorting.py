@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _FEW = 1 << 12
-"""So few numbers are sorted by NumPy alone."""
+"""Up to this many numbers, NumPy's own sort is the fastest."""
 _NEARLY_SORTED = 64
 """Numbers in which at most one in so many is smaller than the one before it are merged, which takes one pass."""
 

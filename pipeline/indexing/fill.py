@@ -28,7 +28,7 @@ ENDING = ".safetensors"
 
 @dataclass(frozen=True)
 class Filling:
-    """What ``--fill`` names, open."""
+    """The checkpoint or file of ``--fill``, opened."""
 
     store: Source
     file: str | None
@@ -36,7 +36,7 @@ class Filling:
 
     @property
     def location(self) -> str:
-        """That of the file or the checkpoint."""
+        """The location of the file or the checkpoint."""
         return self.store.location if self.file is None else f"{self.store.location}/{self.file}"
 
 

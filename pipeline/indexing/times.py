@@ -8,9 +8,9 @@ from itertools import pairwise
 
 MINUTE_NS = 60 * 10**9
 COPIED_BYTES_PER_S = 20_000_000
-"""How slow a copy may be that gives the files of one save later times, one after the other."""
+"""Slowest copy that is assumed when files of one save have later times, one after the other."""
 FARTHER = 10
-"""How many times farther than the others from each other a file lies that is named."""
+"""A file is named if its time is this many times farther from the others than they are from each other."""
 
 
 def far_apart(paths: Iterable[str], times: Mapping[str, int], sizes: Mapping[str, int]) -> str:

@@ -125,7 +125,7 @@ class Format(ABC):
         return None
 
     def process_of(self, path: str) -> int | None:
-        """Number of the job's process that writes a file, if its name tells only that; ``None`` if it tells nothing."""
+        """Number of the process that wrote a file, for formats whose file names hold no coordinates; else ``None``."""
         return None
 
     @abstractmethod

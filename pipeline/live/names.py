@@ -50,7 +50,7 @@ class Named:
     key: str
     name: str
     shape: Shape | None
-    """Of this rank's piece; ``None``: not known."""
+    """Shape of this rank's piece; ``None`` if it is not known."""
     trained: bool = True
 
 

@@ -38,9 +38,9 @@ from paddle_reshard.pipeline.planning.plan import Plan
 LITERAL, PADDING, VALUE, COPIED = range(4)
 KINDS = ("a literal", "padding", "a value", "a value that the storage copies")
 MOST_PROBLEMS = 40
-"""So many problems are described; all are counted."""
+"""Problems that are described; all are counted."""
 MOST_OF_A_WINDOW = 5
-"""So many gaps, and as many overlaps, of a window are described."""
+"""Gaps of a window that are described, and as many overlaps."""
 BATCH_BOXES = 1 << 19
 """Files are taken together up to this number of boxes and literals."""
 WINDOW_RUNS = 1 << 19

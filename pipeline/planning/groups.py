@@ -470,7 +470,8 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     """
     ends = np.cumsum(sizes)
     opens = np.ones(len(ends), dtype=bool)
-    # Neighbours that do not fit together are apart. Most of what lies between two such places fits together.
+    # A group surely ends between neighbours that exceed the room together. Only stretches between two such ends that
+    # are still too large need the sequential loop below; they are rare.
     np.greater(sizes[1:] + sizes[:-1], room_bytes, out=opens[1:])
     first = np.flatnonzero(opens)
     stop = np.append(first[1:], len(ends))

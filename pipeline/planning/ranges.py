@@ -61,9 +61,9 @@ class Unions(NamedTuple):
     """The result of :func:`unions`."""
 
     number: Ints
-    """As of :func:`label`."""
+    """Numbers of the unions, as :func:`label` gives them."""
     nbytes: Ints
-    """How many bytes the ranges of each number cover together."""
+    """Bytes that the ranges of each number cover together."""
 
 
 def unions(keys: Ints, start: Ints, stop: Ints) -> Unions:

@@ -222,7 +222,7 @@ def describe_failure(
 
 
 def _reached(run: RunData | None) -> Tile:
-    """How far a conversion came that failed."""
+    """The progress of a conversion that failed."""
     if run is None or not run.steps:
         return Tile("Came as far as", "the plan")
     last = run.steps[-1]

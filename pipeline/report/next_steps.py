@@ -20,7 +20,7 @@ from paddle_reshard.storage.session.ledger import keeps
 OF_A_PLAN = ("--save", "--prove", "--workers", "--rates", "--report", "--json", "--quiet")
 """Options of ``plan`` that ``convert`` does not need."""
 FAST_ENOUGH = 1.1
-"""So much longer than the fastest simulation may the one with the fewest workers take that is suggested."""
+"""The suggested number of workers is the smallest that takes at most this many times the fastest estimate."""
 
 NextSteps = tuple[NextStep, ...]
 

@@ -261,7 +261,7 @@ def _curves(stretches: Sequence[Stretch], seconds: float) -> Curves:
 
 
 def _memory(stretches: Sequence[Stretch], first: float, width: float) -> list[int]:
-    """Of the process with the most in each interval: groups that run in this process share its memory."""
+    """Memory of the fullest process in each interval. Groups that run in one process share its memory."""
     most = [0] * BINS
     by_process = sorted(stretches, key=lambda one: (_process(one), one.start))
     for _, group in groupby(by_process, key=_process):

@@ -285,7 +285,7 @@ _HOMES = {
     "pipeline.versions.publish": ("publish",),
     "pipeline.versions.pull": ("pull",),
     "pipeline.versions.reports": ("PublishReport", "PullReport"),
-    # How far it is: what an observer is called with
+    # Progress: the events that an observer is called with
     "pipeline.report.html_report": ("HtmlReport",),
     "pipeline.core.events": (
         "Event",

@@ -81,7 +81,7 @@ class RankFiles:
         self._meant[path] = self._meant.get(path, 0) + hash(meant)
 
     def in_words(self) -> str:
-        """How many files show the same as a file of another rank, and mean something else."""
+        """The number of files that only their names tell apart from those of other ranks, in words; empty if none."""
         alike: dict[int, list[str]] = {}
         for path, shown in self._shown.items():
             alike.setdefault(shown, []).append(path)

@@ -68,7 +68,7 @@ class StoredJob:
     ep: int = 1
 
     def differing(self, degrees: Mapping[str, int]) -> str:
-        """Those of the ``degrees`` that differ from this job's, in words; axes that it does not list count as 1.
+        """The ``degrees`` that differ from this job's, in words. Axes that this job does not list count as 1.
 
         For ``tp=2``, the degrees ``tp=4, pp=1, vpp=2`` give ``"tp=4, vpp=2"``.
         """
