@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.expert_oracle import read_expert_parallel
+from tests.golden.compare_one_card import read_one_card
 from tests.job_memory import differences, places_of
 
 SINGLE, TP, PP = "ernie_dense_single", "ernie_dense_mp2", "ernie_dense_pp2"
@@ -40,9 +41,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     PLAIN: {"to": "sharding=2,ep=2", "sharding_strategy": "stage1v2", "format": "hybrid-plain"},
     FLEX: {"format": "flex"},
 }
+FUSED_NORMS = ("ernie_ep2_sh2_s1v2_meta_ema_rms", "ernie_ep2_sh2_s1v2_meta_linres_rms")
 STAGES_ASKED = {"to": "pp=2,sharding=2,ep=2", "sharding_strategy": "stage1v2"}
 EXPERTS_IN_ALL = 4
-MOE_SOURCES = (META, PLAIN, FLEX, STAGES)
+MOE_SOURCES = (META, PLAIN, FLEX, STAGES, *FUSED_NORMS)
 
 
 def _case(name: str) -> Path:
@@ -52,6 +54,10 @@ def _case(name: str) -> Path:
 @cache
 def _truth(name: str) -> oracle.Tensors:
     return oracle.read_truth(_case(name) / "truth.safetensors")
+
+
+def _shapes(name: str) -> dict[str, oracle.Shape]:
+    return {key: s for key, s in oracle.shapes_of(_truth(name)).items() if not key.endswith(".ema")}
 
 
 def _config(name: str) -> Path | None:
@@ -70,11 +76,12 @@ def _with_config(name: str, folder: Path, **entries: Any) -> Path:
     return copy
 
 
-def _assert_files_of(made: Path, target: str, *, ema: bool = False) -> None:
+def _assert_files_of(made: Path, target: str, source: str) -> None:
     real = _case(target) / "checkpoint-3"
-    oracle.assert_same_structure(
-        oracle.structure(made), oracle.expected_structure(oracle.structure(real), ema=ema)
-    )
+    files = oracle.structure(real)
+    if source != target:  # averages are of the source
+        files = oracle.expected_structure(files, ema=source == SHARDED)
+    oracle.assert_same_structure(oracle.structure(made), files)
     assert (made / "model_meta.json").exists() == (real / "model_meta.json").exists()
     if (real / "model_meta.json").exists():
         ours = oracle.ordered_json(made / "model_meta.json")
@@ -82,7 +89,7 @@ def _assert_files_of(made: Path, target: str, *, ema: bool = False) -> None:
 
 
 def test_every_case_is_tested() -> None:
-    named = [*DENSE, ONE_CARD, *EXPERTS, STAGES]
+    named = [*DENSE, ONE_CARD, *EXPERTS, STAGES, *FUSED_NORMS]
     assert set(case_names("recipes")) == {f"recipes/{name}" for name in named}
 
 
@@ -100,7 +107,7 @@ def test_dense_conversions_are_the_files_of_the_recipe(source: str, target: str,
     assert list(differences(made, places_of(_case(target)), truth)) == []
     if target != TP:  # the reader does not know which tensors tp cuts part by part
         oracle.assert_same_tensors(oracle.read_checkpoint(made, oracle.shapes_of(truth)), truth)
-    _assert_files_of(made, target, ema=source == SHARDED)
+    _assert_files_of(made, target, source)
 
 
 @pytest.mark.parametrize("source", [SINGLE, TP])
@@ -140,14 +147,13 @@ def test_only_grouped_heads_lie_part_by_part(heads: int | None, shares: tuple[in
 def test_on_one_card_experts_have_their_numbers_in_the_model(source: str, tmp_path: Path) -> None:
     made = tmp_path / "made"
     paddle_reshard.convert(_case(source) / "checkpoint-3", made, to="tp=1", config=_config(source))
-    truth = _truth(source)
-    oracle.assert_same_tensors(oracle.read_checkpoint(made, oracle.shapes_of(truth)), truth)
+    assert read_one_card(made) == {key: array.tobytes() for key, array in _truth(source).items()}
 
 
 def test_the_names_of_one_card_are_those_of_the_recipe(tmp_path: Path) -> None:
     """It has no states of the correction bias, so a job with sharding would cut its slices differently."""
     paddle_reshard.convert(_case(ONE_CARD) / "checkpoint-3", tmp_path / "made", to="tp=1")
-    _assert_files_of(tmp_path / "made", ONE_CARD)
+    _assert_files_of(tmp_path / "made", ONE_CARD, ONE_CARD)
     with pytest.raises(
         UnsupportedError, match="e_score_correction_bias has no optimizer states in the source"
     ):
@@ -164,16 +170,29 @@ def test_experts_are_numbered_and_named_by_each_rank(source: str, target: str, t
         found = oracle.read_checkpoint(tmp_path / "back", oracle.shapes_of(truth))
         oracle.assert_same_tensors(found, truth)
         return
-    _assert_files_of(made, target)
+    _assert_files_of(made, target, source)
     found = read_expert_parallel(made, oracle.shapes_of(truth), of_each=EXPERTS_IN_ALL // 2)
     oracle.assert_same_tensors(found, truth)
+
+
+@pytest.mark.parametrize("case", FUSED_NORMS)
+def test_fused_norms_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> None:
+    """The projections that they replace are built first and count in the names of others."""
+    made, truth = tmp_path / "made", _truth(case)
+    paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "stages", to="pp=3,sharding=4,ep=4")
+    paddle_reshard.convert(tmp_path / "stages", made, **EXPERTS[META])
+    _assert_files_of(made, case, case)
+    found = read_expert_parallel(made, _shapes(case), of_each=EXPERTS_IN_ALL // 2)
+    oracle.assert_same_tensors(found, truth)
+    with pytest.raises(RuleError, match="what a job calls its parameter is not known"):
+        paddle_reshard.convert(made, tmp_path / "cut", to="tp=2")
 
 
 def test_stages_with_experts_are_the_files_of_the_recipe(tmp_path: Path) -> None:
     made, truth = tmp_path / "made", _truth(STAGES)
     paddle_reshard.convert(_case(STAGES) / "checkpoint-3", tmp_path / "one", to="sharding=2,ep=2")
     paddle_reshard.convert(tmp_path / "one", made, **STAGES_ASKED)
-    _assert_files_of(made, STAGES)
+    _assert_files_of(made, STAGES, STAGES)
     found = read_expert_parallel(made, oracle.shapes_of(truth), of_each=EXPERTS_IN_ALL // 2)
     oracle.assert_same_tensors(found, truth)
 
@@ -223,8 +242,6 @@ def test_tensor_parallelism_of_experts_is_refused(tmp_path: Path) -> None:
         ("tie_word_embeddings", True, "the head is the word embedding"),
         ("moe_expert_fusion", True, "all experts of a rank are one tensor"),
         ("num_nextn_predict_layers", 1, "multi-token prediction"),
-        ("use_rms_qkv_recompute", True, "norm and projection are one layer"),
-        ("use_linear_residual_norm_recompute", True, "projection and norm are one layer"),
         ("insert_empty_layer", [1], "empty layers count"),
         ("num_empty_layers_add_in_tail", 2, "empty layers count"),
     ],
