@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     EMA_MASTER_WEIGHT,
@@ -186,6 +187,7 @@ def catalog_of(dims: Dims, target: HybridTarget) -> Checkpoint:
     )
     return replace(
         checkpoint,
+        own_files=frozenset(file.path for file in catalog.files) | {MODEL_META},
         catalog=catalog,
         topology=target.topology,
         strategy=target.strategy,
