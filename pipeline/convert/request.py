@@ -194,7 +194,7 @@ def check_options(format: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format].options and value:
             raise UsageError(_misplaced(name, value, format))
-    if "to" in FORMATS[format].options and not given.get("to"):
+    if FORMATS[format].needs_topology and not given.get("to"):
         raise UsageError("--to is missing; give the topology of the target, such as tp=2,pp=2,sharding=2")
 
 

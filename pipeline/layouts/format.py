@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from paddle_reshard.pipeline.core.topology import STRATEGIES
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.catalog import Catalog
     from paddle_reshard.pipeline.core.topology import Topology
@@ -34,6 +36,17 @@ MUON, ADAMW_MINI = "Muon", "AdamWMini"
 """Optimizers that trainers can save only in some formats."""
 TARGET_META = FormatOption("model_meta.json of a job of the target topology, which supplies parameter names.")
 """Shared by all formats that store parameter names."""
+SHARDING_STRATEGY = FormatOption(
+    "sharding strategy of the target job. Default: the source's if the target's topology "
+    "allows it, otherwise the trainer's default: PaddleFormers stage1v2, PaddleNLP stage1v1.",
+    STRATEGIES,
+)
+LAYOUT = FormatOption(
+    "JSON with settings of the target job that its topology does not determine: "
+    "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
+    "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention."
+)
+"""Shared by all formats with files of ranks."""
 
 
 class Format(ABC):
@@ -54,6 +67,11 @@ class Format(ABC):
     def options(self) -> Mapping[str, FormatOption]:
         """Name → option, for the options that apply to a target of this format."""
         return {}
+
+    @property
+    def needs_topology(self) -> bool:
+        """Whether a target must be given the topology of its job (``to``)."""
+        return False
 
     @property
     def average_options(self) -> Mapping[str, str]:

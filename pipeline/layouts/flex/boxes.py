@@ -45,7 +45,9 @@ class Box:
 
 
 def describe_boxes(
-    files_of: Mapping[Box, Collection[str]], paths: Mapping[str, tuple[str, ...]] | None = None
+    files_of: Mapping[Box, Collection[str]],
+    paths: Mapping[str, tuple[str, ...]] | None = None,
+    numbered: bool = False,
 ) -> DistMetadata:
     """Metadata that describe boxes.
 
@@ -55,6 +57,9 @@ def describe_boxes(
         Box → names of the files that hold it.
     paths
         Key → path in the nested dict; by default ``(key,)``.
+    numbered
+        Whether the copies of a box are numbered, from 0 in the order of their files. Paddle's loader needs the
+        numbers to tell copies apart, and needs the 0: at another topology it reads no copy with another number.
     """
     in_order = sorted(files_of, key=lambda box: (box.key, box.global_offset, box.flattened_range or ()))
     keys, dtypes = _numbers(box.key for box in in_order), _numbers(box.dtype for box in in_order)
@@ -65,7 +70,9 @@ def describe_boxes(
         for box in in_order
     ]
     locations = [
-        (piece, files[file], -1) for piece, box in enumerate(in_order) for file in sorted(files_of[box])
+        (piece, files[file], copy if numbered else -1)
+        for piece, box in enumerate(in_order)
+        for file, copy in sorted((file, copy) for copy, file in enumerate(files_of[box]))
     ]
     return DistMetadata(
         tuple(keys),

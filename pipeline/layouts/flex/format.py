@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
-from paddle_reshard.pipeline.layouts.format import MUON, TARGET_META, Format, FormatOption
+from paddle_reshard.pipeline.layouts.format import (
+    LAYOUT,
+    MUON,
+    SHARDING_STRATEGY,
+    TARGET_META,
+    Format,
+    FormatOption,
+)
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.layouts.flex.request import RankFlexRequest
     from paddle_reshard.pipeline.layouts.flex.target import FlexTarget
     from paddle_reshard.pipeline.layouts.reading import SourceFiles
     from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
@@ -20,6 +28,14 @@ _OPTIONS: Mapping[str, FormatOption] = {
     "paddle_version": FormatOption(
         "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
     ),
+}
+_BY_RANK: Mapping[str, FormatOption] = {
+    "to": FormatOption(
+        "topology of the job that is to resume from its ranks' own files, without resharding; any other job can read "
+        "them too. Default: whole tensors, in files of about the same size."
+    ),
+    "sharding_strategy": SHARDING_STRATEGY,
+    "layout": LAYOUT,
 }
 
 
@@ -40,8 +56,8 @@ class DistFormat(Format):
 
     @property
     def options(self) -> Mapping[str, FormatOption]:
-        """Files, and by whose classes; auto-parallel training has parameter names too."""
-        return {**_OPTIONS, "target_meta": TARGET_META} if self.auto_parallel else _OPTIONS
+        """Files, and by whose classes; auto-parallel training has parameter names too, and no files of ranks."""
+        return {**_OPTIONS, "target_meta": TARGET_META} if self.auto_parallel else {**_BY_RANK, **_OPTIONS}
 
     @property
     def cannot_hold(self) -> tuple[str, ...]:
@@ -93,12 +109,25 @@ class DistFormat(Format):
 
         return index_flex(files, tables)
 
-    def request(self, asked: Mapping[str, Any]) -> FlexTarget:
-        """Number of files, version of Paddle and names; nothing of it depends on the source."""
-        from paddle_reshard.pipeline.layouts.flex.request import parse_flex
+    def request(self, asked: Mapping[str, Any]) -> FlexTarget | RankFlexRequest:
+        """Number of files, version of Paddle and names; with a topology, its job too."""
+        from paddle_reshard.pipeline.layouts.flex.request import parse_by_rank, parse_flex
 
-        return parse_flex(
-            self.auto_parallel, asked.get("files"), asked.get("paddle_version"), asked.get("target_meta")
+        if not asked.get("to"):
+            given = {name for name in ("sharding_strategy", "layout") if asked.get(name)}
+            return parse_flex(
+                self.auto_parallel,
+                asked.get("files"),
+                asked.get("paddle_version"),
+                asked.get("target_meta"),
+                given,
+            )
+        return parse_by_rank(
+            asked["to"],
+            asked.get("sharding_strategy"),
+            asked.get("layout"),
+            asked.get("files"),
+            asked.get("paddle_version"),
         )
 
 

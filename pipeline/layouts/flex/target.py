@@ -8,16 +8,13 @@ same file. Keys and their order are those that the trainer writes on a single ca
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
 from paddle_reshard.pipeline.core.file_names import MODEL_META, SCHEDULER, SIGNAL_PREFIX
-from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
@@ -27,45 +24,36 @@ from paddle_reshard.pipeline.core.tensors import (
     Tensor,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, PaddleRelease, paddle_release
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
 from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.flex.boxes import Box, describe_boxes
+from paddle_reshard.pipeline.layouts.flex.boxes import Box
 from paddle_reshard.pipeline.layouts.flex.name import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.layouts.flex.names import (
     AUTO_FOLDER,
     EMA_STATE,
     MASTER_WEIGHTS,
-    METADATA,
     MODEL_STATE,
     OPTIMIZER_STATE,
     auto_parallel_path,
     paddleformers_key,
     renumbered,
 )
+from paddle_reshard.pipeline.layouts.flex.writer import FlexFiles, Piece
 from paddle_reshard.pipeline.layouts.format import Decision, Staged
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.layouts.model_meta import format_model_meta
 from paddle_reshard.pipeline.layouts.optimizers import check_states
-from paddle_reshard.pipeline.layouts.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.layouts.placement import ArrayKind, TensorCut
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
-from paddle_reshard.storage.formats.dist_metadata import DistMetadata, encode_dist_metadata
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
-from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
+from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
 
 FILE_BYTES = 4 << 30
 """Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
 """Classes in parameter names that come from Paddle and not from the model."""
-_ONE_CARD = {
-    "pp_degree": 1,
-    "mp_degree": 1,
-    "sharding_degree": 1,
-    "ep_degree": 1,
-    "moe_sharding_degree": 0,
-}
-"""``parallel_config`` of a single card. A zero-cost-checkpoint job compares it with its own before it reshards an
-average, and stops without it (PaddleFormers 1.2 ``zero_cost_checkpoint.py``, ``check_same_strategy``)."""
+_LIBRARY = "paddleformers"
 STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_MASTER_WEIGHT, EMA_PARAM)
 
 
@@ -113,13 +101,7 @@ class FlexTarget:
 
     def cannot_hold_lora(self, model: Model) -> str | None:
         """A FlexCheckpoint of a LoRA job contains the base model."""
-        if any(tensor.of_base and not tensor.missing for tensor in model.tensors):
-            return None
-        return (
-            "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; supply it with "
-            "--fill BASE; or merge LoRA into it with "
-            "--merge-into BASE"
-        )
+        return cannot_hold_lora(model)
 
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
@@ -133,13 +115,28 @@ class FlexTarget:
         wanted.model.table.check_keys(wanted.model.config)
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
-        written = (*sidecars.written, *small_flex_files(sizes, wanted, self))
+        topology = None if self.auto_parallel else Topology()
+        written = (
+            *sidecars.written,
+            *small_flex_files(sizes, wanted, self.paddle_version, topology),
+        )
         files = add_literal_files(layout_flex(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its tensors must be those that were planned."""
         check_tensors(staged, staged.index())
+
+
+def cannot_hold_lora(model: Model) -> str | None:
+    """Why a FlexCheckpoint cannot hold a model with LoRA; ``None``: it can, with the base model."""
+    if any(tensor.of_base and not tensor.missing for tensor in model.tensors):
+        return None
+    return (
+        "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; supply it with "
+        "--fill BASE; or merge LoRA into it with "
+        "--merge-into BASE"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +154,12 @@ class _Item:
     """Index into the tensors of the catalog."""
     tensor: Tensor
 
-    @property
-    def key(self) -> str:
-        return ".".join(self.path)
+    def whole(self) -> Piece:
+        """All of the tensor."""
+        shape = self.tensor.global_shape
+        box = Box(".".join(self.path), shape, (0,) * len(shape), shape, dtype=self.tensor.dtype.name)
+        kind = ArrayKind(shape, TensorCut(1, None), self.tensor.dtype.itemsize)
+        return Piece(box, self.path, self.stored_name, self.index, self.tensor.dtype, kind)
 
 
 def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
@@ -171,21 +171,17 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
         If the source lacks a tensor, or a parameter name of auto-parallel training is not known.
     """
     items = _auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted)
-    by_folder = {
-        folder: [item for item in items if item.folder == folder] for folder in _folders(wanted, target)
-    }
-    files = _Files()
+    folders = [AUTO_FOLDER] if target.auto_parallel else paddleformers_folders(wanted)
+    by_folder = {folder: [item for item in items if item.folder == folder] for folder in folders}
+    files = FlexFiles(paddle_release(target.paddle_version))
     for folder, of_folder in by_folder.items():
-        files.add_folder(
-            folder, _split_by_bytes(of_folder, target.files), paddle_release(target.paddle_version)
-        )
-    return TargetFiles(tuple(files.files), files.literals, (), files.placements.fragments())
+        shares = _split_by_bytes(of_folder, target.files)
+        files.add_folder(folder, [[item.whole() for item in share] for share in shares])
+    return files.laid_out()
 
 
-def _folders(wanted: Checkpoint, target: FlexTarget) -> list[str]:
+def paddleformers_folders(wanted: Checkpoint) -> list[str]:
     """The folders that the trainer expects; ``master_weight`` exists even without master weights."""
-    if target.auto_parallel:
-        return [AUTO_FOLDER]
     trained = any(tensor.trained for tensor in wanted.model.tensors)
     return [
         MODEL_STATE,
@@ -195,22 +191,24 @@ def _folders(wanted: Checkpoint, target: FlexTarget) -> list[str]:
 
 
 def small_flex_files(
-    paths: Collection[str], wanted: Checkpoint, target: FlexTarget
+    paths: Collection[str], wanted: Checkpoint, paddle_version: str, topology: Topology | None
 ) -> list[tuple[str, bytes]]:
     """Path and content of small files that the source, with files ``paths``, does not have.
 
-    The learning-rate schedule gets its own file if the source has it in optimizer files only.
+    The learning-rate schedule gets its own file if the source has it in optimizer files only. ``topology`` is that of
+    the job that is to read them; ``None`` for auto-parallel training.
     """
     files = []
     if SCHEDULER not in paths and wanted.lr_scheduler is not None:
-        protocol = paddle_release(target.paddle_version).pickle_protocol
+        protocol = paddle_release(paddle_version).pickle_protocol
         ((_, content),) = encode_pickle(wanted.lr_scheduler, protocol).literals
         files.append((SCHEDULER, content))
-    if not target.auto_parallel and any(tensor.trained for tensor in wanted.model.tensors):
-        files.append((f"{SIGNAL_PREFIX}0", b"1"))
-    if wanted.has_ema:
-        text = json.dumps({"parallel_config": _ONE_CARD, "sharding_metas": {}})
-        files.append((MODEL_META, text.encode()))
+    if topology is not None and any(tensor.trained for tensor in wanted.model.tensors):
+        files += [(f"{SIGNAL_PREFIX}{rank}", b"1") for rank in range(topology.world_size)]
+    if topology is not None and wanted.has_ema:
+        # A zero-cost-checkpoint job compares these degrees with its own before it reshards an average, and stops
+        # without them (PaddleFormers 1.2 zero_cost_checkpoint.py, check_same_strategy).
+        files.append((MODEL_META, format_model_meta(_LIBRARY, topology, {}).encode()))
     return files
 
 
@@ -229,9 +227,9 @@ def _flex_items(wanted: Checkpoint) -> list[_Item]:
     items = []
     for state in STATES:
         for tensor in wanted.model.tensors:
-            if _is_written(tensor, state, index):
+            if is_written(tensor, state, index):
                 folder, stored = paddleformers_key(renumbered(tensor.key, shift), state)
-                number = _find(index, tensor.tied_to or tensor.key, state)
+                number = find(index, tensor.tied_to or tensor.key, state)
                 items.append(
                     _Item(tensor.key, folder, (stored,), stored, number, wanted.catalog.tensors[number])
                 )
@@ -243,16 +241,17 @@ def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
     items = []
     for state in (PARAM, *ACCUMULATORS, MASTER_WEIGHT):
         for tensor in wanted.model.tensors:
-            if not _is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
+            if not is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
                 continue
             path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
-            number = _find(index, tensor.tied_to or tensor.key, state)
+            number = find(index, tensor.tied_to or tensor.key, state)
             name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
             items.append(_Item(tensor.key, AUTO_FOLDER, path, name, number, wanted.catalog.tensors[number]))
     return items
 
 
-def _is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
+def is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
+    """Whether the trainer has a state of a tensor; ``index``: what the source has."""
     if state == PARAM:
         return not tensor.missing
     if state == MASTER_WEIGHT:
@@ -262,7 +261,14 @@ def _is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str],
     return (tensor.tied_to or tensor.key, state) in index
 
 
-def _find(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
+def find(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
+    """The index of a tensor that the target needs.
+
+    Raises
+    ------
+    PlanError
+        If the source does not have it.
+    """
     number = index.get((key, state))
     if number is None:
         raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
@@ -328,49 +334,3 @@ def _fill(sizes: Iterable[int], capacity: int) -> list[int]:
         numbers.append(number)
         filled += nbytes
     return numbers
-
-
-class _Files:
-    """Collects the files of all folders."""
-
-    def __init__(self) -> None:
-        self.files: list[File] = []
-        self.literals = Literals()
-        self.placements = Placements()
-
-    def add_folder(self, folder: str, shares: Sequence[Sequence[_Item]], form: PaddleRelease) -> None:
-        names = [f"{number}_0.distcp" for number in range(len(shares))]
-        for name, items in zip(names, shares, strict=True):
-            self._data_file(f"{folder}/{name}", items, form.pickle_protocol)
-        stored = [(item, name) for name, items in zip(names, shares, strict=True) for item in items]
-        content = encode_dist_metadata(_metadata(stored), form.metadata, form.pickle_protocol)
-        self.literals.add(len(self.files), 0, content)
-        self.files.append(File(f"{folder}/0{METADATA}", len(content)))
-
-    def _data_file(self, path: str, items: Sequence[_Item], protocol: int) -> None:
-        root: dict[str, object] = {
-            item.key: ArraySlot(slot, item.tensor.dtype.code, item.tensor.global_shape, None)
-            for slot, item in enumerate(items)
-        }
-        # Paddle's loader turns only the arrays listed here into tensors.
-        root[STRUCTURED_NAMES] = {item.key: item.stored_name for item in items}
-        encoded = encode_pickle(root, protocol)
-        number = len(self.files)
-        self.files.append(File(path, encoded.size_bytes))
-        for offset, content in encoded.literals:
-            self.literals.add(number, offset, content)
-        for slot, byte_offset, _ in encoded.slots:
-            item = items[slot]
-            whole = ArrayKind(item.tensor.global_shape, TensorCut(1, None), item.tensor.dtype.itemsize)
-            self.placements.add(
-                self.placements.kind(whole), 0, item.index, number, byte_offset, item.tensor.dtype, 0
-            )
-
-
-def _metadata(stored: Sequence[tuple[_Item, str]]) -> DistMetadata:
-    """Metadata that describe every key as a single piece."""
-    files_of = {}
-    for item, name in stored:
-        shape = item.tensor.global_shape
-        files_of[Box(item.key, shape, (0,) * len(shape), shape, dtype=item.tensor.dtype.name)] = (name,)
-    return describe_boxes(files_of, {item.key: item.path for item, _ in stored})

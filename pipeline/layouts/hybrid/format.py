@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paddle_reshard.pipeline.core.topology import STRATEGIES
-from paddle_reshard.pipeline.layouts.format import ADAMW_MINI, TARGET_META, Format, FormatOption
+from paddle_reshard.pipeline.layouts.format import (
+    ADAMW_MINI,
+    LAYOUT,
+    SHARDING_STRATEGY,
+    TARGET_META,
+    Format,
+    FormatOption,
+)
 from paddle_reshard.pipeline.layouts.hybrid.name import HYBRID, HYBRID_PLAIN
 
 if TYPE_CHECKING:
@@ -21,16 +27,8 @@ _OPTIONS: Mapping[str, FormatOption] = {
         "topology of the target job as axis=size,…: tp, pp, vpp, sharding, ep, dp; omitted axes "
         "are 1. Required."
     ),
-    "sharding_strategy": FormatOption(
-        "sharding strategy of the target job. Default: the source's if the target's topology "
-        "allows it, otherwise the trainer's default: PaddleFormers stage1v2, PaddleNLP stage1v1.",
-        STRATEGIES,
-    ),
-    "layout": FormatOption(
-        "JSON with settings of the target job that its topology does not determine: "
-        "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
-        "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention."
-    ),
+    "sharding_strategy": SHARDING_STRATEGY,
+    "layout": LAYOUT,
     "target_meta": TARGET_META,
     "paddle_version": FormatOption(
         "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
@@ -47,6 +45,7 @@ class HybridFormat(Format):
     sharded_saving: bool
     """Whether ``model_meta.json`` is written where the trainer does; it is read wherever it is."""
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
+    needs_topology: ClassVar[bool] = True
     starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
     starts_with_masters: ClassVar[str] = (
         "--load_checkpoint_format sharding_io --load_sharded_model true --ignore_load_lr_and_optim true"
