@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
-from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
 from paddle_reshard.pipeline.convert.options import takes
 from paddle_reshard.pipeline.convert.read_options import InspectOptions
 from paddle_reshard.pipeline.core.backports import Unpack
@@ -18,14 +18,14 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SCHEDULER
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
-from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.trainer_files import is_random_state
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.layouts.formats import FORMATS
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.trainer_arguments import Arguments, trainer_arguments
-from paddle_reshard.pipeline.layouts.training_job import TrainingJob
+from paddle_reshard.pipeline.layouts.training_job import TrainingJob, never_restored
 from paddle_reshard.storage.locate import source_access
 
 
@@ -104,12 +104,14 @@ def launch(
     found = inspect(checkpoint, observe=observe, **options)
     if FORMATS[found.format].model_only:
         return Launch(found.path, "transformers", 1, {}, _serving_commands(found.path), ())
-    topology = _topology(found, None if to is None else Topology.of(to))
+    manifest = _manifest(checkpoint, options)
+    made_for = None if manifest is None else _parsed(manifest.topology)
+    topology = _topology(found, None if to is None else Topology.of(to), made_for)
     job = TrainingJob(
         found.convention,
         found.format,
         topology,
-        _strategy(found, topology),
+        _strategy(found, topology, manifest if made_for == topology else None),
         found.comm_overlap,
         bool(found.sequence_parallel),
         muon=bool(muon_parameters(found.tensors)),
@@ -119,14 +121,18 @@ def launch(
     arguments = {"resume_from_checkpoint": found.path, **trainer_arguments(job)}
     if SCHEDULER not in found.other_files and not {state.state for state in found.states} & {*ACCUMULATORS}:
         arguments["ignore_load_lr_and_optim"] = True
-    before = _source_topology(checkpoint, options)
-    remarks = tuple(_remarks(found, job, arguments, before))
+    before = None if manifest is None else _parsed(manifest.source_topology)
+    remarks = (*_remarks(found, job, arguments, before), *_about_own_files(found, job, made_for, arguments))
     return Launch(found.path, found.convention, topology.world_size, arguments, (), remarks)
 
 
-def _topology(found: Inspection, asked: Topology | None) -> Topology:
-    """The topology of the job: that of the files; data-parallel ranks, which write none, may be added."""
+def _topology(found: Inspection, asked: Topology | None, made_for: Topology | None) -> Topology:
+    """The topology of the job: that of the files; data-parallel ranks, which write none, may be added.
+
+    ``made_for``: the topology for which files that any job can read were laid out, according to our manifest.
+    """
     if found.topology is None:
+        asked = asked or made_for
         if asked is None:
             raise UsageError(
                 f"{found.path}: {found.format} can be read in any topology; give that of the job: --to tp=2,pp=2"
@@ -142,23 +148,29 @@ def _topology(found: Inspection, asked: Topology | None) -> Topology:
     return asked
 
 
-def _strategy(found: Inspection, topology: Topology) -> str:
-    """The sharding strategy of the job; where the format fits all of them, the trainer's default."""
+def _strategy(found: Inspection, topology: Topology, manifest: Manifest | None) -> str:
+    """The sharding strategy of the job; where the format fits all of them, that of the job for which ``manifest`` says
+    that the files were laid out, or the trainer's default."""
     if found.sharding_strategy is not None:
         return found.sharding_strategy
+    if manifest is not None and manifest.sharding_strategy in STRATEGIES:
+        return manifest.sharding_strategy
     if topology.sharding == 1:
         return "none"
     return "stage1v2" if found.convention == "paddleformers" else "stage1v1"
 
 
-def _source_topology(checkpoint: PathLike, options: InspectOptions) -> Topology | None:
-    """The topology before the conversion, by our manifest beside the checkpoint."""
+def _manifest(checkpoint: PathLike, options: InspectOptions) -> Manifest | None:
+    """Our manifest beside the checkpoint, if there is one."""
     store = open_checkpoint(os.fspath(checkpoint), source_access(options))
     size_bytes = store.sizes().get(MANIFEST)
     if size_bytes is None:
         return None
-    text = parse_manifest(store.read(MANIFEST, 0, size_bytes), f"{store.location}/{MANIFEST}").source_topology
-    return None if text is None else Topology.parse(text)
+    return parse_manifest(store.read(MANIFEST, 0, size_bytes), f"{store.location}/{MANIFEST}")
+
+
+def _parsed(topology: str | None) -> Topology | None:
+    return None if topology is None else Topology.parse(topology)
 
 
 def _remarks(
@@ -175,6 +187,21 @@ def _remarks(
             "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
             "complete files for each rank instead (docs/lora.md)"
         )
+
+
+def _about_own_files(
+    found: Inspection, job: TrainingJob, made_for: Topology | None, arguments: Arguments
+) -> Iterator[str]:
+    """What ranks do with files that any job can read."""
+    if arguments.get("load_checkpoint_format") != "flex_checkpoint":
+        return
+    if made_for == job.topology:
+        yield "every rank finds all that it asks for in its own files: nothing is resharded"
+    elif made_for is not None:
+        yield f"its files are laid out for the ranks of {made_for}: the trainer reshards them for {job.topology}"
+    lost = never_restored(found.tensors, job.strategy, found.adapter is not None)
+    if lost is not None:
+        yield lost
 
 
 def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterator[str]:

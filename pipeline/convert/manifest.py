@@ -96,6 +96,8 @@ class _Entries:
     etags: Mapping[str, str] = field(default_factory=dict)
     additional_files: tuple[str, ...] = (MANIFEST,)
     fingerprints: Mapping[str, Any] | None = None
+    topology: str | None = None
+    sharding_strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class Manifest:
     """The fingerprints that it records."""
     unknown_fingerprints: int = 0
     """Number of tensors without one."""
+    topology: str | None = None
+    """Of the job whose ranks the files are for, as ``source_topology``; ``None`` if they are for any job."""
+    sharding_strategy: str | None = None
+    """Of that job."""
 
 
 def manifest_head(version: str) -> dict[str, Any]:
@@ -214,6 +220,8 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         frozenset(entries.additional_files),
         _changed(values),
         *_recorded(entries.fingerprints, path),
+        topology=entries.topology,
+        sharding_strategy=entries.sharding_strategy,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.layouts.model import ModelTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +36,27 @@ def naming_arguments(topology: Topology, sequence_parallel: bool) -> str:
     """
     of_sequence = ["--sequence_parallel true"] if topology.tp > 1 and sequence_parallel else []
     return " ".join([*of_sequence, *(["--use_expert_parallel true"] if topology.ep > 1 else [])])
+
+
+def takes_from_masters(tensor: ModelTensor, strategy: str, with_lora: bool) -> bool:
+    """Whether PaddleFormers 1.2 takes a parameter from its master weight alone, and asks no FlexCheckpoint for it.
+
+    Under stage 1 v2 it skips everything in bfloat16, but for LoRA (``trainer/trainer.py``, ``enable_bf16_opt``).
+    """
+    return strategy == "stage1v2" and not with_lora and tensor.dtype.name == "bfloat16"
+
+
+def never_restored(tensors: Iterable[ModelTensor], strategy: str, with_lora: bool) -> str | None:
+    """What PaddleFormers 1.2 leaves as the job was built when it resumes from a FlexCheckpoint; ``None``: nothing."""
+    held = [tensor for tensor in tensors if not tensor.missing and tensor.tied_to is None]
+    if not any(tensor.master for tensor in held):
+        return None
+    lost = [t.key for t in held if not t.master and takes_from_masters(t, strategy, with_lora)]
+    if not lost:
+        return None
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return (
+        f"{lost[0]}{more}: under {strategy} this trainer never restores bfloat16 parameters that have no master weight "
+        "(frozen ones) from a FlexCheckpoint: they keep the values that the job was built with; begin from the same "
+        "values, or resume with stage1v1 (--split_param false)"
+    )

@@ -43,6 +43,7 @@ from paddle_reshard.pipeline.layouts.jobs.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.layouts.jobs.job import HybridJob
 from paddle_reshard.pipeline.layouts.model import ModelTensor
 from paddle_reshard.pipeline.layouts.placement import ArrayKind, TensorCut
+from paddle_reshard.pipeline.layouts.training_job import takes_from_masters
 
 _UNCUT = TensorCut(1, None)
 _STATES = {
@@ -78,9 +79,7 @@ class RankPieces:
         self.planner = CellPlanner(checkpoint.model, job)
         self.ranks = sorted(self._ranks(), key=lambda rank: rank.number)
         self.folders = paddleformers_folders(checkpoint)
-        tensors = checkpoint.model.tensors
-        cast = job.strategy == "stage1v2" and not checkpoint.model.has_lora
-        self.cast_from_masters = cast and any(tensor.master for tensor in tensors)
+        self.has_masters = any(tensor.master for tensor in checkpoint.model.tensors)
 
     def _ranks(self) -> Iterator[_Rank]:
         degrees = self.job.topology
@@ -91,17 +90,11 @@ class RankPieces:
                     place = cell.pp + degrees.pp * (shard + degrees.sharding * dp)
                     yield _Rank(cell.tp + degrees.tp * place, shard, cell, listed)
 
-    def never_restored(self) -> list[str]:
-        """Keys of parameters that the trainer asks no file for, and casts from no master weight."""
-        return [
-            tensor.key
-            for tensor in self.checkpoint.model.tensors
-            if self._is_cast(tensor) and not tensor.master and not tensor.missing and tensor.tied_to is None
-        ]
-
-    def _is_cast(self, tensor: ModelTensor) -> bool:
-        """Whether the trainer takes a parameter from its master weight instead of asking for it."""
-        return self.cast_from_masters and tensor.dtype.name == "bfloat16"
+    def _is_asked_for(self, tensor: ModelTensor, state: str) -> bool:
+        """Whether the ranks that hold a state ask for it; without master weights the trainer has only parameters."""
+        return state != PARAM or not (
+            self.has_masters and takes_from_masters(tensor, self.job.strategy, self.checkpoint.model.has_lora)
+        )
 
     def nbytes(self) -> int:
         """Bytes of all arrays."""
@@ -143,7 +136,7 @@ class RankPieces:
         for state in _STATES[folder]:
             for tensor in self._holding(rank, state):
                 if is_written(tensor, state, self.index) and (piece := self._piece(rank, tensor, state)):
-                    yield piece, state != PARAM or not self._is_cast(tensor)
+                    yield piece, self._is_asked_for(tensor, state)
 
     def _holding(self, rank: _Rank, state: str) -> Sequence[ModelTensor]:
         """The tensors of which a rank holds a state; tied ones under each of their keys."""

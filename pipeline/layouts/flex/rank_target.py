@@ -17,7 +17,6 @@ from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
 from paddle_reshard.pipeline.layouts.files import LaidOut, add_literal_files
 from paddle_reshard.pipeline.layouts.flex.by_rank import RankPieces
 from paddle_reshard.pipeline.layouts.flex.name import FLEX
-from paddle_reshard.pipeline.layouts.flex.names import MODEL_STATE
 from paddle_reshard.pipeline.layouts.flex.target import cannot_hold_lora, small_flex_files
 from paddle_reshard.pipeline.layouts.flex.writer import FlexFiles
 from paddle_reshard.pipeline.layouts.format import Decision, Outline, Staged
@@ -28,11 +27,13 @@ from paddle_reshard.pipeline.layouts.model import Model
 from paddle_reshard.pipeline.layouts.optimizers import check_states, muon_parameters
 from paddle_reshard.pipeline.layouts.sidecars import plan_sidecars
 from paddle_reshard.pipeline.layouts.staged import check_tensors
-from paddle_reshard.pipeline.layouts.training_job import TrainingJob
+from paddle_reshard.pipeline.layouts.training_job import TrainingJob, never_restored
 
 _LIBRARY = "paddleformers"
 _NUMBERS_COPIES = "3.3"
 """The first Paddle whose metadata tell flattened pieces, and number the copies of a piece."""
+_ASKED_FOR = frozenset(["moment1", "moment2", "velocity", "beta1_pow_acc", "beta2_pow_acc"])
+"""The states that ``sharded_state_dict`` of Paddle's optimizers knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class RankFlexTarget(HybridJob):
             add_literal_files(files.laid_out(), (*sidecars.written, *small)),
             sidecars.carried,
             sidecars.not_carried,
-            remarks=_remarks(wanted, pieces),
+            remarks=_remarks(wanted, self),
         )
 
     def outline(
@@ -125,17 +126,10 @@ class RankFlexTarget(HybridJob):
         check_tensors(staged, staged.index())
 
 
-def _remarks(wanted: Checkpoint, pieces: RankPieces) -> tuple[str, ...]:
+def _remarks(wanted: Checkpoint, target: RankFlexTarget) -> tuple[str, ...]:
     """What the trainer gets wrong by itself."""
-    lost = pieces.never_restored()
-    if not lost:
-        return ()
-    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    return (
-        f"{lost[0]}{more}: not trained, and with stage1v2 the trainer never restores bfloat16 parameters without "
-        f"master weight from a FlexCheckpoint (PaddleFormers 1.2): they keep the values that the job was built with, "
-        f"whatever {MODEL_STATE} holds; resume with stage1v1, or load them before",
-    )
+    lost = never_restored(wanted.model.tensors, target.strategy, wanted.model.has_lora)
+    return () if lost is None else (lost,)
 
 
 def check_strategy(job: HybridJob) -> None:
@@ -165,8 +159,8 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
     whole = "omit --to: whole tensors suit every job"
     if table.convention != _LIBRARY:
         raise PlanError(
-            f"--format {FLEX} --to {topology}: only {_LIBRARY} resumes from a FlexCheckpoint, and the source is of "
-            f"{table.convention}; translate it with --convention {_LIBRARY}, or {whole}"
+            f"--format {FLEX} --to {topology}: which pieces the ranks of a job ask for is known of {_LIBRARY}, and the "
+            f"names are those of {table.convention}; translate them with --convention {_LIBRARY}, or {whole}"
         )
     if paddle_release(target.paddle_version).metadata < _NUMBERS_COPIES:
         raise PlanError(
@@ -178,6 +172,12 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
     check_states(model)
     check_strategy(target)
     check_job(checkpoint, target)
+    for tensor in model.tensors:
+        if strange := sorted(set(tensor.accumulators) - _ASKED_FOR):
+            raise PlanError(
+                f"{tensor.key} ({strange[0]}): the trainer's optimizers neither save this state in a "
+                f"FlexCheckpoint nor ask for it (sharded_state_dict of Paddle 3.3.1); {whole}"
+            )
     if (muon := muon_parameters(model.tensors)) and target.strategy != "none":
         raise UnsupportedError(
             f"{muon[0]}: the optimizer is Muon; how {target.strategy} divides its tensors among ranks has not been "
