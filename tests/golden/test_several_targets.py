@@ -103,7 +103,10 @@ def test_one_that_is_there_already_stays(separate: Path, tmp_path: Path) -> None
         ("a:huggingface:state", "'state' has no value"),
         ("a:huggingface:state=", "'state=' has no value"),
         ("a:huggingface:tp=2", "--to does not apply to .* options for huggingface: --state and --dtype and"),
-        ("a:flex:shards=2", "unknown name in 'shards=2'; known: files, paddle-version"),
+        (
+            "a:flex:shards=2",
+            "unknown name in 'shards=2'; known: an axis or sharding-strategy, layout, files, paddle-version",
+        ),
         ("a:hybrid:cp=2", "unknown name in 'cp=2'; known: an axis or sharding-strategy, layout"),
         ("a:flex:files=2,files=3", "files is given twice"),
     ],

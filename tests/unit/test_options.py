@@ -200,9 +200,9 @@ def test_an_option_of_a_target_is_an_entry_of_some_format_and_refused_for_the_ot
             continue
         with pytest.raises(UsageError, match=f"^{flag_of(name)} does not apply to --format"):
             check_options("unified" if name != "files" else "huggingface", {name: "x"})
-    done = invoke("convert", "a", "b", "--format", "flex", "--segmentation", "uniform")
+    done = invoke("convert", "a", "b", "--format", "unified", "--segmentation", "uniform")
     assert done.exit_code == 2
-    assert "--layout (segmentation) does not apply to --format flex" in done.stderr
+    assert "--layout (segmentation) does not apply to --format unified" in done.stderr
 
 
 def test_a_variable_counts_as_if_its_option_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
