@@ -101,7 +101,7 @@ def _check_expert_parallel(target: HybridJob) -> None:
         )
     if target.strategy == "stage1v1":
         raise PlanError(
-            f"ep={ep} with stage1v1: the trainer asserts that hybrid expert parallel only supports ShardingV2; "
+            f"ep={ep} with stage1v1: the trainer asserts that expert parallelism only supports ShardingV2; "
             "choose stage1v2"
         )
     if ep % topology.tp or topology.tp * topology.sharding % ep:

@@ -1,7 +1,7 @@
 """How many bytes does a rank of a hybrid-parallel job hold, and how many do all files?
 
-The same cells, slices and padding as in the files (:mod:`~paddle_reshard.pipeline.layouts.hybrid.writer`), without
-their bytes: a second where laying out takes several.
+The same cells, slices and padding as in the files of its ranks, without their bytes: a second where laying out takes
+several.
 """
 
 from __future__ import annotations
