@@ -172,6 +172,9 @@ PAGES: dict[str, Page] = {
             "python3 tests/lab/upstream.py": "tests/unit/test_upstream.py compares the installed Paddle"
         },
     ),
+    "pipeline/layouts/rules/README.md": Page(
+        shows={"{": "a rule table; tests/unit/test_rule_tables.py reads it"}
+    ),
     "tests/lab/README.md": Page(
         not_run={
             "CORPUS=out LAB=lab": "needs the trainers of the lab",

@@ -10,7 +10,8 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.layouts.rules.parse import parse_rule_table
-from tests.rule_tables import DIGESTS, digest, names, stated, whole
+from tests.documents.blocks import blocks_of
+from tests.rule_tables import DIGESTS, FOLDER, digest, names, stated, whole
 
 GATE = "model.layers.{layer}.mlp.gate.weight"
 
@@ -47,6 +48,18 @@ def test_rows_are_taken_changed_added_and_left_out() -> None:
     first = made.rules[0]
     assert (first.split, first.must_divide, first.source) == (None, None, "there")
     assert (first.shape, first.huggingface) == (base.rules[0].shape, base.rules[0].huggingface)
+
+
+def test_the_table_that_the_page_shows_is_what_the_page_says() -> None:
+    (shown,) = [
+        block for block in blocks_of((FOLDER / "README.md").read_text("utf-8")) if block.language == "json"
+    ]
+    made = parse_rule_table(shown.text, "mine.json")
+    base = {rule.key: rule for rule in parse(**{**whole("qwen2.paddleformers"), "family": "mine"}).rules}
+    embedding, projection = made.rules
+    assert embedding == base[embedding.key]
+    assert (projection.split, base[projection.key].split) == (None, 0)
+    assert projection.shape == base[projection.key].shape
 
 
 def test_keys_get_another_beginning_here_and_in_hugging_face_checkpoints() -> None:
