@@ -86,7 +86,7 @@ class InlineEngine(Engine):
 
     @property
     def groups_at_a_time(self) -> int:
-        """As many as memory allows."""
+        """Upper bound of the groups at a time; memory may admit fewer."""
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
     def each(self, works: Works, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:

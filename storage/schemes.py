@@ -1,4 +1,4 @@
-"""Which URLs may be opened without being named, and which are of stores that speak S3?"""
+"""Schemes of URLs: those that are opened without ``--allow-scheme``, and those of stores that speak S3."""
 
 from __future__ import annotations
 

@@ -211,11 +211,11 @@ class _Found:
         self.work = work
         self.differences: list[DriftError] = []
         self.owners = set[tuple[int, ...]]()
-        """Those of all differences."""
+        """Owners of all differences."""
         self.scratch: Sequence[Buffer] = ()
         """Memory for the runs of either side."""
         self.scratch_at: Sequence[int] = ()
-        """Its addresses."""
+        """Addresses of ``scratch``."""
 
     def compare(self, pairs: Iterable[_Pair], buffers: Sequence[Buffer], first: int) -> None:
         """Compare pairs of boxes in ``buffers``, those of the bands from number ``first`` on."""

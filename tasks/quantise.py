@@ -102,7 +102,7 @@ class QuantisingWriter:
 
     @property
     def copies_in_flight(self) -> int:
-        """As the store allows."""
+        """The number of copies at a time that the store allows."""
         return self.inner.copies_in_flight
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:

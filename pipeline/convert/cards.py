@@ -1,4 +1,4 @@
-"""I have so many cards: which topologies can the checkpoint be converted to, and what does each cost?
+"""``plan --cards``: the topologies of a number of cards that a checkpoint can be converted to, and what each costs.
 
 Every division of the cards among the axes is offered to the code that makes targets, which refuses what the trainer
 could not train; there are no rules of divisibility here. Nothing is laid out, so that hundreds of topologies of a large

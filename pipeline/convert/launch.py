@@ -1,4 +1,4 @@
-"""How is a job started from a checkpoint: which arguments, on how many ranks, and what will it not find?"""
+"""``launch``: how a job starts from a checkpoint: its arguments, its ranks, and what it will not find."""
 
 from __future__ import annotations
 

@@ -124,9 +124,9 @@ class Manifest:
     unknown_fingerprints: int = 0
     """Number of tensors without one."""
     topology: str | None = None
-    """Of the job whose ranks the files are for, as ``source_topology``; ``None`` if they are for any job."""
+    """Topology of the job that the files are for, written as ``source_topology``; ``None`` if they are for any job."""
     sharding_strategy: str | None = None
-    """Of that job."""
+    """Strategy of that job."""
 
 
 def manifest_head(version: str) -> dict[str, Any]:

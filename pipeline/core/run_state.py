@@ -50,7 +50,7 @@ class WorkerState:
     """When it was assigned them, by the clock of the run."""
 
     def after(self, event: GroupEnded) -> WorkerState:
-        """Its state after a further group."""
+        """The worker after a further group."""
         return replace(
             self,
             groups=self.groups + 1,

@@ -1,4 +1,4 @@
-"""Which of the known words could a mistyped or foreign one mean?"""
+"""Suggestions for a word that was mistyped, or that another tool uses."""
 
 from __future__ import annotations
 

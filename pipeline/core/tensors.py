@@ -1,4 +1,4 @@
-"""What is a tensor here, and what can its elements be?
+"""Logical tensors, and the dtypes of their elements.
 
 A logical tensor is a ``(key, state)``: ``model.norm.weight`` as parameter, as master weight, as first
 moment. Dtypes are what the values mean; ``code`` is how NumPy spells the stored bytes.

@@ -1,4 +1,4 @@
-"""Which ranks are there, and what are their coordinates?
+"""Topologies: the ranks of a job and their coordinates.
 
 An *axis* belongs to a topology (a *dim* to a tensor). ``vpp`` is not an axis of ranks: it cuts the layers
 of one pipeline rank into chunks, and is kept beside the axes.

@@ -1,4 +1,4 @@
-"""Which files does a trainer write into a checkpoint, by their names?
+"""The files that a trainer writes into a checkpoint, by their names.
 
 The only home of these patterns, read off real checkpoints and the trainers that wrote them (PaddleNLP 2 and 3.0
 ``trainer/trainer.py``, ``utils/env.py``; PaddleFormers 1.2 ``trainer/trainer.py``, ``utils/env.py``; Paddle 3.3

@@ -99,7 +99,7 @@ class IntegerWeight(NamedTuple):
 
     shape: tuple[int, int]
     tag: str
-    """Its dtype as served, that of its scales."""
+    """The dtype of its scales, with which the weight is served."""
     integers: Integers
 
 

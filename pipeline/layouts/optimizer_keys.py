@@ -1,4 +1,4 @@
-"""How does Paddle's optimizer call its states, whatever the format?
+"""The names that Paddle's optimizer gives its states, in every format.
 
 Accumulator keys (Paddle ``optimizer/optimizer.py``)::
 

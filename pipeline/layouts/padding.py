@@ -1,4 +1,4 @@
-"""How much room does sharding give a parameter, padding included? (Paddle 3.3.1, as in :mod:`.sharding`.)"""
+"""The room that sharding gives a parameter, padding included (Paddle 3.3.1, as in :mod:`.sharding`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arguments start a trainer in the topology of a checkpoint?
+"""The arguments that start a trainer in the topology of a checkpoint.
 
 PaddleFormers 1.2 (``paddleformers/trainer/training_args.py``) and PaddleNLP 3 (``paddlenlp/trainer/training_args.py``)
 spell the axes differently. Every real checkpoint of ``tests/corpus`` names the arguments that its trainer was given,

@@ -1,4 +1,4 @@
-"""What has ``config.json`` to say so that ``transformers`` computes what the trainer computed?
+"""The ``config.json`` with which ``transformers`` computes what the trainer computed.
 
 The entries of a library's own job and layout leave; class names become those that ``transformers`` knows. Some models
 are computed differently there with the same weights: where an entry can make both agree it is written, and elsewhere

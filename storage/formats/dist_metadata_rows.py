@@ -355,9 +355,9 @@ class IndexColumns(NamedTuple):
     named: dict[str, Ids]
     """The fields of an index, which name a piece; those of replicas of one piece that follow each other once."""
     lengths: Longs
-    """How many indexes each row of ``named`` is for."""
+    """Number of indexes that each row of ``named`` is for."""
     replica: Ids
-    """Of every index."""
+    """The replica of every index."""
     file: Ids
 
 
@@ -371,7 +371,7 @@ class IndexRows(_Rows):
         self._named: list[Ids] = []
         """What names a piece, once for neighbours that name the same: those of its replicas."""
         self._lengths: list[Longs] = []
-        """How many such neighbours."""
+        """Number of these neighbours."""
         self._placed: list[Ids] = []
         """Replica and file, of each."""
         self._partly: _Entries | None = None

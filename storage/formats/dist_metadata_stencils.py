@@ -52,7 +52,7 @@ class Hole(NamedTuple):
     at: int
     """First byte in the entry."""
     nbytes: int
-    """Its length."""
+    """Length of the value."""
     kind: int
     """:data:`REFERENCE`, :data:`NUMBER` or :data:`SPELLED`."""
     code: int | None

@@ -1,4 +1,4 @@
-"""Which opcodes does CPython write for an object with protocol 5, and where does it cut them into frames?
+"""The opcodes that CPython writes for an object with protocol 5, and the frames that it cuts them into.
 
 A pickler writes an object as its parts, stores every text, container and instance in its memo, and refers to the memo
 where the same object (not an equal one) comes again. What it writes is collected in frames: one ends where an object

@@ -1,4 +1,4 @@
-"""Is this the manifest of a target of ours? What it says in full is read by :mod:`paddle_reshard.pipeline.convert`."""
+"""Whether a file is the manifest of a target of ours. :mod:`paddle_reshard.pipeline.convert` reads what it says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What state does a trainer record? The fields of a ``trainer_state.bin`` or ``.json``; nothing is executed.
+"""The state that a trainer records: the fields of a ``trainer_state.bin`` or ``.json``; nothing is executed.
 
 PaddleFormers 1.2 pickles its ``TrainerState`` (``trainer/trainer.py``, ``_save_checkpoint``), PaddleFleet its own with
 the same fields (``trainer/trainer_callback.py``), and PaddleNLP 3 writes them as JSON. The pickle is read opcode by

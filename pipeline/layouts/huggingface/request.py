@@ -1,4 +1,4 @@
-"""What can be asked of a Hugging Face checkpoint?"""
+"""The options of a Hugging Face checkpoint as a target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the small files around the tensors in a Hugging Face checkpoint?"""
+"""The small files of a Hugging Face checkpoint: which are carried, rewritten or left out."""
 
 from __future__ import annotations
 

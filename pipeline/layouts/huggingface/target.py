@@ -232,7 +232,7 @@ class _Exported:
     tensor: int
     """Index into the tensors of the source's catalog."""
     dtype: DType
-    """As planned."""
+    """Dtype in the plan; see ``quantised``."""
     quantised: bool = False
     """Whether it is planned as float32, and quantised while it is written."""
 

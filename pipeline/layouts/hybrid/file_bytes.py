@@ -50,7 +50,7 @@ class _Alike(NamedTuple):
     code: str
     """numpy code of the dtype."""
     shape: Shape
-    """As stored."""
+    """Shape of the stored array."""
     padding: tuple[int, int] | None
     """Bytes of the values, and of the zeros that follow them."""
 

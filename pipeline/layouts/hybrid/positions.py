@@ -138,7 +138,7 @@ def _sliced_state(tensor: ModelTensor) -> str | None:
 
 
 def _for_all_members(slices: Slices, members: Sequence[Cell]) -> Slices:
-    """Also those of experts that other data-parallel ranks hold under the same parameter names."""
+    """The slices of all members: also of experts that other data-parallel ranks hold under the same parameter names."""
     first = members[0]
     by_name = {first.names[key]: slices[key] for key in first.names if key in slices}
     for member in members[1:]:

@@ -1,4 +1,4 @@
-"""How many bytes does a rank of a hybrid-parallel job hold, and how many do all files?
+"""The bytes that each rank of a hybrid-parallel job holds, and those of all files.
 
 The same cells, slices and padding as in the files of its ranks, without their bytes: a second where laying out takes
 several.

@@ -1,4 +1,4 @@
-"""What does a ``config.json`` say, in whichever section?
+"""The entries of a ``config.json``, in whichever section they are.
 
 A model of several parts has a section for each: ``text_config``, ``vision_config``. The entries of ``text_config`` are
 read as those of the whole, so that rows of a language model need not know whether it is a part; the entries of any

@@ -1,4 +1,4 @@
-"""What can be asked of a unified checkpoint?"""
+"""The options of a unified checkpoint as a target."""
 
 from __future__ import annotations
 
