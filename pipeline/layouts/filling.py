@@ -44,9 +44,9 @@ def lost(tensor: ModelTensor, given: str = "") -> CoverageError:
     return CoverageError(
         f"{tensor.key} (param)",
         "no file holds it, and it has no master weight to cast (sharded saving loses buffers and parameters that are "
-        f"not trained){neither}; supply it with --fill BASE, the model that training began from or a safetensors file, "
-        f"that holds it as {tensor.dtype.name} {list(tensor.global_shape)}, or omit it with --allow-missing "
-        f"'{tensor.key}'",
+        f"not trained){neither}; supply it as {tensor.dtype.name} {list(tensor.global_shape)} with --fill BASE, a "
+        "frozen parameter from the model that training began from, a buffer from a checkpoint of the same step; or "
+        f"omit it with --allow-missing '{tensor.key}'",
     )
 
 

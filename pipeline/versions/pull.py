@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 
+from paddle_reshard.pipeline.convert.integrity import Damage, check_target_quickly, names_and_sizes
 from paddle_reshard.pipeline.convert.manifest import (
+    Manifest,
     describe_parts,
     format_manifest,
     manifest_head,
     parse_manifest,
 )
 from paddle_reshard.pipeline.core import version as package
-from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
@@ -45,7 +47,15 @@ from paddle_reshard.storage.apart import check_apart
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.formats.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
-from paddle_reshard.storage.locate import Access, StorageOptions, absolute, is_local, open_source, open_target
+from paddle_reshard.storage.locate import (
+    Access,
+    StorageOptions,
+    absolute,
+    is_local,
+    local_path,
+    open_source,
+    open_target,
+)
 from paddle_reshard.storage.store import Receipt, Source, Target
 
 _PULLED = "pulled"
@@ -104,16 +114,14 @@ def pull(
     known = Versions(open_root(os.fspath(versions), access.options, access.schemes), access)
     number = _wanted(known, version)
     target = open_target(where, True, {}, True, take_over)
-    held = _held(target, known.root.location)
+    held = _held(target, where, known.root.location)
     if held == number:
-        files = target.reopen().sizes()
-        return PullReport(
-            known.root.location, where, number, number, len(files) - 1, 0, 0, time.monotonic() - began
-        )
+        files = len(_unchanged(target.reopen(), check_target_quickly).files)
+        return PullReport(known.root.location, where, number, number, files, 0, 0, time.monotonic() - began)
     chain, start = _chain(known, number, held, where)
     budget_bytes = parse_memory(memory)
     at_a_time = units_at_a_time(where, len(chain.deltas), len(chain.base.places), budget_bytes)
-    units = list(_units(chain, _checksums(chain.base) if start == held else {}))
+    units = list(_units(chain, _checksums(chain.base.source) if start == held else {}))
     written = write_target(
         target,
         units,
@@ -147,10 +155,26 @@ def _wanted(known: Versions, version: int | None) -> int:
     return number
 
 
-def _held(target: Target, versions: str) -> int | None:
-    """The version of ``versions`` that the target holds; ``None`` if it holds none of them."""
+def _held(target: Target, where: str, versions: str) -> int | None:
+    """The version of ``versions`` that the target holds; ``None`` if it holds none of them.
+
+    Raises
+    ------
+    TargetError
+        If a folder is there that ``pull`` has not made: a checkpoint of training must not be replaced.
+    """
     pulled = (own_manifest(target.published(MANIFEST)) or {}).get(_PULLED)
-    if not isinstance(pulled, dict) or pulled.get("versions") != versions:
+    if not isinstance(pulled, dict):
+        folder = local_path(where)
+        entry = min(os.listdir(folder), default="") if folder.is_dir() else ""
+        if (
+            entry and target.unfinished is None
+        ):  # an interrupted call may have left the folder without its manifest
+            raise TargetError(
+                f"{where}: holds {entry}, and pull has not made this folder; choose another one"
+            )
+        return None
+    if pulled.get("versions") != versions:
         return None
     number = pulled.get("version")
     return number if isinstance(number, int) else None
@@ -165,11 +189,22 @@ def _chain(known: Versions, number: int, held: int | None, where: str) -> tuple[
     return chain, number - len(chain.deltas)
 
 
-def _checksums(base: Model) -> dict[tuple[str, int], str]:
+def _unchanged(copy: Source, check: Callable[[Source, Manifest], Sequence[Damage]]) -> Manifest:
+    """The manifest of a copy in which a check finds no damage."""
+    data = copy.read(MANIFEST, 0, copy.sizes()[MANIFEST])
+    manifest = parse_manifest(data, f"{copy.location}/{MANIFEST}")
+    for damage in check(copy, manifest):
+        raise _changed(f"{copy.location}/{damage.path}: {damage.detail}: the copy")
+    return manifest
+
+
+def _changed(what: str) -> CheckpointError:
+    return CheckpointError(f"{what} has changed since it was pulled; remove the folder and pull again")
+
+
+def _checksums(copy: Source) -> dict[tuple[str, int], str]:
     """(file, first byte) → checksum of a part of the copy, as its manifest records it."""
-    source = base.source
-    data = source.read(MANIFEST, 0, source.sizes()[MANIFEST])
-    parts = parse_manifest(data, f"{source.location}/{MANIFEST}").parts
+    parts = _unchanged(copy, names_and_sizes).parts
     return {(part.path, part.byte_offset): part.checksum or "" for part in parts}
 
 
@@ -185,7 +220,7 @@ def _units(chain: Chain, recorded: dict[tuple[str, int], str]) -> Iterator[Unit]
     for path, size in chain.base.source.sizes().items():
         if path != MANIFEST:
             nbytes = first.get(path, size) if path.endswith(SAFETENSORS) else size
-            yield Unit(path, 0, nbytes, WINDOW_BYTES, partial(_bytes, chain.base, path, nbytes))
+            yield Unit(path, 0, nbytes, WINDOW_BYTES, partial(_bytes, chain.base, path, nbytes, recorded))
 
 
 def _tensor(chain: Chain, key: str, recorded: dict[tuple[str, int], str]) -> Iterator[memoryview]:
@@ -195,19 +230,19 @@ def _tensor(chain: Chain, key: str, recorded: dict[tuple[str, int], str]) -> Ite
     for window in chain.windows(key):
         expected = recorded.get((place.path, start))
         if expected and checksum(window.data) != expected:
-            raise CheckpointError(
-                f"{chain.base.source.location}/{place.path}: {key} has changed since it was pulled; remove the folder "
-                "and pull again"
-            )
+            raise _changed(f"{chain.base.source.location}/{place.path}: {key}")
         start += len(window)
         yield window.data
 
 
-def _bytes(base: Model, path: str, nbytes: int) -> Iterator[memoryview]:
-    """The first bytes of a file, as they are."""
+def _bytes(base: Model, path: str, nbytes: int, recorded: dict[tuple[str, int], str]) -> Iterator[memoryview]:
+    """The first bytes of a file, as they are and as the copy that they are of recorded them."""
     for start in range(0, nbytes, WINDOW_BYTES):
         window = np.empty(min(WINDOW_BYTES, nbytes - start), np.uint8).data
         base.source.read_into(path, start, window)
+        expected = recorded.get((path, start))
+        if expected and checksum(window) != expected:
+            raise _changed(f"{base.source.location}/{path}")
         yield window
 
 

@@ -39,10 +39,11 @@ class PublishReport(Shown):
         else:
             share = f" ({self.version_bytes / self.model_bytes:.2%})" if self.model_bytes else ""
             kind = f"delta: {readable_bytes(self.version_bytes)} of {readable_bytes(self.model_bytes)}{share}"
+        changed = [("changed", f"{self.changed_tensors} of {counted(self.tensors, 'tensor')}")]
         return [
             ("checkpoint", self.checkpoint),
             ("version", f"{version_name(self.version)}, {kind}"),
-            ("changed", f"{self.changed_tensors} of {counted(self.tensors, 'tensor')}"),
+            *([] if self.already else changed),
             ("time", readable_seconds(self.seconds)),
             ("done", self.versions),
         ]

@@ -117,7 +117,7 @@ def test_copies_that_drifted_are_refused_unless_allowed(name: str, tmp_path: Pat
 def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: Path) -> None:
     source, truth = _case(name) / "checkpoint-3", _bits(_truth(name))
     with pytest.raises(
-        CoverageError, match=r"e_score_correction_bias.*--fill BASE.*float32 \[4\].*--allow-m"
+        CoverageError, match=r"e_score_correction_bias.*float32 \[4\].*--fill BASE.*same step.*--allow-m"
     ):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
     paddle_reshard.convert(source, tmp_path / "filled", fill=_lost(name, tmp_path), to="tp=1")

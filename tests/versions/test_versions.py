@@ -313,6 +313,47 @@ def test_a_copy_that_somebody_has_changed_is_not_taken_for_a_version(published: 
                 paddle_reshard.pull(published / "versions", local, version=3)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        (
+            "config.json",
+            lambda path: path.write_bytes(path.read_bytes().replace(b"vocab_size", b"vocab_sizf")),
+        ),
+        ("config.json", lambda path: path.write_bytes(path.read_bytes() + b" ")),
+        ("config.json", Path.unlink),
+        ("notes.txt", lambda path: path.write_text("mine")),
+    ],
+    ids=["changed", "longer", "removed", "added"],
+)
+def test_small_files_of_a_copy_must_be_those_that_were_pulled(
+    file: str, change: Callable[[Path], object], version: int, published: Path, tmp_path: Path
+) -> None:
+    local = tmp_path / "local"
+    paddle_reshard.pull(published / "versions", local, version=2)
+    change(local / file)
+    left = {path.name: path.read_bytes() for path in local.iterdir()}
+    with pytest.raises(ReshardError, match=file):
+        paddle_reshard.pull(published / "versions", local, version=version)
+    assert {path.name: path.read_bytes() for path in local.iterdir()} == left
+
+
+@pytest.mark.parametrize("kind", ["training", "model"])
+def test_a_checkpoint_that_pull_has_not_made_is_not_replaced(
+    kind: str, published: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    if kind == "training":
+        shutil.copytree(checkpoint(LLAMA), own)
+    else:
+        paddle_reshard.convert(checkpoint(LLAMA), own, format="huggingface")
+    before = sorted(path.name for path in own.iterdir())
+    with pytest.raises(TargetError, match="pull has not made this folder"):
+        paddle_reshard.pull(published / "versions", own)
+    assert sorted(path.name for path in own.iterdir()) == before
+
+
 def test_folders_of_others_stay(published: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
