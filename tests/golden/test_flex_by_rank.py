@@ -170,6 +170,7 @@ MORE_REAL = [
     Real("moe/ep2_fc_mp2", "moe/moe_single", "tp=2,ep=2", "none"),
     Real("states/lora_fc_mp2", "states/lora_mp2pp2_sp", "tp=2", "none"),
     Real("states/dsv3_mtp_fc_sh2_s1v2_ema", "states/dsv3_mtp_ep2_sh2_s1v2_meta", "sharding=2", "stage1v2"),
+    Real("recipes/ernie_ep2_fc_sh2_s1v2", "recipes/ernie_ep2_fc_sh2_s1v2", "sharding=2,ep=2", "stage1v2"),
     Real("families/qwen3_next_fc_sh2_s1v2", "families/qwen3_next_mp2", "sharding=2", "stage1v2"),
     Real("families/qwen2_5_vl_fc_sh2_s1v2", "families/qwen2_5_vl_mp2", "sharding=2", "stage1v2"),
 ]

@@ -79,6 +79,7 @@ class RankPieces:
         self.planner = CellPlanner(checkpoint.model, job)
         self.ranks = sorted(self._ranks(), key=lambda rank: rank.number)
         self.folders = paddleformers_folders(checkpoint)
+        self.with_lora = checkpoint.model.has_lora
         self.has_masters = any(tensor.master for tensor in checkpoint.model.tensors)
 
     def _ranks(self) -> Iterator[_Rank]:
@@ -93,7 +94,7 @@ class RankPieces:
     def _is_asked_for(self, tensor: ModelTensor, state: str) -> bool:
         """Whether the ranks that hold a state ask for it; without master weights the trainer has only parameters."""
         return state != PARAM or not (
-            self.has_masters and takes_from_masters(tensor, self.job.strategy, self.checkpoint.model.has_lora)
+            self.has_masters and takes_from_masters(tensor, self.job.strategy, self.with_lora)
         )
 
     def nbytes(self) -> int:
