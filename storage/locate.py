@@ -110,7 +110,8 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
 
         store = FsspecSource(open_folder(folder, options, CheckpointError), {name})
     if name not in store.sizes():
-        raise CheckpointError(f"{store.location}/{name}: no such file")
+        where = location if is_local(location) else f"{store.location}/{name}"
+        raise CheckpointError(f"{where}: no such file or folder")
     return store, name
 
 

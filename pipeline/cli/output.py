@@ -219,7 +219,7 @@ REPLACED = {
     "simulate": ("plan SRC … --workers 1,8,64", "docs/guides/clusters.md"),
     "explain --source": ("explain SRC … --to …", "docs/proof.md"),
 }
-"""Command that a release had, or option of a command → what replaces it, and the page that describes that."""
+"""Command, or command and option, that there is not → what replaces it, and the page that describes that."""
 
 
 class Commands(click.Group):

@@ -190,9 +190,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         paddle_reshard.plan(_case(DSV3) / "checkpoint-3", to="tp=1", fill=tmp_path / "config.json")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"lost\.safetensors: no such file"):
-        open_filling(str(tmp_path / "lost.safetensors"), Access({}))
+@pytest.mark.parametrize("name", ["lost.safetensors", "lost"])
+def test_a_base_that_is_not_there_is_named_as_it_was_given(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{name}: no such file or folder"):
+        open_filling(name, Access({}))
 
 
 def test_names_are_refused_where_an_unlisted_buffer_counts_in_them(tmp_path: Path) -> None:
