@@ -42,6 +42,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     FLEX: {"format": "flex"},
 }
 FUSED_NORMS = ("ernie_ep2_sh2_s1v2_meta_ema_rms", "ernie_ep2_sh2_s1v2_meta_linres_rms")
+MTP = "ernie_ep2_sh2_s1v2_meta_mtp_tie_rms"
 STAGES_ASKED = {"to": "pp=2,sharding=2,ep=2", "sharding_strategy": "stage1v2"}
 EXPERTS_IN_ALL = 4
 MOE_SOURCES = (META, PLAIN, FLEX, STAGES, *FUSED_NORMS)
@@ -89,7 +90,7 @@ def _assert_files_of(made: Path, target: str, source: str) -> None:
 
 
 def test_every_case_is_tested() -> None:
-    named = [*DENSE, ONE_CARD, *EXPERTS, STAGES, *FUSED_NORMS]
+    named = [*DENSE, ONE_CARD, *EXPERTS, STAGES, *FUSED_NORMS, MTP]
     assert set(case_names("recipes")) == {f"recipes/{name}" for name in named}
 
 
@@ -188,6 +189,31 @@ def test_fused_norms_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> No
         paddle_reshard.convert(made, tmp_path / "cut", to="tp=2")
 
 
+def _assert_tied(found: oracle.Tensors, truth: oracle.Tensors) -> None:
+    """Whichever of both keys a reader gives the one parameter, it is all there."""
+    head, words = "lm_head.weight", "ernie.embed_tokens.weight"
+    both = [{key.replace(head, words): array for key, array in tensors.items()} for tensors in (found, truth)]
+    oracle.assert_same_tensors(*both)
+
+
+def test_multi_token_prediction_and_tied_words_without_stages(tmp_path: Path) -> None:
+    """With stages the head is a tensor of its own, and the embedding may be on two of them."""
+    made, truth = tmp_path / "made", _truth(MTP)
+    paddle_reshard.convert(_case(MTP) / "checkpoint-3", tmp_path / "four", to="sharding=4,ep=4")
+    paddle_reshard.convert(tmp_path / "four", made, **EXPERTS[META])
+    _assert_files_of(made, MTP, MTP)
+    found = read_expert_parallel(made, _shapes(MTP), of_each=EXPERTS_IN_ALL // 2)
+    _assert_tied(found, truth)
+    paddle_reshard.convert(made, tmp_path / "one", to="tp=1")
+    found = oracle.read_checkpoint(tmp_path / "one", oracle.shapes_of(truth))
+    _assert_tied(found, truth)
+    for topology in ("pp=3", "pp=3,sharding=2,ep=2"):
+        with pytest.raises(RuleError, match=r"tie_word_embeddings=True.*not supported with pp > 1"):
+            paddle_reshard.convert(made, tmp_path / "stages", to=topology)
+    with pytest.raises(RuleError, match="not supported unless pp is 1"):
+        paddle_reshard.plan(made, format="flex")
+
+
 def test_stages_with_experts_are_the_files_of_the_recipe(tmp_path: Path) -> None:
     made, truth = tmp_path / "made", _truth(STAGES)
     paddle_reshard.convert(_case(STAGES) / "checkpoint-3", tmp_path / "one", to="sharding=2,ep=2")
@@ -239,9 +265,8 @@ def test_tensor_parallelism_of_experts_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "value", "words"),
     [
-        ("tie_word_embeddings", True, "the head is the word embedding"),
         ("moe_expert_fusion", True, "all experts of a rank are one tensor"),
-        ("num_nextn_predict_layers", 1, "multi-token prediction"),
+        ("num_nextn_predict_layers", 2, "several layers of multi-token prediction"),
         ("insert_empty_layer", [1], "empty layers count"),
         ("num_empty_layers_add_in_tail", 2, "empty layers count"),
     ],
@@ -253,3 +278,21 @@ def test_options_of_the_recipe_that_are_not_known_are_refused(
     with pytest.raises(RuleError, match=rf"config.json says {entry}=.*{words}.*not supported"):
         paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(("entry", "value"), [("tie_word_embeddings", True), ("num_nextn_predict_layers", 1)])
+def test_options_that_are_not_known_of_stages_are_refused_there(
+    entry: str, value: Any, tmp_path: Path
+) -> None:
+    source = _with_config(STAGES, tmp_path, **{entry: value})
+    with pytest.raises(RuleError, match=rf"config.json says {entry}=.*not supported with pp > 1"):
+        paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
+
+
+def test_of_a_flex_checkpoint_nobody_knows_whether_words_are_tied(tmp_path: Path) -> None:
+    config = json.loads((_case(FLEX) / "config.json").read_bytes()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuleError, match="unless pp is 1, which the files of this format do not tell"):
+        paddle_reshard.convert(
+            _case(FLEX) / "checkpoint-3", tmp_path / "made", to="tp=1", config=tmp_path / "config.json"
+        )

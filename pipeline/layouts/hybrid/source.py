@@ -170,7 +170,7 @@ class _Rules:
 
     def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
         """Parameter names by the naming rules, without and with sequence parallelism."""
-        table = choose_table(self.tables, keys, self.config, HYBRID)
+        table = choose_table(self.tables, keys, self.config, HYBRID, {"pp": topology.pp})
         named = [NamedTensor(key, *_named(table, key, self.config)) for key in keys]
         tp, pp, ep = topology.tp, topology.pp, topology.ep
         return [
@@ -179,14 +179,14 @@ class _Rules:
 
     def count_experts(self, keys: list[str]) -> int | None:
         """Number of routed experts in a layer."""
-        return _expert_count(choose_table(self.tables, keys, self.config, HYBRID), self.config)
+        return _expert_count(choose_table(self.tables, keys, self.config, HYBRID, {}), self.config)
 
 
 def _choose_table(ranks: Ranks, tables: RuleTables, config: Mapping[str, Any]) -> RuleTable:
     """The rule table of the model's family, or for an unknown family a table derived from the files."""
     if is_known(tables, config, HYBRID) or not _tells_itself(ranks):
         held = dict.fromkeys(key for cell in ranks.cells for key in cell.names)
-        return choose_table(tables, held, config, HYBRID)
+        return choose_table(tables, held, config, HYBRID, {"pp": ranks.topology.pp})
     topology, common = ranks.topology, _held_by_all(ranks)
     keys: dict[str, StoredKey] = {}
     for stage, cells in groupby(join_cells(ranks), key=lambda cell: cell.pp):

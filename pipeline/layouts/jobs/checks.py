@@ -241,6 +241,10 @@ def check_job(checkpoint: Checkpoint, target: HybridJob, marked: str | None = No
     check_target(target)
     _check_told(checkpoint.model.table, checkpoint.model.config, target, marked)
     _check_family(checkpoint.model.table, target.topology)
+    if refused := checkpoint.model.table.unsupported_option(
+        checkpoint.model.config, {"pp": target.topology.pp}
+    ):
+        raise refused
     _check_experts(checkpoint, target)
     _check_states(checkpoint, target)
     if checkpoint.model.has_lora:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from paddle_reshard.pipeline.core.errors import RuleError
@@ -13,9 +13,15 @@ from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 
 
 def choose_table(
-    tables: RuleTables, keys: Iterable[str], config: Config, format: str | None = None
+    tables: RuleTables,
+    keys: Iterable[str],
+    config: Config,
+    format: str | None = None,
+    degrees: Mapping[str, int] | None = None,
 ) -> RuleTable:
     """The table that has a row for every key; of several, the one that is for all formats.
+
+    ``degrees``: axis → degree of the job that wrote the keys, if it is known.
 
     Raises
     ------
@@ -25,7 +31,7 @@ def choose_table(
     """
     keys = sorted(set(keys))
     candidates = candidate_tables(tables, config)
-    refusals = [table.unsupported_option(config) for table in candidates]
+    refusals = [table.unsupported_option(config, degrees) for table in candidates]
     if all(refusals):
         raise refusals[0] or RuleError(f"model type {config.get('model_type')!r}", NOT_KNOWN)
     candidates = [table for table, refused in zip(candidates, refusals, strict=True) if not refused]

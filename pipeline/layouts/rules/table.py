@@ -32,9 +32,20 @@ class Unsupported:
     """An option of a family whose models the rows do not describe."""
 
     entry: str
-    """Entry of ``config.json`` that is set: true, a number above 0, or a list with elements."""
+    """Entry of ``config.json`` that is set: true, a number, or a list with elements."""
     why: str
     """What such a model has, and why it cannot be read."""
+    above: int = 0
+    """Up to which number the rows describe it all the same."""
+    axis: Literal["tp", "pp", "ep"] | None = None
+    """The axis with which the rows do not describe it; ``None``: with none of them either."""
+
+    def concerns(self, config: Config, degrees: Mapping[str, int] | None) -> bool:
+        """Whether it is set in a model, and in a job of these degrees; ``None``: of degrees that are not known."""
+        value = config_entry(config, self.entry)
+        if not value or (isinstance(value, int) and not isinstance(value, bool) and value <= self.above):
+            return False
+        return self.axis is None or degrees is None or degrees.get(self.axis, 1) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +203,19 @@ class RuleTable:
             "later one, set the entry to 0 in it",
         )
 
-    def unsupported_option(self, config: Config) -> RuleError | None:
-        """Why the table does not describe a model with this config, or ``None`` if it does."""
+    def unsupported_option(self, config: Config, degrees: Mapping[str, int] | None) -> RuleError | None:
+        """Why the table does not describe a model with this config in a job of these degrees; ``None`` if it does."""
         for option in self.unsupported:
-            if value := config_entry(config, option.entry):
+            if option.concerns(config, degrees):
+                where = ""
+                if option.axis is not None and degrees is not None:
+                    where = f" with {option.axis} > 1"
+                elif option.axis is not None:
+                    where = f" unless {option.axis} is 1, which the files of this format do not tell"
                 return RuleError(
                     f"{self.family} ({self.convention})",
-                    f"config.json says {option.entry}={value!r}: {option.why}; such checkpoints are not supported",
+                    f"config.json says {option.entry}={config_entry(config, option.entry)!r}: {option.why}; such "
+                    f"checkpoints are not supported{where}",
                 )
         return None
 
@@ -242,7 +259,9 @@ class RuleTable:
         """Refuse a use of whole tensors if it is not known how tp has cut them."""
 
     def check_keys(self, config: Config) -> None:
-        """Refuse a target that has the model's own keys, if they are not known."""
+        """Refuse a target of no certain topology that has the model's own keys, if they are not known."""
+        if refused := self.unsupported_option(config, None):
+            raise refused
 
     def check_job(
         self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
