@@ -390,30 +390,38 @@ def test_paddle_loads_whole_tensors(made_checkpoints) -> None:
     assert run_paddle(LOAD, *pairs).strip().endswith(f"equal {count}")
 
 
-def test_two_processes_load_their_boxes_and_ranges(made_checkpoints) -> None:
-    """FlexCheckpoint's own loader over gloo; only the copy to a GPU that it makes on the way is left out."""
-    pairs, count = made_checkpoints
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in (first, second)]
+def run_ranks(count: int, program: str, *arguments: Path) -> list[str]:
+    """What the ranks of a job print, which talk over gloo."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
     ranks = [
         start_paddle(
-            LOAD_SHARDED,
-            *pairs,
+            program,
+            *arguments,
             PADDLE_TRAINER_ID=str(rank),
-            PADDLE_TRAINERS_NUM="2",
+            PADDLE_TRAINERS_NUM=str(count),
             PADDLE_TRAINER_ENDPOINTS=",".join(ends),
             PADDLE_CURRENT_ENDPOINT=ends[rank],
             PADDLE_MASTER=ends[0],
             PADDLE_DISTRI_BACKEND="gloo",
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
-        told = [process.communicate(timeout=200)[0] for process in ranks]
+        return [process.communicate(timeout=200)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    for text in told:
+
+
+def test_two_processes_load_their_boxes_and_ranges(made_checkpoints) -> None:
+    """FlexCheckpoint's own loader over gloo; only the copy to a GPU that it makes on the way is left out."""
+    pairs, count = made_checkpoints
+    for text in run_ranks(2, LOAD_SHARDED, *pairs):
         assert text.strip().endswith(f"equal {count}"), text[-2000:]

@@ -16,7 +16,7 @@ from paddle_reshard import convert, launch, plan
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.test_flex import LOAD, by_folder, read, run_paddle, unpickle
+from tests.golden.test_flex import LOAD, by_folder, read, run_paddle, run_ranks, unpickle
 
 FOLDERS = ("model_state", "master_weight", "optimizer_state", "ema_state")
 OF_OPTIMIZER = ("master_weight", "optimizer_state")
@@ -169,6 +169,8 @@ MORE_REAL = [
     Real("moe/ep2_fc_sh2_s1v2", "moe/moe_single", "sharding=2,ep=2", "stage1v2"),
     Real("moe/ep2_fc_mp2", "moe/moe_single", "tp=2,ep=2", "none"),
     Real("states/lora_fc_mp2", "states/lora_mp2pp2_sp", "tp=2", "none"),
+    Real("states/muon_fc_mp2", "states/fp16_single", "tp=2", "none"),
+    Real("states/muon_fc_pp2", "states/fp16_single", "pp=2", "none"),
     Real("states/dsv3_mtp_fc_sh2_s1v2_ema", "states/dsv3_mtp_ep2_sh2_s1v2_meta", "sharding=2", "stage1v2"),
     Real("recipes/ernie_ep2_fc_sh2_s1v2", "recipes/ernie_ep2_fc_sh2_s1v2", "sharding=2,ep=2", "stage1v2"),
     Real("families/qwen3_next_fc_sh2_s1v2", "families/qwen3_next_mp2", "sharding=2", "stage1v2"),
@@ -247,6 +249,39 @@ print("answers", json.dumps(answers))
 """
 
 
+RESUME = """
+import json
+import os
+import pathlib
+import sys
+import numpy as np
+import paddle
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+paddle.set_device("cpu")
+paddle.Tensor.cuda = lambda self, *args, **more: self
+paddle.distributed.init_parallel_env()
+checkpoint, needs, truth = map(pathlib.Path, sys.argv[1:])
+loaded = 0
+for folder, asked in json.loads((needs / f"needs_{paddle.distributed.get_rank()}.json").read_text())["needs"].items():
+    whole, state, wanted = np.load(truth / f"{folder}.npz"), {}, {}
+    for key, need in asked.items():
+        box = tuple(slice(o, o + n) for o, n in zip(need["global_offset"], need["local_shape"]))
+        piece = whole[key][box]
+        more = {}
+        if need["is_flattened"]:
+            span = slice(*need["flattened_range"])
+            piece, more = piece.ravel()[span], {"is_flattened": True, "flattened_range": span}
+        tensor = paddle.zeros(piece.shape, need["dtype"])
+        shape, offset = tuple(need["global_shape"]), tuple(need["global_offset"])
+        state[key] = ShardedWeight(key, tensor, tuple(need["local_shape"]), shape, offset, **more)
+        wanted[key] = piece
+    paddle.distributed.load_state_dict(state, str(checkpoint / folder))
+    for key, piece in wanted.items():
+        assert state[key].local_tensor.numpy().tobytes() == piece.tobytes(), (folder, key)
+        loaded += 1
+print("equal", loaded, flush=True)
+os._exit(0)
+"""
 AMSGRAD = """
 import pathlib
 import shutil
@@ -276,6 +311,23 @@ def test_every_rank_of_the_job_resumes_from_its_own_files(source: Real, target: 
     found = resumable(made, case_directory(target.name) / "needs")
     assert set(found.values()) == {True}, found
     assert len(found) == 3 * len(list((case_directory(target.name) / "needs").iterdir()))
+
+
+@pytest.mark.parametrize(
+    "target", [SHARDING_V1, pytest.param(AVERAGED, marks=pytest.mark.exhaustive)], ids=lambda real: real.name
+)
+def test_a_job_loads_its_own_files_without_resharding(target: Real, tmp_path: Path) -> None:
+    """Paddle's whole loader, in a process for every rank: it says so in its log, and every value is the source's."""
+    needs = case_directory(target.name) / "needs"
+    made = target.convert(AVERAGED.checkpoint, tmp_path / "made")
+    for folder, tensors in by_folder(
+        oracle.read_truth(AVERAGED.checkpoint.parent / "truth.safetensors")
+    ).items():
+        np.savez(tmp_path / f"{folder}.npz", **tensors)
+    asked = [json.loads(path.read_text("utf-8"))["needs"] for path in sorted(needs.iterdir())]
+    for of_rank, told in zip(asked, run_ranks(len(asked), RESUME, made, needs, tmp_path), strict=True):
+        assert told.strip().endswith(f"equal {sum(map(len, of_rank.values()))}"), told[-2000:]
+        assert told.count("resumable locally, skipping reshard") == len(of_rank)
 
 
 @pytest.mark.parametrize("paddle_version", ["3.3", "3.4"])
