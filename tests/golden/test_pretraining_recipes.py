@@ -296,3 +296,22 @@ def test_of_a_flex_checkpoint_nobody_knows_whether_words_are_tied(tmp_path: Path
         paddle_reshard.convert(
             _case(FLEX) / "checkpoint-3", tmp_path / "made", to="tp=1", config=tmp_path / "config.json"
         )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "words"),
+    [
+        (
+            "ernie",
+            "ernie.mtp_block.0.mlp.experts.0.up_gate_proj.weight",
+            "has the parameter name of another layer's",
+        ),
+        ("deepseek_v3", "deepseek_v2.embed_tokens.weight", "pre-training recipe deepseek_v3_pretrain"),
+    ],
+)
+def test_keys_of_models_that_are_not_known_are_refused_in_words(
+    model_type: str, key: str, words: str
+) -> None:
+    config = {"model_type": model_type, "paddleformers_version": "1.2.0", "num_nextn_predict_layers": 1}
+    with pytest.raises(RuleError, match=f"{words}.*such checkpoints are not supported"):
+        choose_table(shipped_tables(), [key], config, degrees={"pp": 1})

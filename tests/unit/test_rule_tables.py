@@ -80,6 +80,7 @@ def test_keys_get_another_beginning_here_and_in_hugging_face_checkpoints() -> No
         ({"extends": "llama.paddleformers", "rules": [{"key": GATE, "split": 1}]}, "'item' is missing"),
         ({"extends": "llama.paddleformers", "rules": [3]}, "mine.json: "),
         ({"extends": "llama.paddleformers", "rules": 3}, "mine.json: "),
+        ({"extends": "llama.paddleformers", "unsupported_keys": {"(": "x"}}, "not a regular expression"),
         ({"extends": "llama.paddleformers", "renamed": ["model."]}, "beginnings of keys"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,12 +46,24 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: exactly one of 'items' must be the repeated decoder layer")
     if fault := _item_fault(table.items):
         raise UsageError(f"{where}: 'items': {fault}")
+    _check_expressions(table.unsupported_keys, where)
     known = {"tp", "pp", "sharding", "ep", "dp"}
     if unknown := {axis for axes in table.refused for axis in axes.split(",")} - known:
         raise UsageError(
             f"{where}: 'refused' names {sorted(unknown)}; the axes are {', '.join(sorted(known))}"
         )
     return replace(table, rules=(*table.rules, *_inner_rules(table)))
+
+
+def _check_expressions(texts: Iterable[str], where: str) -> None:
+    """Refuse what is no regular expression."""
+    for text in texts:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise UsageError(
+                f"{where}: 'unsupported_keys': {text!r} is not a regular expression: {error}"
+            ) from error
 
 
 def _inner_rules(table: RuleTable) -> Iterator[Rule]:

@@ -69,6 +69,8 @@ class RuleTable:
     """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
     unsupported: tuple[Unsupported, ...] = ()
     """Options of the family that the rows do not describe."""
+    unsupported_keys: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of keys that no row describes, as a regular expression → what has them, and why it cannot be read."""
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
     """Parameters whose name contains any of these are not updated by Muon; the trainer's default."""
     saved_prefixes: Mapping[str, str] = field(default_factory=dict)
@@ -146,6 +148,9 @@ class RuleTable:
             if rule.applies(config) and (match := rule.pattern().fullmatch(key))
         ]
         fits = [(rule, match) for rule, match in fits if self.holds(rule, _layer_of(match), config)]
+        why = next((why for start, why in self.unsupported_keys.items() if re.match(start, key)), None)
+        if not fits and why is not None:
+            raise RuleError(key, f"{why}; such checkpoints are not supported")
         if len(fits) != 1:
             found = f"{len(fits)} rows" if fits else "no row"
             advice = "keep only one in" if fits else "add one to"
