@@ -396,6 +396,11 @@ def test_launch_knows_the_job_that_the_files_are_for(tmp_path: Path) -> None:
             "stage3: what its ranks ask a FlexCheckpoint for is not known",
         ),
         ({"paddle_version": "3.2"}, PlanError, "only metadata of Paddle 3.3 and later"),
+        (
+            {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v2", "layout": {"comm_overlap": True}},
+            UnsupportedError,
+            "comm_overlap: which slices",
+        ),
         ({"files": 2}, UsageError, "--files 2 with --to"),
         ({"to": None, "sharding_strategy": "stage1v2"}, UsageError, "--sharding-strategy without --to"),
     ],
@@ -408,6 +413,12 @@ def test_what_cannot_be_laid_out_by_rank_is_refused(
         plan(
             SINGLE.checkpoint, tmp_path / "made", config=case_directory(SINGLE.name) / "config.json", **asked
         )
+
+
+def test_experts_over_tp_are_refused(tmp_path: Path) -> None:
+    source = case_directory("moe/ernie45moe_mpmoe_mp2") / "checkpoint-3"
+    with pytest.raises(UnsupportedError, match="tp=2 with experts distributed over tp"):
+        plan(source, tmp_path / "made", format="flex", to="tp=2")
 
 
 def test_muon_under_sharding_is_refused(tmp_path: Path) -> None:

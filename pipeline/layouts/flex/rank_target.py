@@ -167,6 +167,16 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
             f"--paddle-version {target.paddle_version} with --to {topology}: only metadata of Paddle "
             f"{_NUMBERS_COPIES} and later tell the pieces of ranks and their copies apart; {whole}"
         )
+    if target.expert_axis not in (None, "ep"):
+        raise UnsupportedError(
+            f"{topology} with experts distributed over {target.expert_axis}: what its ranks ask a FlexCheckpoint for "
+            f"has not been seen; {whole}"
+        )
+    if target.sharding.comm_overlap:
+        raise UnsupportedError(
+            "comm_overlap: which slices the optimizer of such a job asks a FlexCheckpoint for has not been seen; "
+            f"{whole}"
+        )
     table.check_whole(model.config)
     table.check_keys(model.config)
     check_states(model)
