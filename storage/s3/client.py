@@ -97,6 +97,13 @@ class Client:
             )
         return made, credentials, authorities(session, options.get("verify"))
 
+    def close(self) -> None:
+        """Close the connections that are not in use. A request after this opens new ones."""
+        self._reads.close()
+        for client in (self.botocore, self.__dict__.get("_leaving_out_bytes")):
+            if client is not None:
+                client.close()
+
     @property
     def endpoint(self) -> str:
         """The URL that receives requests."""
@@ -254,8 +261,10 @@ def _repeated_elsewhere(method: Any, parameters: Mapping[str, Any]) -> dict[str,
     return answer
 
 
+MOST_CLIENTS = 4
+"""A process that needs more options in turn, as a service may, makes clients again: each keeps connections open."""
 _clients: dict[tuple[int, str], Client] = {}
-"""Process and options → the client for them."""
+"""Process and options → the client for them, the latest last."""
 _making = threading.Lock()
 
 
@@ -268,8 +277,8 @@ def client_of(file_system: Any, options: Mapping[str, Any]) -> Client:
         A file system of s3fs with these options, in case there is no client yet.
     """
     which = os.getpid(), tokenize(dict(options))
-    if which not in _clients:
-        with _making:
-            if which not in _clients:
-                _clients[which] = Client(file_system)
-    return _clients[which]
+    with _making:
+        _clients[which] = client = _clients.pop(which, None) or Client(file_system)
+        while len(_clients) > MOST_CLIENTS:
+            _clients.pop(next(iter(_clients))).close()
+    return client

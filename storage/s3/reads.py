@@ -183,6 +183,12 @@ class Reads:
             connection.close()
         return None
 
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop()[2].close()
+
     def _give_back(self, place: Place, connection: HTTPConnection, answer: HTTPResponse) -> None:
         if answer.isclosed() and connection.sock is not None and len(self._idle) < MOST_IDLE:
             self._idle.append((time.monotonic(), place, connection))

@@ -31,22 +31,23 @@ def of_paddle(
     optimizer: str, beta1: float, beta2: float, steps: int, late: int
 ) -> dict[str, tuple[Any, Any]]:
     """Parameter → its powers after ``steps``; the second layer has its first gradient after ``late`` of them."""
-    first, second = paddle.nn.Linear(1, 1), paddle.nn.Linear(1, 1)
-    one = getattr(paddle.optimizer, optimizer)(
-        learning_rate=0.1, parameters=first.parameters() + second.parameters(), beta1=beta1, beta2=beta2
-    )
-    for step in range(steps):
-        out = first(paddle.ones([1, 1])).sum()
-        if step >= late:
-            out = out + second(paddle.ones([1, 1])).sum()
-        out.backward()
-        one.step()
-        one.clear_grad()
-    states = {
-        key: value.numpy().reshape(-1)[0] for key, value in one.state_dict().items() if "_pow_acc" in key
-    }
-    names = [p.name for p in first.parameters() + second.parameters()]
-    return {n: (states[f"{n}_beta1_pow_acc_0"], states[f"{n}_beta2_pow_acc_0"]) for n in names}
+    with paddle.utils.unique_name.guard():  # other tests may have made a linear_0
+        first, second = paddle.nn.Linear(1, 1), paddle.nn.Linear(1, 1)
+        one = getattr(paddle.optimizer, optimizer)(
+            learning_rate=0.1, parameters=first.parameters() + second.parameters(), beta1=beta1, beta2=beta2
+        )
+        for step in range(steps):
+            out = first(paddle.ones([1, 1])).sum()
+            if step >= late:
+                out = out + second(paddle.ones([1, 1])).sum()
+            out.backward()
+            one.step()
+            one.clear_grad()
+        states = {
+            key: value.numpy().reshape(-1)[0] for key, value in one.state_dict().items() if "_pow_acc" in key
+        }
+        names = [p.name for p in first.parameters() + second.parameters()]
+        return {n: (states[f"{n}_beta1_pow_acc_0"], states[f"{n}_beta2_pow_acc_0"]) for n in names}
 
 
 @pytest.mark.parametrize(
