@@ -106,7 +106,8 @@ def test_forms_are_those_that_the_library_declares(family: str) -> None:
 
 
 def test_every_table_is_compared() -> None:
-    assert set(DECLARED) == set(TABLES)
+    recipes = {"ernie"}  # loads its own files only, without such a map
+    assert set(DECLARED) | recipes == set(TABLES)
 
 
 def test_a_form_that_is_not_declared_is_found() -> None:
