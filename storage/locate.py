@@ -155,7 +155,7 @@ def open_target(
 
 def _refuse_hub(location: str) -> None:
     """Refuse a target on the Hugging Face Hub (docs/decisions/028-no-targets-on-the-hub.md)."""
-    if location.partition("://")[0] == "hf":
+    if location.startswith("hf://"):
         name = "/".join(location.removeprefix("hf://").rstrip("/").split("/")[:2])
         raise UnsupportedError(
             f"{location}: targets on the Hugging Face Hub are not supported, because its file system commits each file "

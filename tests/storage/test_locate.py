@@ -29,6 +29,12 @@ def test_paths_and_file_urls_are_local(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "paddle_reshard.json").exists()
 
 
+def test_a_folder_may_be_called_as_a_scheme_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("hf", "s3", "memory"):
+        assert isinstance(open_target(name, False, {}), LocalTarget)
+
+
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = {"class": "no_such_driver.FileSystem", "err": "a hint of fsspec"}
     monkeypatch.setitem(known_implementations, "far", driver)
