@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.layouts.lora_config import Adapter
 from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
 from paddle_reshard.pipeline.layouts.optimizers import muon_parameters
 from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.layouts.rules.choose import choose_table, is_known
+from paddle_reshard.pipeline.layouts.rules.choose import choose_table, is_beyond, is_known
 from paddle_reshard.pipeline.layouts.rules.libraries import library_of
 from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
 from paddle_reshard.pipeline.layouts.training_job import naming_arguments
@@ -224,10 +224,14 @@ def _is_unknown(files: SourceFiles, tables: RuleTables) -> bool:
 def _beyond_the_rules(
     files: SourceFiles, index_files: IndexFiles, tables: RuleTables, why: str
 ) -> Inspection | None:
-    """The arrays in the files, if a rule table knows their keys, but not what the format needs besides."""
+    """The arrays in the files, if the rule tables of the family do not describe such a model, or not in this format."""
+    from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names
+
     try:
         found = _as_stored(files, index_files, why)
         keys = {tensor.key for tensor in found.stored if tensor.state == PARAM}
+        if is_beyond(tables, keys, files.config_if_any(), degrees_by_names(files)):
+            return found
         table = choose_table(tables, keys, files.config_if_any())
     except (CheckpointError, PlanError):
         return None

@@ -278,6 +278,12 @@ def test_options_of_the_recipe_that_are_not_known_are_refused(
     with pytest.raises(RuleError, match=rf"config.json says {entry}=.*{words}.*not supported"):
         paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
     assert not (tmp_path / "made").exists()
+    found = paddle_reshard.inspect(source)
+    assert words in str(found.rules)
+    for path in source.glob("model_state*"):
+        held = oracle.load_with_paddle(path)
+        listed = {array.key: array.shape for array in found.stored if array.file == path.name}
+        assert listed == {key: tuple(value.shape) for key, value in held.items() if hasattr(value, "shape")}
 
 
 @pytest.mark.parametrize(("entry", "value"), [("tie_word_embeddings", True), ("num_nextn_predict_layers", 1)])

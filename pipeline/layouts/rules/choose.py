@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -90,6 +91,24 @@ def is_known(tables: RuleTables, config: Config, format: str | None = None) -> b
     except RuleError:
         return False
     return format is None or any(table.is_for(format) for table in candidates)
+
+
+def is_beyond(
+    tables: RuleTables, keys: Iterable[str], config: Config, degrees: Mapping[str, int] | None
+) -> bool:
+    """Whether the tables of a family say that they do not describe a model with these keys and this config.
+
+    Raises
+    ------
+    RuleError
+        If the family has no table.
+    """
+    keys = list(keys)
+    return all(
+        table.unsupported_option(config, degrees)
+        or any(re.match(start, key) for start in table.unsupported_keys for key in keys)
+        for table in candidate_tables(tables, config)
+    )
 
 
 def table_of_other_formats(tables: RuleTables, keys: Iterable[str], config: Config) -> RuleTable | None:
