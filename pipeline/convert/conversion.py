@@ -311,4 +311,5 @@ def plan_with(
 ) -> ConversionPlan:
     """:func:`paddle_reshard.plan`, with its options as a value."""
     request = read_request((source,), target, settings.options, settings.sizes)
-    return plan_request(request, settings.run, partial(index_here, observe=observe))
+    planned = plan_request(request, settings.run, partial(index_here, observe=observe))
+    return replace(planned, asked=stated_request("" if target is None else target, settings.options))

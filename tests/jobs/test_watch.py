@@ -595,7 +595,7 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
         (
             ["run", "out", "--format", "flex", "--sequence-parallel"],
             2,
-            "--layout (sequence_parallel) does not apply",
+            "--layout without --to",
         ),
         (["run", "out", "--format", "flex", "--paddle-version", "9"], 2, "--paddle-version 9: "),
     ],
