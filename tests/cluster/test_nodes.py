@@ -63,6 +63,7 @@ def test_workers_on_nodes_that_come_late_are_used(
 
     def event(readers: int) -> None:
         if len(nodes) == 1:
+            await_true(lambda: bool(demanded(cluster)))  # Ray tells its autoscaler every few seconds
             seen.append(demanded(cluster))
             nodes.append(spot_node(cluster, cpus=2))
         seen.append(readers)
