@@ -6,12 +6,13 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package lowest docs orchestrators test exhaustive cluster serving check fuzz format parity parity-table first-job bench memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table first-job bench memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
-	@echo "make test     all tests"
-	@echo "make exhaustive  every source to every target, of which make test runs a sample, and more tensors"
+	@echo "make test     the tests that show most in little time: five minutes on two cores"
+	@echo "make full     the rest of them: whole jobs, kills, documents, memory"
+	@echo "make exhaustive  every source to every target, of which these run a sample, and more tensors"
 	@echo "make cluster  more on real Ray heads and clusters: jobs that fail, nodes, heads and workers that are killed, memory"
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
 	@echo "make report-test  open reports and the documentation in Chromium: clicks, keys, searches (Debian: apt-get install chromium)"
@@ -22,7 +23,7 @@ help:
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
 	@echo "make lowest   the same with the lowest version of every dependency that pyproject.toml allows"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
-	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; 20 minutes)"
+	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
@@ -55,8 +56,14 @@ demo: $(VENV)/.demo
 	$(BIN)/paddle-reshard convert $(CASE)/checkpoint-3 .demo/pp4-sharding2 --to pp=4,sharding=2
 	$(BIN)/paddle-reshard verify $(CASE)/checkpoint-3 .demo/pp4-sharding2
 
+# Of the tests that run anywhere.
+HERE := not exhaustive and not cluster and not serving and not browser
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not full and $(HERE)'
+
+full: $(VENV)/.test
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'full and $(HERE)'
 
 exhaustive: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
@@ -156,6 +163,7 @@ format: $(VENV)/.test
 
 parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.run
+	$(BIN)/python -m tests.parity.families
 	$(BIN)/python -m tests.parity.ema
 	$(BIN)/python -m tests.parity.live
 

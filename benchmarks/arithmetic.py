@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.synthetic import PER_PARAMETER, EmptySource
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, MASTER_WEIGHT, PARAM
-from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.storage.store import Openness, ReadRange
 
 FLOAT32 = [dtype.name for dtype in DTYPES].index("float32")

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 TENSOR = 16 << 20
-RULES = Path(__file__).parent.parent / "pipeline" / "layouts" / "rules" / "llama.paddleformers.json"
+RULES = Path(__file__).parent.parent / "pipeline" / "model" / "rules" / "llama.paddleformers.json"
 ZSTD = """
 import sys, numpy as np, zstandard
 old, new, target = sys.argv[1:]

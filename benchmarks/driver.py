@@ -38,14 +38,14 @@ from paddle_reshard.clusters.ray.join import _private_settings
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.convert import run
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
+from paddle_reshard.pipeline.formats.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Openness, ReadRange, Receipt
-from paddle_reshard.tasks.answers import Answer
+from paddle_reshard.tasks.answers import BatchAnswer
 from paddle_reshard.tasks.group import GroupReport
 
 REPO = Path(__file__).parents[1]
@@ -79,7 +79,7 @@ class Nothing(ReadRange):
 class IdleWorker(ReshardWorker):
     """Says that each group is done, as soon as all workers are there."""
 
-    def run(self, batch: WorkBatch) -> Answer:
+    def run(self, batch: WorkBatch) -> BatchAnswer:
         source: Any = self.source
         (source.gate / str(os.getpid())).touch()
         deadline = time.monotonic() + START_SECONDS
@@ -114,7 +114,8 @@ def planned(number: int, groups: int | None) -> Plan:
     return plan
 
 
-CPU_MS_GOAL, RATE_GOAL = 0.1, 5_000
+CPU_MS_GOAL, RATE_GOAL = 0.1, 4_000
+"""Processor time of a group, and groups per second: 64 workers share two cores with the driver here."""
 
 
 def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.stretches import Weights
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.stretches import Weights
 from paddle_reshard.tasks.ema import blend
 
 PASSES = 7

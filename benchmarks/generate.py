@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import paddle_reshard
-from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
+from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, encode_pickle
 
 BYTES_PER_PARAMETER = 12
 """With sharded saving: a float32 master weight and two float32 moments; the bf16 parameter is its cast."""

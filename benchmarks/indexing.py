@@ -25,8 +25,8 @@ from xml.sax.saxutils import escape
 
 from benchmarks.planning import job
 from benchmarks.synthetic import LLAMA_70B, EmptySource, files_of
-from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, Readable, index_tensor_file
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, Readable, index_tensor_file
+from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import index

@@ -18,7 +18,7 @@ import paddle_reshard
 from benchmarks.synthetic import Dims, files_of
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.metadata import needed_bytes, spare_bytes
 from tests.memory.watch import run_watched
 

@@ -34,10 +34,10 @@ from benchmarks.synthetic import (
 )
 from paddle_reshard.pipeline.convert.plan_file import save_plan
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.formats.sharding import ShardingOptions
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
-from paddle_reshard.pipeline.layouts.sharding import ShardingOptions
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.simulate import Rates, simulate

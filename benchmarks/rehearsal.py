@@ -39,15 +39,15 @@ from benchmarks.synthetic import MOE_671B, Dims, EmptySource, files_of, logical
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
-from paddle_reshard.pipeline.convert.plan import plan_checkpoint, read_request
-from paddle_reshard.pipeline.convert.request import RunSettings
+from paddle_reshard.pipeline.convert.plan import plan_checkpoint
 from paddle_reshard.pipeline.convert.run import run_conversion
 from paddle_reshard.pipeline.core.events import Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.formats.targets import lay_out
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
-from paddle_reshard.pipeline.layouts.targets import lay_out
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.request.parse import RunSettings, read_options, read_request
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
@@ -131,7 +131,7 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     checkpoint = index_checkpoint(source.literals, shipped_tables(), index_files=index_here)
     clock.stop("index")
     clock.start("plan")
-    request = read_request(("nowhere",), None, OPTIONS, SIZES)  # type: ignore[arg-type]
+    request = read_request(("nowhere",), (), read_options(OPTIONS), SIZES)  # type: ignore[arg-type]
     conversion = plan_checkpoint(source, checkpoint, request)
     plan = conversion.plan
     plan.plan_id  # noqa: B018 -- computed once, and part of planning

@@ -28,13 +28,13 @@ from typing import Any
 from benchmarks.planning import job
 from benchmarks.synthetic import MOE_671B, EmptySource, catalog_of, files_of
 from paddle_reshard import convert
-from paddle_reshard.pipeline.convert.plan import plan_checkpoint, read_request
+from paddle_reshard.pipeline.convert.plan import plan_checkpoint
 from paddle_reshard.pipeline.core.events import Event, Progress
-from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.describe import describe_plan, picture_of
 from paddle_reshard.pipeline.report.html_report import HtmlReport
 from paddle_reshard.pipeline.report.writing import save_report
+from paddle_reshard.pipeline.request.parse import read_options, read_request
 from tests.conftest import REPO, case_directory
 
 PICTURES = REPO / "docs" / "pictures"
@@ -118,7 +118,7 @@ def opening_ms(browser: Any, page: Path) -> float:
 def large(path: Path) -> None:
     source = job(tp=8, pp=4, sharding=64)
     store = EmptySource(files_of(MOE_671B, source), json.dumps(MOE_671B.config).encode())
-    request = read_request(("nowhere",), None, {"to": "tp=4,pp=4,sharding=32"}, PlanSizes())
+    request = read_request(("nowhere",), (), read_options({"to": "tp=4,pp=4,sharding=32"}))
     planned = _timed("plan", lambda: plan_checkpoint(store, catalog_of(MOE_671B, source), request))
     picture = _timed("picture", lambda: picture_of(planned))
     _timed("page", lambda: save_report(describe_plan(planned, picture), path))

@@ -13,7 +13,7 @@ from benchmarks.measure import Verdict, print_result, table
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 

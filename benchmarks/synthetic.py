@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles, add_literal_files
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -26,17 +28,15 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles, add_literal_files
-from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
-from paddle_reshard.pipeline.layouts.hybrid.target import (
+from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
+from paddle_reshard.pipeline.formats.hybrid.target import (
     HybridTarget,
     layout_hybrid,
 )
-from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules.rule import Rule, expected_shape
-from paddle_reshard.pipeline.layouts.rules.table import RuleTable
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.store import Openness
 
 ADAM = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
@@ -113,12 +113,7 @@ def logical(dims: Dims) -> Checkpoint:
         catalog=Catalog(Tensors(tensors), (), Fragments.empty(), implied),
         own_files=frozenset(),
         model=model,
-        topology=Topology(),
-        strategy="none",
-        comm_overlap=False,
-        sequence_parallel=None,
-        names_predicted=None,
-        lr_scheduler={"last_epoch": 3, "last_lr": 1e-4},
+        job=Job(topology=Topology(), strategy="none", lr_scheduler={"last_epoch": 3, "last_lr": 1e-4}),
         has_ema=dims.ema,
     )
 
@@ -189,8 +184,7 @@ def catalog_of(dims: Dims, target: HybridTarget) -> Checkpoint:
         checkpoint,
         own_files=frozenset(file.path for file in catalog.files) | {MODEL_META},
         catalog=catalog,
-        topology=target.topology,
-        strategy=target.strategy,
+        job=replace(checkpoint.job, topology=target.topology, strategy=target.strategy),
     )
 
 

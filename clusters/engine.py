@@ -7,8 +7,8 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from typing import ClassVar, TypeAlias
 
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.group import GroupReport

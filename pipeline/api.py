@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import overload
 
-from paddle_reshard.pipeline.convert.cards import CardsPlan, plan_cards
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
-from paddle_reshard.pipeline.convert.options import (
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.examine.cards import CardsPlan, plan_cards
+from paddle_reshard.pipeline.request.options import (
     ConversionOptions,
     ConvertOptions,
     Targets,
     check_names,
     takes,
 )
-from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.request import ConversionSettings, RunSettings, read_settings
-from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.request.parse import locations_of, read_settings
 from paddle_reshard.storage.locate import StorageOptions, open_target
 
 
@@ -83,15 +84,16 @@ def plan(
     ReshardError
         If the source is incomplete or inconsistent, or cannot be converted as requested.
     """
+    check_names(options, ConversionOptions)
     if cards is not None:
         if target is not None:
             raise UsageError(
                 "cards lists topologies, and a target is for one of them; use only one of the two"
             )
-        check_names(options, ConversionOptions)
         return plan_cards(source, cards, options, observe)
-    run = RunSettings(resume=resume, no_space_check=options.get("no_space_check", False))
-    return plan_with(source, target, ConversionSettings(options, run), observe)
+    settings = read_settings(options, target)
+    settings = replace(settings, run=replace(settings.run, resume=resume))
+    return plan_with(source, locations_of(target), settings, observe)
 
 
 @takes(ConvertOptions)
@@ -120,7 +122,8 @@ def convert(
     FinishedError
         If ``resume`` is given without a request, and the targets are finished already.
     """
-    return convert_with(source, target, read_settings(options), observe)
+    check_names(options, ConvertOptions)
+    return convert_with(source, locations_of(target), read_settings(options, target), observe)
 
 
 def clean(

@@ -11,7 +11,7 @@ ALGORITHM = "crc64nvme"
 BLOCK_BYTES = 8 << 20
 
 
-class Readable(Protocol):
+class RangeReader(Protocol):
     """Ranged reads."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
@@ -50,7 +50,7 @@ def checksum(buffer: Any) -> str:
     return whole.text()
 
 
-def stretches(source: Readable, path: str, byte_offset: int, nbytes: int) -> Iterator[memoryview]:
+def stretches(source: RangeReader, path: str, byte_offset: int, nbytes: int) -> Iterator[memoryview]:
     """A stretch of a file, block by block; each block is valid only until the next is requested."""
     buffer = memory_for(min(nbytes, BLOCK_BYTES), byte_offset)
     for start in range(byte_offset, byte_offset + nbytes, BLOCK_BYTES):
@@ -59,7 +59,7 @@ def stretches(source: Readable, path: str, byte_offset: int, nbytes: int) -> Ite
         yield block
 
 
-def source_checksum(source: Readable, path: str, byte_offset: int, nbytes: int) -> str:
+def source_checksum(source: RangeReader, path: str, byte_offset: int, nbytes: int) -> str:
     """The checksum of a stretch of a file, read in blocks."""
     found = Checksum()
     for block in stretches(source, path, byte_offset, nbytes):

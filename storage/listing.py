@@ -1,9 +1,6 @@
-"""The checkpoints in a folder, and small files that only one process can create there.
+"""The checkpoints in a folder, and small files next to them.
 
-A *checkpoint root* is a folder that holds checkpoints, on a disk or below a URL that fsspec knows. Claims are small
-files in it. Creating a claim is exclusive: a hard link on a disk, a single PUT with ``If-None-Match`` in an object
-store (multipart uploads are not exclusive everywhere, single PUTs are). A new file is read back afterwards, which
-detects a store that ignores the condition and a successful request whose response was lost.
+A *checkpoint root* is a folder that holds checkpoints, on a disk or below a URL that fsspec knows.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.storage.local.folders import entries_of, read_manifest, remove_files
 from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, check_scheme, is_local, local_path, open_folder
-from paddle_reshard.storage.replaceable import Kind, changed, objection
+from paddle_reshard.storage.replaceable import EntryKind, changed, objection
 from paddle_reshard.storage.store import OWN_PREFIX
 
 if TYPE_CHECKING:
@@ -57,9 +54,6 @@ class CheckpointRoot(Protocol):
 
     def read(self, path: str) -> bytes | None:
         """Contents of a small file; ``None`` if it does not exist."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Create a small file. Of several processes that try, exactly one gets ``True``; their data must differ."""
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file, replacing an existing one."""
@@ -126,27 +120,6 @@ class LocalRoot:
                 f"{self.root / path}: is a folder where a small file of this name is needed; remove it"
             ) from error
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Create a small file atomically: it appears with all its contents, or not at all."""
-        staged = self._stage(path, data)
-        try:
-            os.link(staged, self.root / path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without hard links
-            return self._create_without_links(path, data)
-        finally:
-            staged.unlink()
-        return True
-
-    def _create_without_links(self, path: str, data: bytes) -> bool:
-        try:
-            with open(self.root / path, "xb") as file:
-                file.write(data)
-        except FileExistsError:
-            return False
-        return True
-
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file atomically."""
         staged = self._stage(path, data)
@@ -194,7 +167,7 @@ def _objection(folder: Path, is_ours: IsOurs) -> str | None:
     if folder.is_symlink() or not folder.is_dir():
         return "it is not a folder"
     entries = entries_of(folder)
-    if all(entry.kind is Kind.FOLDER for entry in entries):  # all files are gone
+    if all(entry.kind is EntryKind.FOLDER for entry in entries):  # all files are gone
         return objection(entries, None)
     manifest = read_manifest(folder, entries)
     if manifest is None or not is_ours(manifest):
@@ -205,7 +178,7 @@ def _objection(folder: Path, is_ours: IsOurs) -> str | None:
 def _remove(folder: Path, is_ours: IsOurs) -> str | None:
     if (reason := _objection(folder, is_ours)) is not None:
         return reason
-    files = [entry.path for entry in entries_of(folder) if entry.kind is Kind.FILE]
+    files = [entry.path for entry in entries_of(folder) if entry.kind is EntryKind.FILE]
     return None if remove_files(folder, files) else "files were added to it during the removal"
 
 
@@ -249,12 +222,6 @@ class RemoteRoot:
         found = folder.attempt(name, folder.read_object, name)
         return None if found is None else found[0]
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Create a small object by one conditional PUT, then read it back to see whose it is."""
-        folder, name = self._parent(path)
-        folder.attempt(name, folder.put_new, name, data)
-        return self.read(path) == data
-
     def replace(self, path: str, data: bytes) -> None:
         """Write a small object."""
         folder, name = self._parent(path)
@@ -262,7 +229,7 @@ class RemoteRoot:
 
     def append(self, path: str, line: bytes) -> None:
         """Create an object whose name sorts by time."""
-        self.create(f"{path}/{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json", line)
+        self.replace(f"{path}/{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json", line)
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Delete the manifest, then the trainer's markers, then all files that a copy of the manifest lists."""
@@ -280,7 +247,7 @@ class RemoteRoot:
             return reason
         if not resumed:
             store.attempt(_REMOVING, store.put, _REMOVING, manifest)
-        names = [entry.path for entry in entries if entry.kind is Kind.FILE]
+        names = [entry.path for entry in entries if entry.kind is EntryKind.FILE]
         for name in sorted(names, key=lambda n: (n != MANIFEST, not is_marker(n), n)):
             store.attempt(name, store.delete, name)
         store.attempt(_REMOVING, store.delete, _REMOVING)

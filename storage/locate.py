@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.core.units import texts_of
+from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES, S3_SCHEMES
 from paddle_reshard.storage.store import Source
@@ -245,6 +245,16 @@ def local_path(location: str) -> Path:
 def absolute(location: str) -> str:
     """A location made independent of the working directory."""
     return str(local_path(location).absolute()) if is_local(location) else location
+
+
+def shown_location(location: PathLike) -> str:
+    """A location as a manifest may show it: absolute, and without user, password and query."""
+    text = os.fspath(location)
+    if is_local(text):
+        return absolute(text)
+    from paddle_reshard.storage.remote.folder import without_secrets
+
+    return without_secrets(text)
 
 
 def comparable_path(location: str) -> PurePath:

@@ -23,7 +23,7 @@ from paddle_reshard.storage.store import (
     Receipt,
     Record,
     Source,
-    Target,
+    TargetStore,
     WritePart,
 )
 
@@ -59,7 +59,7 @@ def wrong_name(path: str, name_bytes: int | None) -> str | None:
 class Outputs:
     """All targets. Targets that an earlier run completed before it was killed are not touched."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[TargetStore]) -> None:
         self.targets = dict(zip(prefixes(len(targets)), targets, strict=True))
         self.made: set[str] = set()
         """Prefixes of targets that are complete already."""
@@ -127,7 +127,7 @@ class Outputs:
                 error.retryable = True
                 raise error
 
-    def pending(self) -> Iterator[tuple[str, Target]]:
+    def pending(self) -> Iterator[tuple[str, TargetStore]]:
         """``(prefix, target)`` of the targets to be made."""
         return ((prefix, target) for prefix, target in self.targets.items() if prefix not in self.made)
 

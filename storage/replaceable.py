@@ -13,12 +13,12 @@ from enum import Enum
 
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
-from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.documents.manifest import own_manifest
 
 SHOWN = 3
 
 
-class Kind(str, Enum):
+class EntryKind(str, Enum):
     """The kind of an entry."""
 
     FILE = "file"
@@ -32,16 +32,16 @@ class Entry:
     """An entry below a folder, by its relative path."""
 
     path: str
-    kind: Kind
+    kind: EntryKind
     size_bytes: int = 0
 
     def __str__(self) -> str:
         name = repr(self.path)[1:-1]
         return {
-            Kind.FILE: name,
-            Kind.FOLDER: f"{name}/",
-            Kind.LINK: f"{name} (a link)",
-            Kind.OTHER: f"{name} (a special file)",
+            EntryKind.FILE: name,
+            EntryKind.FOLDER: f"{name}/",
+            EntryKind.LINK: f"{name} (a link)",
+            EntryKind.OTHER: f"{name} (a special file)",
         }[self.kind]
 
 
@@ -80,9 +80,9 @@ def changed(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
 
 
 def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
-    if entry.kind is Kind.FOLDER:
+    if entry.kind is EntryKind.FOLDER:
         return entry.path in TENSOR_FOLDERS
-    if entry.kind is not Kind.FILE:
+    if entry.kind is not EntryKind.FILE:
         return False
     if entry.path in (MANIFEST, SIGNATURE):
         return True
@@ -93,7 +93,7 @@ def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
 
 def _named(entries: Iterable[Entry]) -> str:
     """The first few entries, folders before files."""
-    ordered = sorted(entries, key=lambda entry: (entry.kind is Kind.FILE, entry.path))
+    ordered = sorted(entries, key=lambda entry: (entry.kind is EntryKind.FILE, entry.path))
     shown = ", ".join(map(str, ordered[:SHOWN]))
     more = len(ordered) - SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

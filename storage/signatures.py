@@ -19,7 +19,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import SignatureError, UsageError
 from paddle_reshard.pipeline.core.extras import require
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 
 KEYS = "an unencrypted elliptic-curve key in PEM format, on P-256, P-384 or P-521"
 

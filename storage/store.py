@@ -81,7 +81,7 @@ class Identity:
     files: Mapping[str, str]
     """File of the source → fingerprint that changes with the file."""
     request: Mapping[str, Any] | None = None
-    """The original request, as stored by ``pipeline/convert/resuming.py``; ``None`` if unknown."""
+    """The original request, as stored by ``pipeline/request/record.py``; ``None`` if unknown."""
     target: int | None = None
     """Index among the targets of the conversion."""
 
@@ -172,7 +172,7 @@ class WritePart(Protocol):
         """Write a whole part; ``byte_offset`` is one of the offsets given to ``begin``."""
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
-        """Have the storage copy one whole part from a source that ``Target.copies_from`` has agreed to.
+        """Have the storage copy one whole part from a source that ``TargetStore.copies_from`` has agreed to.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class WritePart(Protocol):
         """
 
 
-class Target(Protocol):
+class TargetStore(Protocol):
     """A checkpoint to be made.
 
     As a context manager, it ends the session after an error. Finished work is kept for a later run to resume; if there
@@ -244,7 +244,7 @@ class Target(Protocol):
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Publish the target, writing the manifest last."""
 
-    def __enter__(self) -> Target: ...
+    def __enter__(self) -> TargetStore: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.literals import Literals, LiteralsByFile
 from paddle_reshard.storage.store import Openness, Read, ReadRange, Source
 
 
@@ -195,3 +198,34 @@ class ComputedSource(ReadRange):
     def check_unchanged(self) -> None:
         """Refuse if any file has changed since the source was opened."""
         self.inner.check_unchanged()
+
+
+@dataclass(frozen=True)
+class CompletedSource(ComputedSource):
+    """Some files of a checkpoint, with the others as they are planned: their metadata, and zeros for all values."""
+
+    inner: Source
+    files: tuple[File, ...]
+    literals: Literals
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every file → size in bytes, as it is stored or planned."""
+        return {file.path: file.size_bytes for file in self.files} | dict(self.inner.sizes())
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
+        if path in self.inner.sizes():
+            self.inner.read_into(path, byte_offset, buffer)
+            return
+        buffer[:] = bytes(len(buffer))
+        planned = self._planned.of_ranges([(self._numbers[path], byte_offset, byte_offset + len(buffer))])
+        for _, start, content in planned:
+            buffer[start : start + len(content)] = content
+
+    @cached_property
+    def _planned(self) -> LiteralsByFile:
+        return self.literals.by_file()
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {file.path: number for number, file in enumerate(self.files)}

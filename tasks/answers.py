@@ -23,7 +23,7 @@ _Receipt = tuple[int, int, int, str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BatchAnswer:
     """What a worker did with a batch: the groups that it finished, which are the first ones, and why it stopped."""
 
     groups: tuple[int, ...]
@@ -85,11 +85,11 @@ def answer_of(
     seconds: float,
     failure: str = "",
     refusal: ReshardError | None = None,
-) -> Answer:
+) -> BatchAnswer:
     """The answer to a batch whose finished groups made ``reports``."""
     receipts = list(chain.from_iterable(report.receipts for report in reports))
     numbers = {path: number for number, path in enumerate(dict.fromkeys(r.path for r in receipts))}
-    return Answer(
+    return BatchAnswer(
         tuple(report.group for report in reports),
         tuple(
             (r.read_bytes, r.written_bytes, r.copied_bytes, r.compared_elements, len(r.receipts))

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.layouts.integers import Integers
-from paddle_reshard.pipeline.layouts.quantised import (
+from paddle_reshard.pipeline.checkpoint.integers import Integers
+from paddle_reshard.pipeline.checkpoint.quantised import (
     GROUP,
     GROUP_BYTES,
     Dequantised,
@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.layouts.quantised import (
     Section,
     ServedFile,
 )
-from paddle_reshard.pipeline.layouts.quantising import BLOCK
+from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
 from paddle_reshard.storage.store import Read, Source
 from paddle_reshard.storage.views import ComputedSource
 from paddle_reshard.tasks.cast import bfloat16_bits

@@ -28,7 +28,7 @@ OLDEST_PADDLE = (2, 6)
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class DeviceBox:
     """A strided box of elements in a buffer; offset and strides in bytes."""
 
     buffer: Any
@@ -61,7 +61,7 @@ class Mover(Protocol):
     def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
         """A part, all zeros, which is written to a file from ``byte_offset`` on."""
 
-    def move(self, source: Box, target: Box) -> None:
+    def move(self, source: DeviceBox, target: DeviceBox) -> None:
         """Copy a box of a band into a part; cast it if the dtypes differ.
 
         Raises
@@ -70,7 +70,7 @@ class Mover(Protocol):
             If a finite value is too large for the dtype of the part.
         """
 
-    def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
+    def mix(self, source: DeviceBox, mixed: DeviceBox, term: Term, first: bool) -> None:
         """Make one step of a mixture; the ``first`` step ignores the contents of ``mixed``. Both boxes are float32.
 
         Raises
@@ -79,7 +79,7 @@ class Mover(Protocol):
             If this mover does not support mixtures.
         """
 
-    def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
+    def finish(self, mixed: DeviceBox, target: DeviceBox, divide_by: float) -> None:
         """Divide after the last step, and cast to ``target`` if that is a different box.
 
         Raises
@@ -112,16 +112,16 @@ class HostMover:
         """A part, all zeros."""
         return self.allocate(nbytes, byte_offset)
 
-    def move(self, source: Box, target: Box) -> None:
+    def move(self, source: DeviceBox, target: DeviceBox) -> None:
         """Copy or cast, block by block."""
         move = copy_box if source.dtype == target.dtype else cast_box
         move(source.array(), target.array())
 
-    def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
+    def mix(self, source: DeviceBox, mixed: DeviceBox, term: Term, first: bool) -> None:
         """Multiply and add, block by block."""
         mix_box(source.array(), mixed.array(), term, first)
 
-    def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
+    def finish(self, mixed: DeviceBox, target: DeviceBox, divide_by: float) -> None:
         """Divide, then cast if ``target`` has another dtype."""
         if divide_by != 1:
             divide_box(mixed.array(), divide_by)
@@ -177,30 +177,30 @@ class PaddleMover:
         """A part on the device, all zeros."""
         return self.paddle.zeros([nbytes], dtype="uint8")
 
-    def move(self, source: Box, target: Box) -> None:
+    def move(self, source: DeviceBox, target: DeviceBox) -> None:
         """Copy, or cast float32 to bfloat16, on the device; other casts, which only exports need, on the host."""
         if source.dtype == target.dtype:
             self._assign(source, target)
             return
         nbytes = prod(source.extents) * source.dtype.itemsize
-        aligned = Box(self.zeros(nbytes), 0, source.dtype, source.extents, _contiguous(source))
+        aligned = DeviceBox(self.zeros(nbytes), 0, source.dtype, source.extents, _contiguous(source))
         self._assign(source, aligned)
         if (source.dtype, target.dtype) == (np.dtype("<f4"), np.dtype("<u2")):
             rounded = aligned.buffer.view("float32").astype("bfloat16").view("uint8")
         else:
             values = aligned.buffer.numpy().view(source.dtype)
             rounded = self.paddle.to_tensor(cast_in_range(values, target.dtype).view(np.uint8))
-        self._assign(Box(rounded, 0, target.dtype, source.extents, _contiguous(target)), target)
+        self._assign(DeviceBox(rounded, 0, target.dtype, source.extents, _contiguous(target)), target)
 
-    def mix(self, source: Box, mixed: Box, term: Term, first: bool) -> None:
+    def mix(self, source: DeviceBox, mixed: DeviceBox, term: Term, first: bool) -> None:
         """Not supported: a device may round a product and a sum in one step."""
         raise UnsupportedError("averages are computed on the CPU; omit --device")
 
-    def finish(self, mixed: Box, target: Box, divide_by: float) -> None:
+    def finish(self, mixed: DeviceBox, target: DeviceBox, divide_by: float) -> None:
         """Not supported."""
         raise UnsupportedError("averages are computed on the CPU; omit --device")
 
-    def _assign(self, source: Box, target: Box) -> None:
+    def _assign(self, source: DeviceBox, target: DeviceBox) -> None:
         """Copy bytes between two boxes of one dtype; dims that are contiguous on both sides are merged."""
         extents, from_strides, to_strides = [source.dtype.itemsize], [1], [1]
         dims = zip(reversed(source.extents), reversed(source.strides), reversed(target.strides), strict=True)
@@ -231,7 +231,7 @@ PROBE_BITS = (
 """Bits of float32 values whose cast to bfloat16 shows how a device rounds."""
 
 
-def _contiguous(box: Box) -> tuple[int, ...]:
+def _contiguous(box: DeviceBox) -> tuple[int, ...]:
     """Byte strides of a box with the same extents and dtype, without gaps."""
     return tuple(prod(box.extents[dim + 1 :]) * box.dtype.itemsize for dim in range(len(box.extents)))
 

@@ -53,7 +53,7 @@ def elements_in(nbytes: int) -> int:
     return (nbytes - HEADER_BYTES) // 8
 
 
-class Worker:
+class EmaWorker:
     """Handles requests, one at a time."""
 
     def __init__(self, shared: Shared) -> None:
@@ -82,7 +82,7 @@ class Worker:
 
 def main(descriptor: int, nbytes: int) -> None:
     """Answer requests, one JSON object per line, until the input ends."""
-    worker = Worker(Shared(mmap.mmap(descriptor, nbytes), nbytes))
+    worker = EmaWorker(Shared(mmap.mmap(descriptor, nbytes), nbytes))
     for line in sys.stdin.buffer:
         asked = json.loads(line)  # noqa: TID251 (from a process of ours)
         sys.stdout.write(json.dumps(worker.do(asked)) + "\n")

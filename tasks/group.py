@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.planning.parts import Parts
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange, Receipt
-from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
+from paddle_reshard.tasks.device import HOST, Buffer, DeviceBox, Mover
 from paddle_reshard.tasks.figures import WorkerFigures
 from paddle_reshard.tasks.statistics import Statistics
 from paddle_reshard.tasks.sums import Sum
@@ -126,10 +126,10 @@ def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
     return found
 
 
-def box_of(buffer: Any, start: int, op: np.void, side: str) -> Box:
+def box_of(buffer: Any, start: int, op: np.void, side: str) -> DeviceBox:
     """The box of an op on one ``side``; ``buffer`` holds the file from byte ``start`` on."""
     dtype = DTYPES[int(op[f"{side}_dtype"])]
-    return Box(
+    return DeviceBox(
         buffer=buffer,
         byte_offset=int(op[f"{side}_byte"]) - start,
         dtype=np.dtype(f"<{dtype.code}"),

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+from paddle_reshard.pipeline.checkpoint.reading import Readable
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, ignore_events
-from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.storage.store import ReadRange
 
 T = TypeVar("T")

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.layouts.quantising import BLOCK, FLOAT_BYTES, Piece, QuantisedFile, ScaleFile
+from paddle_reshard.pipeline.checkpoint.quantising import (
+    BLOCK,
+    FLOAT_BYTES,
+    QuantisedFile,
+    ScaleFile,
+    WeightRows,
+)
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 
 Floats = npt.NDArray[np.float32]
@@ -135,7 +141,9 @@ class QuantisingWriter:
         return self.inner.copy_part(copy, source)
 
 
-def _quantise_piece(flat: Codes, at: int, begin: int, piece: Piece, scales: list[Floats]) -> tuple[int, int]:
+def _quantise_piece(
+    flat: Codes, at: int, begin: int, piece: WeightRows, scales: list[Floats]
+) -> tuple[int, int]:
     """Quantise rows that begin at byte ``begin`` of a buffer, to byte ``at``; where both end."""
     columns = piece.tensor.columns
     for first in range(piece.first, piece.last, BLOCK):

@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.compare_group import compare_pass
-from paddle_reshard.tasks.device import HOST, Box, Buffer, Mover
+from paddle_reshard.tasks.device import HOST, Buffer, DeviceBox, Mover
 from paddle_reshard.tasks.group import (
     GroupReport,
     Pass,
@@ -36,7 +36,7 @@ from paddle_reshard.tasks.group import (
     with_ranges,
 )
 from paddle_reshard.tasks.quantise import NotFiniteError
-from paddle_reshard.tasks.sums import Piece, Sums, Whole, added, better
+from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, added, better
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -205,7 +205,7 @@ def _add_boxes(work: GroupWork, step: Pass, bands: Sequence[Buffer], sums: Sums)
         tensor = work.tensors[int(op["tensor"])]
         box = box_of(bands[band], int(step.bands[band]["start"]), op, "target")
         number = DTYPES.index(tensor.dtype)
-        piece = Piece.of(box, box.buffer, op["offset"].tolist(), len(tensor.global_shape))
+        piece = SummedBox.of(box, box.buffer, op["offset"].tolist(), len(tensor.global_shape))
         sums.add((int(op["tensor"]), number), _whole(tensor, number), [piece])
 
 
@@ -218,19 +218,19 @@ class _Move(NamedTuple):
     """Values that were moved."""
 
     offset: list[int]
-    stored: Box | None
+    stored: DeviceBox | None
     band: Buffer | None
     """Host memory in which they are ``stored``; ``None`` if they were mixed."""
-    target: Box | None
+    target: DeviceBox | None
     """``None`` if it is on a device."""
 
 
-def _in_bands(moves: Sequence[_Move], dims: int) -> list[Piece]:
-    return [Piece.of(m.stored, m.band, m.offset, dims) for m in moves if m.stored and m.band is not None]
+def _in_bands(moves: Sequence[_Move], dims: int) -> list[SummedBox]:
+    return [SummedBox.of(m.stored, m.band, m.offset, dims) for m in moves if m.stored and m.band is not None]
 
 
-def _in_parts(moves: Sequence[_Move], dims: int) -> list[Piece]:
-    return [Piece.of(m.target, m.target.buffer, m.offset, dims) for m in moves if m.target]
+def _in_parts(moves: Sequence[_Move], dims: int) -> list[SummedBox]:
+    return [SummedBox.of(m.target, m.target.buffer, m.offset, dims) for m in moves if m.target]
 
 
 class _Moved:
@@ -241,7 +241,9 @@ class _Moved:
         self.moves: dict[tuple[int, int], list[_Move]] = {}
         """By number and dtype of the tensor."""
 
-    def add(self, op: np.void, stored: Box | None, band: Buffer | None, target: Box | None) -> None:
+    def add(
+        self, op: np.void, stored: DeviceBox | None, band: Buffer | None, target: DeviceBox | None
+    ) -> None:
         """Add the values of a move: ``stored`` in a band, unless they were mixed; in the ``target``, unless that is on
         a device."""
         owner = int(op["tensor"]), int(op["target_dtype"])
@@ -278,8 +280,8 @@ def _by_step(work: GroupWork, moves: Ops) -> Ops:
 
 
 def _mix(
-    source: Box,
-    target: Box,
+    source: DeviceBox,
+    target: DeviceBox,
     accumulator: _Accumulator | None,
     mixture: Mixture,
     source_tensor: int,
@@ -290,7 +292,7 @@ def _mix(
     if accumulator is not None and target.dtype != source.dtype:
         offset = ACCUMULATOR_FACTOR * (target.byte_offset - accumulator.first_byte)
         strides = tuple(ACCUMULATOR_FACTOR * stride for stride in target.strides)
-        mixed = Box(accumulator.buffer, offset, source.dtype, target.extents, strides)
+        mixed = DeviceBox(accumulator.buffer, offset, source.dtype, target.extents, strides)
     step = next(number for number, term in enumerate(mixture.terms) if term.tensor == source_tensor)
     mover.mix(source, mixed, mixture.terms[step], step == 0)
     if step == len(mixture.terms) - 1:

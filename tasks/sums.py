@@ -21,7 +21,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.crc import ALL_BITS, Remainders, in_a_row, shifted
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.tasks.boxes import Array, blocks, cast_box, copy_box
-from paddle_reshard.tasks.device import Box, Buffer
+from paddle_reshard.tasks.device import Buffer, DeviceBox
 
 CALL_BYTES = 4096
 """A call for a run takes as long as copying this many bytes, or as summing as many zeros."""
@@ -54,7 +54,7 @@ class Whole(NamedTuple):
         return cls(shape, dtype, row_major_strides(shape, dtype.itemsize))
 
 
-class Piece(NamedTuple):
+class SummedBox(NamedTuple):
     """A box of a tensor in host memory, without the dims that the tensor lacks."""
 
     offset: tuple[int, ...]
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     buffer: Buffer
 
     @classmethod
-    def of(cls, box: Box, buffer: Buffer, offset: Sequence[int], dims: int) -> Piece:
+    def of(cls, box: DeviceBox, buffer: Buffer, offset: Sequence[int], dims: int) -> SummedBox:
         """A box at ``offset`` of a tensor with ``dims`` dims; ``buffer`` holds in host memory what its own holds."""
         return cls(
             tuple(offset[:dims]), box.extents[:dims], box.strides[:dims], box.byte_offset, box.dtype, buffer
@@ -78,17 +78,17 @@ class Sums:
     """Boxes of tensors, all in memory until they are added up. Not thread-safe."""
 
     wholes: dict[tuple[int, int], Whole] = field(default_factory=dict)
-    pieces: dict[tuple[int, int], list[Piece]] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], list[SummedBox]] = field(default_factory=dict)
     """Tensor and dtype → its boxes."""
 
-    def add(self, owner: tuple[int, int], whole: Whole, pieces: Iterable[Piece]) -> None:
+    def add(self, owner: tuple[int, int], whole: Whole, pieces: Iterable[SummedBox]) -> None:
         """Add boxes of a tensor."""
         self.wholes[owner] = whole
         self.pieces.setdefault(owner, []).extend(pieces)
 
     def found(self) -> tuple[Sum, ...]:
         """The sums of all tensors."""
-        runs = _Runs()
+        runs = _RunSums()
         owners = sorted(self.pieces)
         for number, owner in enumerate(owners):
             whole = self.wholes[owner]
@@ -101,14 +101,14 @@ class Sums:
         )
 
 
-def better(whole: Whole, places: Iterable[Sequence[Piece]]) -> tuple[int, list[Piece]]:
+def better(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, list[SummedBox]]:
     """Which of several places that hold the same values takes least time to add up, and the pieces there.
 
     The best has them in the order of the tensor, then in its dtype, then in the longest runs; the first one if several
     are alike. Pieces that continue each other in memory are one.
     """
     best: tuple[bool, bool, int] | None = None
-    found: tuple[int, list[Piece]] = 0, []
+    found: tuple[int, list[SummedBox]] = 0, []
     for number, pieces in enumerate(places):
         merged = pieces if len(pieces) == 1 else [*chain.from_iterable(_rows(whole, pieces))]
         effort = (
@@ -144,7 +144,7 @@ def _run(whole: Whole, extents: Sequence[int]) -> tuple[int, list[int]]:
     return nbytes, []
 
 
-def _in_order(whole: Whole, piece: Piece) -> bool:
+def _in_order(whole: Whole, piece: SummedBox) -> bool:
     """Whether each run of a box is contiguous in memory."""
     _, outer = _run(whole, piece.extents)
     return all(
@@ -154,9 +154,9 @@ def _in_order(whole: Whole, piece: Piece) -> bool:
     )
 
 
-def _rows(whole: Whole, pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _rows(whole: Whole, pieces: Sequence[SummedBox]) -> list[list[SummedBox]]:
     """Pieces in rows: those with short runs next to each other, such as the columns of ranks, are longer together."""
-    beside: dict[tuple[Any, ...], list[Piece]] = {}
+    beside: dict[tuple[Any, ...], list[SummedBox]] = {}
     for piece in pieces:
         _, outer = _run(whole, piece.extents)
         dim = outer[-1] + 1 if outer else 0
@@ -182,7 +182,7 @@ def _rows(whole: Whole, pieces: Sequence[Piece]) -> list[list[Piece]]:
     return rows
 
 
-def _merged(pieces: list[Piece], dim: int) -> list[Piece]:
+def _merged(pieces: list[SummedBox], dim: int) -> list[SummedBox]:
     """Pieces that differ only along ``dim``, in order; those that continue each other in memory are one."""
     first, *others = sorted(pieces, key=lambda piece: piece.offset[dim])
     found = [first]
@@ -203,7 +203,7 @@ def _merged(pieces: list[Piece], dim: int) -> list[Piece]:
     return found
 
 
-class _Runs:
+class _RunSums:
     """Adds up rows of pieces. Remainders of runs are kept until there are those of all rows of the same form."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class _Runs:
             np.bitwise_xor.at(totals, np.array(numbers), shifted(remainders, np.array(distances)))
         return [int(total) for total in totals]
 
-    def add(self, number: int, whole: Whole, row: Sequence[Piece]) -> None:
+    def add(self, number: int, whole: Whole, row: Sequence[SummedBox]) -> None:
         """Add pieces next to each other, of the tensor with this number."""
         first, last = row[0], row[-1]
         dims = range(len(whole.shape))
@@ -260,7 +260,7 @@ class _Runs:
     def _through_scratch(
         self,
         whole: Whole,
-        row: Sequence[Piece],
+        row: Sequence[SummedBox],
         along: int | None,
         extents: Sequence[int],
         outer: Sequence[int],
@@ -307,7 +307,7 @@ class _Runs:
         kept = around if filled else outer
         return _remainders(found, [extents[dim] for dim in kept])
 
-    def _long_runs(self, whole: Whole, piece: Piece, outer: Sequence[int]) -> Remainders:
+    def _long_runs(self, whole: Whole, piece: SummedBox, outer: Sequence[int]) -> Remainders:
         """Copy each run to scratch memory, block by block."""
         from awscrt.checksums import crc64nvme
 
@@ -325,7 +325,7 @@ class _Runs:
         return _remainders(found, [piece.extents[dim] for dim in outer])
 
 
-def _each_run(piece: Piece, strides: Sequence[int], counts: Sequence[int], run_bytes: int) -> Remainders:
+def _each_run(piece: SummedBox, strides: Sequence[int], counts: Sequence[int], run_bytes: int) -> Remainders:
     """The remainder of every run, where it is."""
     from awscrt.checksums import crc64nvme
 
@@ -341,7 +341,7 @@ def _remainders(checksums: Sequence[int], shape: Sequence[int]) -> Remainders:
     return (np.array(checksums, dtype=np.uint64) ^ np.uint64(ALL_BITS)).reshape(shape)
 
 
-def _columns(piece: Piece, first: Piece, along: int | None) -> tuple[slice, ...]:
+def _columns(piece: SummedBox, first: SummedBox, along: int | None) -> tuple[slice, ...]:
     """Where a piece is in a row that begins with ``first``."""
     if along is None:
         return ()
@@ -349,7 +349,7 @@ def _columns(piece: Piece, first: Piece, along: int | None) -> tuple[slice, ...]
     return *[slice(None)] * along, slice(start, start + piece.extents[along])
 
 
-def _array(piece: Piece) -> Array:
+def _array(piece: SummedBox) -> Array:
     return np.ndarray(piece.extents, piece.dtype, piece.buffer, piece.byte_offset, piece.strides)
 
 

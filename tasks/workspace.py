@@ -13,7 +13,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.aligned import LINE_BYTES, padding, private_memory
-from paddle_reshard.tasks.device import Box, Buffer, HostMover
+from paddle_reshard.tasks.device import Buffer, DeviceBox, HostMover
 
 GRAIN_BYTES = 8 << 20
 """Workspace sizes are multiples of this, so that groups of about one size can reuse a workspace."""
@@ -63,7 +63,7 @@ class Workspace(HostMover):
         """Discard the bands, so that their memory is reused."""
         self.used_bytes, self.spare_bytes = self.parts_bytes, self.parts_spare
 
-    def move(self, source: Box, target: Box) -> None:
+    def move(self, source: DeviceBox, target: DeviceBox) -> None:
         """Copy or cast."""
         self._check()
         super().move(source, target)

@@ -28,6 +28,8 @@ COMMITTED = GOLDEN / "cases"
 if str(REPO) not in sys.path:
     sys.path.insert(0, str(REPO))
 
+from tests.sampling import is_full  # noqa: E402
+
 pytest.register_assert_rewrite("tests.oracle")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -72,6 +74,14 @@ FEW_CASES = (
     "sh2_s1v1_meta_fp32",
 )
 """Those of them that differ most, for tests that cannot look at all."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the modules that `make full` runs."""
+    for item in items:
+        if is_full(item.path.relative_to(REPO / "tests").as_posix()):
+            item.add_marker("full")
 
 
 @contextlib.contextmanager

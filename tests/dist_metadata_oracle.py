@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paddle_reshard.storage.formats.dist_metadata import DistMetadata
+from paddle_reshard.storage.files.dist_metadata import DistMetadata
 
 MODULES = {
     "2.6": "paddle.distributed.checkpoint.metadata",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,16 @@ def read_expert_parallel(
         root = oracle.unpickle(path)
         rank, shard = _number(path, "tp") or 0, _number(path, "shard") or 0
         expert = (shard % (ep // tp)) * tp + rank
-        keys = {name: key for key, name in names[rank, _number(path, "pp") or 0, expert].items()}
+        keys: dict[str, list[str]] = {}  # of a parameter that a recipe gives to several modules, several
+        for key, name in names[rank, _number(path, "pp") or 0, expert].items():
+            keys.setdefault(name, []).append(key)
         ema = path.name.startswith("ema")
-        for name, value in root.pop("master_weights", {}).items():
-            _put(found, f"{keys[name]}.{'ema_w_0' if ema else 'w_0'}", rank, shard, value)
-        for entry, value in root.items():
-            if ema and entry != NAMES:
-                whole[f"{entry}.ema", rank] = _array(value)
-                continue
-            for state in STATES:
-                name = entry.removesuffix(f"_{state}").removesuffix("_fp32_master_0")
-                if entry.endswith(f"_{state}") and name in keys:
-                    _put(found, f"{keys[name]}.{state}", rank, shard, value)
+        masters = root.pop("master_weights", {})
+        if ema:
+            whole |= {(f"{entry}.ema", rank): _array(root[entry]) for entry in root if entry != NAMES}
+        for name, state, value in [*_masters(masters, ema), *([] if ema else _states(root))]:
+            for key in keys.get(name, ()):
+                _put(found, f"{key}.{state}", rank, shard, value)
     for path in sorted(folder.glob("model_state*.pdparams")):
         for key, value in oracle.unpickle(path).items():
             if key != NAMES:
@@ -62,6 +60,19 @@ def read_expert_parallel(
         if key not in tensors and f"{key}.w_0" in tensors:
             tensors[key] = oracle.round_to_bfloat16(tensors[f"{key}.w_0"]).reshape(shape)
     return tensors
+
+
+def _masters(masters: Mapping[str, Any], ema: bool) -> Iterator[tuple[str, str, Any]]:
+    for name, value in masters.items():
+        yield name, "ema_w_0" if ema else "w_0", value
+
+
+def _states(root: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Parameter name, state and array of every entry that is a state."""
+    for entry, value in root.items():
+        for state in STATES:
+            if entry.endswith(f"_{state}"):
+                yield entry.removesuffix(f"_{state}").removesuffix("_fp32_master_0"), state, value
 
 
 def _in_model(key: str, first: int) -> str:

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 from paddle_reshard.pipeline.cli.families import HEADINGS, rows
-from paddle_reshard.pipeline.layouts.rules.families import families
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.families import families
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 
 REPO = Path(__file__).resolve().parents[1]
 FILES = {

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.options import ConversionOptions
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.request.options import ConversionOptions
 from tests.conftest import GOLDEN, case_directory, case_names
 
 TABLE = GOLDEN / "planned.txt"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.pipeline.layouts.rules import extends
-from paddle_reshard.pipeline.layouts.rules.extends import expanded
+from paddle_reshard.pipeline.model.rules import extends
+from paddle_reshard.pipeline.model.rules.extends import expanded
 
 FOLDER = Path(extends.__file__).parent
 FIRST = ("extends", "renamed", "family", "convention", "model_types", "shared_with", "proven", "comment")

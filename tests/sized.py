@@ -9,16 +9,11 @@ from typing import Any
 
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.request import (
-    ConversionSettings,
-    conversion_options,
-    read_run,
-    read_settings,
-)
 from paddle_reshard.pipeline.convert.series import average_request, plan_average, read_average, weigh
-from paddle_reshard.pipeline.convert.verify import VerifyReport, read_verify_request, verify_request
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.examine.verify import VerifyReport, read_verify_request, verify_request
 from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.request.parse import ConversionSettings, locations_of, read_settings
 
 Place = str | Path
 
@@ -29,27 +24,29 @@ class Sized:
 
     sizes: PlanSizes
 
-    def settings(self, **options: Any) -> ConversionSettings:
+    def settings(self, target: Any, options: Any) -> ConversionSettings:
         """Options of ``convert`` as a value."""
-        return replace(read_settings(options), sizes=self.sizes)
+        return replace(read_settings(options, target), sizes=self.sizes)
 
     def plan(self, source: Place, target: Any = None, **options: Any) -> ConversionPlan:
-        return plan_with(source, target, self.settings(**options))
+        return plan_with(source, locations_of(target), self.settings(target, options))
 
     def convert(
         self, source: Place, target: Any, *, observe: Observer = ignore_events, **options: Any
     ) -> ConversionReport:
-        return convert_with(source, target, self.settings(**options), observe)
+        return convert_with(source, locations_of(target), self.settings(target, options), observe)
 
     def average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionReport:
         how, rest = _weighting(options)
-        request = read_average(sources, target, conversion_options(rest), self.sizes)
-        return average_request(request, weigh(len(sources), **how), read_run(rest))
+        settings = self.settings(target, rest)
+        request = read_average(sources, locations_of(target), settings)
+        return average_request(request, weigh(len(sources), **how), settings.run)
 
     def plan_average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionPlan:
         how, rest = _weighting(options)
-        request = read_average(sources, target, conversion_options(rest), self.sizes)
-        return plan_average(request, weigh(len(sources), **how), read_run(rest))
+        settings = self.settings(target, rest)
+        request = read_average(sources, locations_of(target), settings)
+        return plan_average(request, weigh(len(sources), **how), settings.run)
 
     def verify(
         self,

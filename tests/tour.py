@@ -26,9 +26,9 @@ import numpy.typing as npt
 from click.testing import CliRunner
 
 import paddle_reshard
+from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.layouts.reading import index_tensor_file
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 from paddle_reshard.storage.locate import open_source
 from tests.conftest import COMMITTED, REPO
 

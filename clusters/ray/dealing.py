@@ -33,7 +33,7 @@ def next_batch_groups(done_groups: int, seconds: float, slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class NextGroup:
     """The next group."""
 
     label: str
@@ -68,7 +68,7 @@ class Member:
 class Table:
     """The state in which a group is dealt."""
 
-    next: Waiting
+    next: NextGroup
     waiting_peaks: tuple[int, ...]
     """Peaks in bytes of all groups in the queue, the next one included."""
     members: tuple[Member, ...]

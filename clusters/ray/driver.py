@@ -14,14 +14,14 @@ from paddle_reshard.clusters.ray.backlog import Backlog
 from paddle_reshard.clusters.ray.calls import Answered, Calls, cause_of
 from paddle_reshard.clusters.ray.capacity import most_object_bytes
 from paddle_reshard.clusters.ray.crew import Crew
-from paddle_reshard.clusters.ray.dealing import Dealer, Table, Waiting, next_batch_groups
+from paddle_reshard.clusters.ray.dealing import Dealer, NextGroup, Table, next_batch_groups
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
 from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
 from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.tasks.answers import Answer
+from paddle_reshard.tasks.answers import BatchAnswer
 from paddle_reshard.tasks.group import GroupReport
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Driver:
         """The state in which ``work``, the first single group, is dealt."""
         singles = self.backlog.singles
         return Table(
-            next=Waiting(
+            next=NextGroup(
                 work.label,
                 work.peak_bytes,
                 len(work.bands),
@@ -168,7 +168,7 @@ class Driver:
             running.reports.append(answer)
         self.crew.settle(worker, running, lost=isinstance(answer, RayError))
         self._tell([worker])
-        if isinstance(answer, Answer):
+        if isinstance(answer, BatchAnswer):
             worker.batch_groups = next_batch_groups(len(answer.groups), answer.seconds, self.crew.slots)
             yield from self._finish_batch(running, answer)
         elif running.shares == 0:
@@ -180,7 +180,7 @@ class Driver:
         self.crew.settle_ping(worker, answer)
         self.stores_known = self.stores_known and worker.ready == was_ready
 
-    def _finish_batch(self, running: Running, answer: Answer) -> Reports:
+    def _finish_batch(self, running: Running, answer: BatchAnswer) -> Reports:
         """Process the answer to a batch, of which some groups may not be done."""
         self.running.remove(running)
         if answer.groups:

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paddle_reshard.clusters.companion import Companion, CompanionLost
 from paddle_reshard.clusters.ray.join import job_config
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError
-from paddle_reshard.tasks.ema_worker import Shared, Worker
+from paddle_reshard.tasks.ema_worker import EmaWorker, Shared
 
 START_SECONDS = 120.0
 END_SECONDS = 60.0
@@ -43,7 +43,7 @@ class _Averager:
         descriptor = os.open(path, os.O_RDWR)
         memory = mmap.mmap(descriptor, nbytes)
         os.close(descriptor)
-        self.worker = Worker(Shared(memory, nbytes))
+        self.worker = EmaWorker(Shared(memory, nbytes))
 
     def pid(self) -> int:
         """Process id of the actor."""

@@ -43,10 +43,10 @@ from paddle_reshard.clusters.ray.driver import Driver
 from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.clusters.ray.join import joined_ray
 from paddle_reshard.clusters.ray.labels import LabelSelector
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 

@@ -24,9 +24,9 @@ from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
 from paddle_reshard.clusters.ray.capacity import Demand, check_labels
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_node
+from paddle_reshard.pipeline.checkpoint.reading import Readable
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
-from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.remote.retry_counts import count_retries, note_retry
 from paddle_reshard.tasks.index import index_here

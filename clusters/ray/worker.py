@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
-from paddle_reshard.tasks.answers import Answer, answer_of
+from paddle_reshard.tasks.answers import BatchAnswer, answer_of
 from paddle_reshard.tasks.compare_group import compare_group
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
@@ -100,7 +100,7 @@ class ReshardWorker:
         )
         return Prepared(self.figures.zero.name, f"process {os.getpid()}, device {device}")
 
-    def run(self, batch: WorkBatch) -> Answer:
+    def run(self, batch: WorkBatch) -> BatchAnswer:
         """Run whole groups, one after the other, until one fails."""
         reports: list[GroupReport] = []
         failure, refusal, started = "", None, time.monotonic()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paddle_reshard.pipeline.cli.output import print_facts, print_table
+from paddle_reshard.pipeline.cli.terminal import print_facts, print_table
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.convert.cards import Alternative, CardsPlan
+    from paddle_reshard.pipeline.examine.cards import Alternative, CardsPlan
 
 HEADINGS = (
     *("topology", "sharding", "GiB on a card", "parameters", "master weights", "moments", "EMA in host"),

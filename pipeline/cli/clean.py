@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, json_option, quiet_option
-from paddle_reshard.pipeline.cli.output import answer
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import TargetError
 
@@ -26,9 +25,9 @@ from paddle_reshard.pipeline.core.errors import TargetError
 @json_option
 @quiet_option
 @click.pass_context
-def clean(context: click.Context, /, target: str, as_json: bool, quiet: bool, **_: Any) -> None:
+def clean(context: click.Context, /, target: str, **_: Any) -> None:
     """Remove an unfinished conversion. Fails if it is running."""
-    with waiting("removing the unfinished conversion", quiet or as_json):
+    with running("removing the unfinished conversion"):
         removed = paddle_reshard.clean(target, **given(context))
         if not removed:
             _check_is_there(target, given(context))
@@ -37,7 +36,7 @@ def clean(context: click.Context, /, target: str, as_json: bool, quiet: bool, **
         for line in removed or (f"{target}: no unfinished conversion",):
             say(f"removed {line}" if removed else line)
 
-    answer({"removed": list(removed)}, as_json, quiet, show)
+    answer({"removed": list(removed)}, show)
 
 
 def _check_is_there(target: str, options: Mapping[str, Any]) -> None:

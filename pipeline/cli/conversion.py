@@ -1,85 +1,55 @@
-"""The commands ``plan`` and ``convert``, and the options that they share with ``ema``, ``submit`` and ``watch``."""
+"""The commands ``plan`` and ``convert``."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.cards import print_cards
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.estimates import estimate_options, print_estimates
-from paddle_reshard.pipeline.cli.json_output import (
-    cards_data,
-    conversion_data,
-    coverage_data,
-    plan_data,
-    simulations_data,
-)
-from paddle_reshard.pipeline.cli.notify import notifying
-from paddle_reshard.pipeline.cli.observers import observing, waiting
+from paddle_reshard.pipeline.cli.json_output import coverage_data, plan_data, simulations_data
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
-    Decorator,
+    OF_ONE_SOURCE,
     SectionedCommand,
     all_of,
-    declared,
+    declared_all,
     given,
-    json_option,
-    layout_flags,
-    metrics_option,
-    notify_option,
     outcome_option,
-    progress_option,
-    quiet_option,
+    report_option,
+    run_options,
+    target_options,
 )
-from paddle_reshard.pipeline.cli.output import answer, print_facts
-from paddle_reshard.pipeline.cli.reporting import report_option, reporting
-from paddle_reshard.pipeline.cli.terminal import say
-from paddle_reshard.pipeline.convert.options import (
-    CONVERSION_OPTIONS,
-    TARGET_OPTIONS,
-    TargetOptions,
-    flag_of,
-    is_complete,
-)
-from paddle_reshard.pipeline.convert.request import check_options, parse_target
+from paddle_reshard.pipeline.cli.terminal import print_facts, say
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
 from paddle_reshard.pipeline.core.shown import readable_bytes
-from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, average_target, formats_for_average
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.registry import DEFAULT, average_target, formats_for_average
+from paddle_reshard.pipeline.request.options import (
+    TARGET_OPTIONS,
+    ConvertOptions,
+    TargetOptions,
+    flag_of,
+)
+from paddle_reshard.pipeline.request.parse import parse_target, read_settings
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.planning.simulate import Rates, Simulation
 
-OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
-"""Options of a conversion that make no sense for a series of checkpoints."""
 NOT_PROVEN = 1
 """Exit status of a plan that ``--prove`` found to be incomplete."""
 
 
-def _declared(names: Iterable[str]) -> Iterator[Decorator]:
-    """Options of a conversion; ``--layout`` is followed by the flags for single entries of it."""
-    for name in names:
-        yield declared(name)
-        if name == "layout":
-            yield layout_flags
-
-
-target_options = all_of(
-    *_declared(name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE),
-    json_option,
-    quiet_option,
-    progress_option,
-)
 conversion_options = all_of(
     click.argument("source", type=LOCATION, metavar="SRC"),
     click.argument("target", type=LOCATION, metavar="[DST]", required=False),
@@ -94,13 +64,8 @@ conversion_options = all_of(
         f"{', '.join(flag_of(name)[2:] for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
         "With --resume, DST alone is enough, in the original order.",
     ),
-    *_declared(OF_ONE_SOURCE),
+    *declared_all(OF_ONE_SOURCE),
     target_options,
-)
-run_options = all_of(
-    *_declared(("cluster", "workers", "label_selector", "exchange", "resume", "take_over")),
-    metrics_option,
-    notify_option,
 )
 
 
@@ -146,9 +111,6 @@ def plan(
     cards: int | None,
     worker_counts: tuple[int, ...],
     rates: Rates | None,
-    report_path: Path | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Show what a conversion would read, write and need, or which topologies N cards can have.
@@ -162,21 +124,19 @@ def plan(
             raise UsageError(
                 "--cards lists topologies; DST, --target, --save, --prove and --workers are for one of them"
             )
-        _show_cards(source, cards, options, report_path, as_json, quiet)
+        _show_cards(source, cards, options)
         return
     if rates is not None and not worker_counts:
         raise UsageError("--rates is for --workers")
     destination = _destination(target, targets, options) if target or targets else None
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan  # says at once if it cannot write any
-    with (
-        waiting("reading headers and planning", quiet or as_json) as observe,
-        reporting(report_path, observe) as report,
-    ):
-        planned = paddle_reshard.plan(source, destination, observe=report.observe, **options)
+    with running("reading headers and planning") as run:
+        planned = paddle_reshard.plan(source, destination, observe=run, **options)
         coverage = paddle_reshard.prove(planned) if prove else None
         simulations = _simulated(planned, worker_counts, rates)
-        report.planned(planned, coverage, simulations)
+        if run.page is not None:
+            run.page.show_plan(planned, coverage, simulations)
     if save is not None:
         save_plan(planned.plan, save)
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
@@ -186,7 +146,7 @@ def plan(
         print_facts(shown)
         print_estimates(simulations)
 
-    answer(plan_data(planned) | proof | simulations_data(simulations), as_json, quiet, show)
+    answer(plan_data(planned) | proof | simulations_data(simulations), show)
     if coverage is not None and not coverage:
         sys.exit(NOT_PROVEN)
 
@@ -210,17 +170,12 @@ def _free_space(planned: ConversionPlan) -> list[tuple[str, str]]:
     return [("free", readable_bytes(size)) for size in free.values()]
 
 
-def _show_cards(
-    source: str, cards: int, options: Mapping[str, Any], report_path: Path | None, as_json: bool, quiet: bool
-) -> None:
+def _show_cards(source: str, cards: int, options: Mapping[str, Any]) -> None:
     """Print what a checkpoint can become on a number of cards."""
-    with (
-        waiting("reading headers and comparing topologies", quiet or as_json) as observe,
-        reporting(report_path, observe) as report,
-    ):
-        found = paddle_reshard.plan(source, cards=cards, observe=report.observe, **options)
-        report.compared_cards(found)
-    answer(cards_data(found), as_json, quiet, lambda: print_cards(found))
+    with running("reading headers and comparing topologies") as run:
+        found = paddle_reshard.plan(source, cards=cards, observe=run, **options)
+        run.show(found)
+    answer(found, lambda: print_cards(found))
 
 
 @click.command(
@@ -235,7 +190,7 @@ def _show_cards(
 )
 @conversion_options
 @run_options
-@all_of(*_declared(("expected_plan", "device", "verify")))
+@all_of(*declared_all(("expected_plan", "device", "verify")))
 @report_option
 @click.pass_context
 def convert(
@@ -244,25 +199,16 @@ def convert(
     source: str,
     target: str | None,
     targets: tuple[str, ...],
-    report_path: Path | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
     destination = _destination(target, targets, options)
     locations = [destination] if isinstance(destination, str) else map(str, destination)
-    with (
-        _finished(as_json, quiet),
-        notifying([source], *locations) as notifier,
-        observing(quiet or as_json) as observe,
-        reporting(report_path, observe) as page,
-    ):
-        report = paddle_reshard.convert(source, destination, observe=page.observe, **options)
-        page.converted(report)
-    notifier.converted(report)
-    answer(conversion_data(report), as_json, quiet, lambda: print_facts([*report.facts(), *_next(report)]))
+    with _finished(), running() as run, run.converting([source], [*locations]) as converted:
+        report = paddle_reshard.convert(source, destination, observe=run, **options)
+        converted(report)
+    answer(report, lambda: print_facts([*report.facts(), *_next(report)]))
 
 
 def _next(report: ConversionReport) -> list[tuple[str, str]]:
@@ -274,13 +220,13 @@ def _next(report: ConversionReport) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _finished(as_json: bool, quiet: bool) -> Iterator[None]:
+def _finished() -> Iterator[None]:
     """Exit with status 0 if there is nothing to do."""
     try:
         yield
     except FinishedError as done:
         message = str(done)
-        answer({"finished": True, "message": message}, as_json, quiet, lambda: say(message))
+        answer({"finished": True, "message": message}, lambda: say(message))
         sys.exit(0)
 
 
@@ -291,17 +237,14 @@ def _destination(
 
     Mistakes in the options are reported here, before anything is loaded.
     """
-    parse_memory(options.get("memory", DEFAULT_MEMORY))
     if (target is None) == (not targets):
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
-    resume = bool(options.get("resume") or options.get("take_over"))  # the session supplies omitted options
     if target is not None:
-        if not resume or is_complete(target, options):
-            check_options(options.get("format", DEFAULT), options)
-        if "to" in options:
-            Topology.parse(options["to"])
+        read_settings(cast(ConvertOptions, options))
         return target
+    resume = bool(options.get("resume") or options.get("take_over"))  # the session supplies omitted options
     by_path: dict[PathLike, TargetOptions] = dict(parse_target(text, resume) for text in targets)
     if len(by_path) < len(targets):
         raise UsageError("two targets have the same path")
+    read_settings(cast(ConvertOptions, options), by_path)
     return by_path

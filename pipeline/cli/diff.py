@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import diff_data
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     compare_options,
@@ -19,14 +17,13 @@ from paddle_reshard.pipeline.cli.options import (
     json_option,
     progress_option,
     quiet_option,
+    report_option,
 )
-from paddle_reshard.pipeline.cli.output import answer, print_table
-from paddle_reshard.pipeline.cli.reporting import report_option, reporting
-from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.cli.terminal import print_table, say
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
+    from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
 
 DIFFERENT = 1
 """Exit status after a comparison that found differences outside of the tolerance."""
@@ -66,9 +63,6 @@ def diff(
     states: str | None,
     atol: float,
     rtol: float,
-    report_path: Path | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Measure how far two checkpoints are apart. Their topologies, formats and dtypes may differ.
@@ -79,15 +73,10 @@ def diff(
     Exit status: 0 all tensors agree within --atol and --rtol, 1 they do not, 2 the comparison could not be made.
     """
     chosen = None if states is None else [state.strip() for state in states.split(",")]
-    with (
-        waiting("reading headers", quiet or as_json) as observe,
-        reporting(report_path, observe) as page,
-    ):
-        report = paddle_reshard.diff(
-            a, b, states=chosen, atol=atol, rtol=rtol, observe=page.observe, **given(context)
-        )
-        page.compared(report, a, b)
-    answer(diff_data(report), as_json, quiet, lambda: _show(report))
+    with running("reading headers") as run:
+        report = paddle_reshard.diff(a, b, states=chosen, atol=atol, rtol=rtol, observe=run, **given(context))
+        run.show(report, a, b)
+    answer(report, lambda: _show(report))
     sys.exit(0 if report else DIFFERENT)
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.conversion import run_options, target_options
-from paddle_reshard.pipeline.cli.json_output import conversion_data
-from paddle_reshard.pipeline.cli.notify import notifying
-from paddle_reshard.pipeline.cli.observers import observing
-from paddle_reshard.pipeline.cli.options import LOCATION, SectionedCommand, given
-from paddle_reshard.pipeline.cli.output import answer, print_facts
-from paddle_reshard.pipeline.cli.reporting import report_option, reporting
+from paddle_reshard.pipeline.cli.command import answer, running
+from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
+    SectionedCommand,
+    given,
+    report_option,
+    run_options,
+    target_options,
+)
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
@@ -45,32 +46,24 @@ def ema(
     decay: float | None,
     weights: str | None,
     uniform: bool,
-    report_path: Path | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Average the weights of a series of checkpoints. Their topologies may differ.
 
     DST becomes the last SRC with the average as its EMA state or, with --format huggingface, the average as a model.
     """
-    with (
-        notifying(paths[:-1], paths[-1]) as notifier,
-        observing(quiet or as_json) as observe,
-        reporting(report_path, observe) as page,
-    ):
+    with running() as run, run.converting(paths[:-1], paths[-1:]) as converted:
         report = paddle_reshard.average(
             paths[:-1],
             paths[-1],
             decay=decay,
             weights=_numbers(weights),
             uniform=uniform,
-            observe=page.observe,
+            observe=run,
             **given(context),
         )
-        page.converted(report)
-    notifier.converted(report)
-    answer(conversion_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+        converted(report)
+    answer(report)
 
 
 def _numbers(text: str | None) -> list[float] | None:

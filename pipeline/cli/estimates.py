@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paddle_reshard.pipeline.cli.options import all_of, execution_option
-from paddle_reshard.pipeline.cli.output import print_table
+from paddle_reshard.pipeline.cli.terminal import print_table
 from paddle_reshard.pipeline.core.shown import Bytes, Count
 
 if TYPE_CHECKING:

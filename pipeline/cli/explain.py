@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.conversion import OF_ONE_SOURCE, target_options
-from paddle_reshard.pipeline.cli.json_output import explanation_data
-from paddle_reshard.pipeline.cli.observers import waiting
-from paddle_reshard.pipeline.cli.options import LOCATION, SectionedCommand, all_of, declared, given
-from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
-from paddle_reshard.pipeline.cli.terminal import say
-from paddle_reshard.pipeline.convert.options import flag_of
+from paddle_reshard.pipeline.cli.command import answer, running
+from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
+    OF_ONE_SOURCE,
+    SectionedCommand,
+    all_of,
+    declared,
+    given,
+    target_options,
+)
+from paddle_reshard.pipeline.cli.terminal import print_facts, print_table, say
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.request.options import flag_of
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.convert.explanation import Explanation, Origin
+    from paddle_reshard.pipeline.examine.explanation import Explanation, Origin
 
 HEADINGS = ("bytes", "what", "box", "from", "bytes", "of rank", "how")
 SHOWN_BYTES = 40
@@ -54,8 +59,6 @@ def explain(
     key: str | None,
     tensor: str | None,
     element: str | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Explain where the bytes of a target come from. Nothing is converted.
@@ -67,10 +70,10 @@ def explain(
     if tensor is not None and (file is not None or key is not None):
         raise UsageError("give FILE and KEY, or --tensor KEY, not both")
     chosen = None if element is None else _index(element)
-    with waiting("reading headers and planning", quiet or as_json) as observe:
-        planned = paddle_reshard.plan(source, observe=observe, **given(context))
+    with running("reading headers and planning") as run:
+        planned = paddle_reshard.plan(source, observe=run, **given(context))
         found = paddle_reshard.explain(planned, file, key or tensor, element=chosen)
-    answer(explanation_data(found), as_json, quiet, lambda: _show(found, chosen is not None))
+    answer(found, lambda: _show(found, chosen is not None))
 
 
 def _index(text: str) -> tuple[int, ...]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from paddle_reshard.pipeline.cli.command import answer
 from paddle_reshard.pipeline.cli.options import json_option
-from paddle_reshard.pipeline.cli.output import answer, print_table
+from paddle_reshard.pipeline.cli.terminal import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paddle_reshard.pipeline.layouts.rules.families import Family
+    from paddle_reshard.pipeline.model.rules.families import Family
 
 HEADINGS: Final = (
     "family",
@@ -29,17 +30,17 @@ HEADINGS: Final = (
 
 @click.command()
 @json_option
-def families(as_json: bool) -> None:
+def families(**_: Any) -> None:
     """List the supported model families.
 
     With what can be converted of each, and how it was tested.
     """
-    from paddle_reshard.pipeline.layouts.rules.families import families as known
-    from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+    from paddle_reshard.pipeline.model.rules.families import families as known
+    from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 
     found = known(shipped_tables())
     data = {"families": [asdict(family) for family in found]}
-    answer(data, as_json, False, lambda: print_table(HEADINGS, rows(found)))
+    answer(data, lambda: print_table(HEADINGS, rows(found)))
 
 
 def rows(found: Sequence[Family]) -> list[tuple[str, ...]]:

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import fingerprint_data
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     declared,
@@ -17,7 +16,6 @@ from paddle_reshard.pipeline.cli.options import (
     progress_option,
     quiet_option,
 )
-from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
@@ -37,9 +35,7 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
 @quiet_option
 @progress_option
 @click.pass_context
-def fingerprint(
-    context: click.Context, /, source: str, output: str | None, as_json: bool, quiet: bool, **_: Any
-) -> None:
+def fingerprint(context: click.Context, /, source: str, output: str | None, **_: Any) -> None:
     """Compute checksums that no topology changes.
 
     One for each tensor and one for the whole checkpoint; no format changes them either.
@@ -47,6 +43,6 @@ def fingerprint(
     The number of a tensor is the CRC-64/NVME of its values, row-major and little-endian. Tensors are read once, within
     --memory. Compare them with verify --against FILE.
     """
-    with waiting("reading headers", quiet or as_json) as observe:
-        report = paddle_reshard.fingerprint(source, output=output, observe=observe, **given(context))
-    answer(fingerprint_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+    with running("reading headers") as run:
+        report = paddle_reshard.fingerprint(source, output=output, observe=run, **given(context))
+    answer(report)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import inspection_data
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
-from paddle_reshard.pipeline.cli.output import answer, print_facts, print_table
+from paddle_reshard.pipeline.cli.terminal import print_facts, print_table
 from paddle_reshard.pipeline.core.shown import Count
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.convert.inspection import Inspection
+    from paddle_reshard.pipeline.examine.inspection import Inspection
 
 
 @click.command()
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
 @inspect_options
 @json_option
 @click.pass_context
-def inspect(context: click.Context, /, source: str, tensors: bool, as_json: bool, **_: Any) -> None:
+def inspect(context: click.Context, /, source: str, tensors: bool, **_: Any) -> None:
     """Describe a checkpoint from its metadata."""
-    with waiting("reading headers", as_json) as observe:
-        found = paddle_reshard.inspect(source, observe=observe, **given(context))
-    answer(inspection_data(found), as_json, False, lambda: _show_inspection(found, tensors))
+    with running("reading headers") as run:
+        found = paddle_reshard.inspect(source, observe=run, **given(context))
+    answer(found, lambda: _show_inspection(found, tensors))
 
 
 def _show_inspection(found: Inspection, tensors: bool) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -23,46 +22,44 @@ from urllib.parse import urlsplit
 import click
 from click.core import ParameterSource
 
+from paddle_reshard.pipeline.cli.command import command_of, running
 from paddle_reshard.pipeline.cli.conversion import convert
 from paddle_reshard.pipeline.cli.ends import End
-from paddle_reshard.pipeline.cli.notify import notify
-from paddle_reshard.pipeline.cli.observers import measuring
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     WITHOUT_VARIABLES,
     decides,
+    events_option,
     given,
-    log_file_option,
     metrics_option,
     notify_option,
 )
-from paddle_reshard.pipeline.cli.output import print_answer, print_error, print_object
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
-from paddle_reshard.pipeline.cli.terminal import log_formatter, relay, say
-from paddle_reshard.pipeline.convert.options import (
+from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, relay, say
+from paddle_reshard.pipeline.core.answer import Answer
+from paddle_reshard.pipeline.core.choices import UPLOADS
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.request.options import (
     ConvertOptions,
     Decides,
     declarations,
     flag_of,
 )
-from paddle_reshard.pipeline.convert.request import check_options, read_settings
-from paddle_reshard.pipeline.core.answer import Answer
-from paddle_reshard.pipeline.core.choices import UPLOADS
-from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.request.parse import read_request, read_settings
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from paddle_reshard.clusters.ray.jobs import JobRequest
     from paddle_reshard.pipeline.core.events import Observer
-    from paddle_reshard.pipeline.watch.claims import Policy
+    from paddle_reshard.pipeline.watch.decisions import Policy
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.runners import MakePage
     from paddle_reshard.pipeline.watch.watcher import Watcher
 
 OF_ONE_PROCESS: Mapping[str, str] = {
-    "log_file": "--log-file",
+    "events": "--events",
     "metrics_port": "--metrics-port",
     "notify": "--notify",
 }
@@ -112,7 +109,7 @@ class Request:
             if values[name] is not None:
                 raise UsageError(f"{flag} is not for the conversions of submit and watch")
         options = given(context)
-        check_options(values["format"], options)
+        read_settings(cast(ConvertOptions, options))
         from paddle_reshard.storage.locate import check_scheme
 
         flags = (option for option in command.params if isinstance(option, click.Option))
@@ -155,7 +152,7 @@ class Request:
         """The id of this conversion of ``source`` to ``target``: a hash of everything that affects the outcome."""
         import hashlib
 
-        from paddle_reshard.pipeline.watch.claims import conversion_id
+        from paddle_reshard.pipeline.watch.records import conversion_id
 
         identity: dict[str, Any] = {"source": _absolute(source), "target": _absolute(target)}
         files = self.files()
@@ -437,7 +434,6 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     help="Convert a checkpoint without saved_signal files or trainer state once it has not changed for this time.",
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
-@click.option("--delta", is_flag=True, hidden=True)
 @click.option(
     "--publish",
     metavar="VERSIONS",
@@ -462,14 +458,6 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     metavar="SECONDS",
     help="Pause before the first retry; doubles each time.",
 )
-@click.option(
-    "--claim-timeout",
-    type=click.FloatRange(0),
-    default=6 * 3600,
-    show_default=True,
-    metavar="SECONDS",
-    help="Take over a claim held on another machine after this time without a heartbeat.",
-)
 @click.option("--retry-failed", is_flag=True, help="Retry checkpoints that failed or were refused before.")
 @click.option("--wait", is_flag=True, help="Wait for RUN_DIR if it does not exist yet.")
 @click.option(
@@ -484,7 +472,7 @@ def _run_job(request: JobRequest, address: str | None, follow: bool, output: _Ou
     metavar="DIR",
     help="Write what each conversion did as DIR/checkpoint-<step>.html, a page that a browser shows without a network.",
 )
-@log_file_option
+@events_option
 @metrics_option
 @notify_option
 @_job_options
@@ -505,31 +493,29 @@ def watch(
     ranks are there and every rank has signalled that it has finished. Each checkpoint is converted once, however many
     watchers run.
     """
-    with _reporting("watch", "claims are released", "--json" in arguments, service=not once):
-        from paddle_reshard.pipeline.watch.claims import Policy
+    with _reporting("watch", "the next watcher goes on", "--json" in arguments, service=not once):
+        from paddle_reshard.pipeline.progress.metrics import CheckpointFigures
+        from paddle_reshard.pipeline.watch.decisions import Policy
 
-        if settings["delta"]:
-            raise UsageError("there is no --delta; --publish VERSIONS replaces it: docs/deltas.md")
         request = Request.read(convert, arguments)
         policy = Policy(
             keep=settings["keep"],
             retries=settings["retries"],
             backoff_seconds=settings["backoff"],
-            claim_timeout_seconds=settings["claim_timeout"],
             settle_seconds=settings["settle"],
             overwrite=bool(request.values.get("overwrite")),
             forget_before=time.time() if retry_failed else 0.0,
             stale_seconds=settings["stale"],
         )
-        with measuring() as observe:
+        with running(figures=CheckpointFigures(), silent=True) as run:
             job = {name: settings[name] for name in OF_A_JOB}
-            watcher = _watcher(request, policy, address, job, observe, report_dir, settings["publish"])
+            watcher = _watcher(request, policy, address, job, run, report_dir, settings["publish"])
             if not wait and not watcher.run.is_there():
                 raise UsageError(
                     f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
                 )
             _log_to_stderr(logging.ERROR if request.values["quiet"] else logging.INFO)
-            watcher.tell = partial(notify, settings["notify"])
+            watcher.tell = run
             results = watcher.once() if once else watcher.repeat(every)
         sys.exit(_end_watch(watcher, results, request.values["as_json"]))
 
@@ -543,7 +529,6 @@ def _watcher(
     report_dir: Path | None,
     versions: str | None,
 ) -> Watcher:
-    from paddle_reshard.pipeline.convert.plan import read_request
     from paddle_reshard.pipeline.watch.runners import Conversion, convert_as_job, convert_inline
     from paddle_reshard.pipeline.watch.watcher import open_watcher
 
@@ -557,7 +542,7 @@ def _watcher(
             "--report is the page of one conversion; watch writes one for each with --report-dir DIR"
         )
     settings = read_settings(cast(ConvertOptions, request.given))
-    read_request((), "", settings.options)  # report mistakes once, not for every checkpoint
+    read_request((), (), settings.asked)  # report mistakes once, not for every checkpoint
     conversion = Conversion(settings, request.identify)
     convert = convert_inline(conversion, observe, _pages(request, report_dir) if address is None else None)
     if address is not None:
@@ -590,7 +575,7 @@ def _pages(request: Request, report_dir: Path | None) -> MakePage | None:
     """Pages of conversions in this process. Each shows the command that converts its checkpoint alone."""
     if report_dir is None:
         return None
-    from paddle_reshard.pipeline.cli.reporting import command_of
+
     from paddle_reshard.pipeline.report.html_report import HtmlReport
     from paddle_reshard.pipeline.report.writing import check_writable
 
@@ -648,7 +633,7 @@ def _reporting(command: str, consequence: str, as_json: bool, service: bool = Fa
         status = 0 if service and signal_of(interrupt) is signal.SIGTERM else exit_status(interrupt)
         end = End(status, f"{sentence(interrupt)}; {consequence}", "Interrupted", True)
         if as_json:
-            print_error(command, end)
+            print_answer(Answer(command, end.message, end.kind, end.retryable))
         _say(end.message)
         sys.exit(end.status)
 
@@ -658,7 +643,8 @@ def _log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(log_formatter())
     handler.setLevel(level)
-    logger = logging.getLogger("paddle_reshard")
-    logger.addHandler(handler)
-    logger.setLevel(min(level, logger.level or level))
-    logger.propagate = False
+    root = logging.getLogger()
+    if logging.lastResort is not None:
+        root.removeHandler(logging.lastResort)
+    root.addHandler(handler)
+    logging.getLogger("paddle_reshard").setLevel(logging.INFO)

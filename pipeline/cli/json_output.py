@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.convert.cards import CardsPlan
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
-    from paddle_reshard.pipeline.convert.coverage import Coverage
-    from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
-    from paddle_reshard.pipeline.convert.explanation import Explanation, Origin, Stretch
-    from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport
-    from paddle_reshard.pipeline.convert.inspection import Inspection
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-    from paddle_reshard.pipeline.convert.launch import Launch
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
-    from paddle_reshard.pipeline.convert.signing import SignReport
-    from paddle_reshard.pipeline.convert.verify import VerifyReport
+    from paddle_reshard.pipeline.examine.cards import CardsPlan
+    from paddle_reshard.pipeline.examine.coverage import Coverage
+    from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
+    from paddle_reshard.pipeline.examine.explanation import Explanation, Origin, Stretch
+    from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport
+    from paddle_reshard.pipeline.examine.inspection import Inspection
+    from paddle_reshard.pipeline.examine.launch import Launch
+    from paddle_reshard.pipeline.examine.signing import SignReport
+    from paddle_reshard.pipeline.examine.verify import VerifyReport
     from paddle_reshard.pipeline.planning.simulate import Simulation
     from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
 
@@ -77,6 +77,7 @@ def launch_data(found: Launch) -> Json:
         "ranks": found.ranks,
         "arguments": dict(found.arguments),
         "commands": list(found.commands),
+        "node_command": found.node_command,
         "remarks": list(found.remarks),
     }
 
@@ -129,7 +130,7 @@ def cards_data(found: CardsPlan) -> Json:
 
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
-    plan, targets, completion = conversion.plan, conversion.targets, conversion.source.completion
+    plan, targets, completion = conversion.plan, conversion.targets, conversion.source.history.completion
     described = [target.spec.data() for target in targets]
     for data, target in zip(described, targets, strict=True):
         data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
@@ -139,11 +140,12 @@ def plan_data(conversion: ConversionPlan) -> Json:
     for data, location in zip(described, conversion.target_locations, strict=False):
         data["path"] = location
     return {
-        "plan_id": plan.plan_id,
+        "plan_id": conversion.plan_id,
+        "portion": None if conversion.portion is None else conversion.portion.data(),
         "source": {
             "format": conversion.source.format,
-            "topology": topology_data(conversion.source.topology),
-            "sharding_strategy": conversion.source.strategy,
+            "topology": topology_data(conversion.source.job.topology),
+            "sharding_strategy": conversion.source.job.strategy,
         },
         "target": described[0] if len(targets) == 1 else None,
         "targets": described,
@@ -159,7 +161,9 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "copied_share": round(plan.copied_share, 4),
         "compared_with_master_weights": dict(zip(("full", "sample"), plan.checked_parameters, strict=True)),
         "master_weights_made": conversion.master_weights_made,
-        "filled_tensors": [] if conversion.source.filled is None else list(conversion.source.filled.tensors),
+        "filled_tensors": []
+        if conversion.source.history.filled is None
+        else list(conversion.source.history.filled.tensors),
         "donated_tensors": [] if completion is None else list(completion.tensors),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
@@ -332,6 +336,7 @@ def integrity_data(report: IntegrityReport) -> Json:
         "recorded_source": report.recorded_source,
         "damages": [asdict(damage) for damage in report.damages],
         "signed_by": report.signed_by,
+        "portion": report.portion,
     }
 
 
@@ -361,3 +366,27 @@ def pull_data(report: PullReport) -> Json:
         "written_bytes": report.written_bytes,
         "resumed_bytes": report.resumed_bytes,
     }
+
+
+def data_of(result: object) -> Json:
+    """What ``--json`` prints of the result of a command."""
+    data: Json = _OF[type(result).__name__](result)
+    return data
+
+
+_OF: dict[str, Callable[[Any], Json]] = {
+    "CardsPlan": cards_data,
+    "ConversionReport": conversion_data,
+    "DiffReport": diff_data,
+    "Explanation": explanation_data,
+    "FingerprintReport": fingerprint_data,
+    "Inspection": inspection_data,
+    "IntegrityReport": integrity_data,
+    "Launch": launch_data,
+    "PublishReport": publish_data,
+    "PullReport": pull_data,
+    "Run": asdict,
+    "SignReport": sign_data,
+    "VerifyReport": verify_data,
+}
+"""Class of a result → its data. The classes are known by name, because most commands need one of them."""

@@ -7,10 +7,8 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import launch_data
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, inspect_options, json_option
-from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
@@ -19,11 +17,11 @@ from paddle_reshard.pipeline.cli.output import answer, print_facts
 @inspect_options
 @json_option
 @click.pass_context
-def launch(context: click.Context, /, checkpoint: str, as_json: bool, **_: Any) -> None:
+def launch(context: click.Context, /, checkpoint: str, **_: Any) -> None:
     """Tell how to start a job from a checkpoint.
 
     Nothing is started.
     """
-    with waiting("reading headers", as_json) as observe:
-        found = paddle_reshard.launch(checkpoint, observe=observe, **given(context))
-    answer(launch_data(found), as_json, False, lambda: print_facts(found.facts()))
+    with running("reading headers") as run:
+        found = paddle_reshard.launch(checkpoint, observe=run, **given(context))
+    answer(found)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
-from paddle_reshard.pipeline.cli.output import answer, print_table
+from paddle_reshard.pipeline.cli.terminal import print_table
 from paddle_reshard.pipeline.core.errors import ListingError
 
 
@@ -25,15 +24,15 @@ from paddle_reshard.pipeline.core.errors import ListingError
 @inspect_options
 @json_option
 @click.pass_context
-def ls(context: click.Context, /, run: str, targets: tuple[str, ...], as_json: bool, **_: Any) -> None:
+def ls(context: click.Context, /, run: str, targets: tuple[str, ...], **_: Any) -> None:
     """List the checkpoints of a run.
 
     What each holds, and whether it is complete.
     """
     from paddle_reshard.pipeline.watch.overview import HEADINGS
 
-    with waiting("reading headers", as_json) as observe:
-        found = paddle_reshard.checkpoints(run, targets=targets, observe=observe, **given(context))
+    with running("reading headers") as running_now:
+        found = paddle_reshard.checkpoints(run, targets=targets, observe=running_now, **given(context))
     if not found.checkpoints:
         raise ListingError(f"{found.path}: no checkpoint-<step> folders here; give the folder of a run")
-    answer(asdict(found), as_json, False, lambda: print_table(HEADINGS, found.rows()))
+    answer(found, lambda: print_table(HEADINGS, found.rows()))

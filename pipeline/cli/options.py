@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from paddle_reshard.pipeline.cli.log_file import open_log_file
-from paddle_reshard.pipeline.cli.metrics import read_address
-from paddle_reshard.pipeline.cli.notify import read_receiver
-from paddle_reshard.pipeline.cli.output import Choice
-from paddle_reshard.pipeline.convert.options import Decides, Kind, declarations, flag_of
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.progress.events_as_json import EventLog
+from paddle_reshard.pipeline.progress.metrics import read_address
+from paddle_reshard.pipeline.progress.notify import read_receiver
+from paddle_reshard.pipeline.request import given_file
+from paddle_reshard.pipeline.request.options import CONVERSION_OPTIONS, Decides, Kind, declarations, flag_of
+from paddle_reshard.storage.documents.strict_json import parse_json
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 LOCATION = click.Path(readable=False)
@@ -31,6 +32,18 @@ LAYOUT_FLAGS: Mapping[str, str] = {
     "segmentation": "segmentation",
 }
 """Option → the entry of ``--layout`` that it sets."""
+
+
+class Choice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """A choice that suggests the closest value for a misspelled one."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """The chosen value."""
+        try:
+            return super().convert(value, parameter, context)
+        except click.BadParameter as error:
+            meant = did_you_mean(str(value), self.choices)
+            raise click.BadParameter(error.message.rstrip(".") + meant, context, parameter) from None
 
 
 class Option(click.Option):
@@ -155,7 +168,7 @@ def all_of(*decorators: Decorator) -> Decorator:
 
 
 def declared(name: str, *further_flags: str, help: str | None = None) -> Decorator:
-    """An option as it is declared in :mod:`~paddle_reshard.pipeline.convert.options`, under its name there."""
+    """An option as it is declared in :mod:`~paddle_reshard.pipeline.request.options`, under its name there."""
     option = declarations()[name]
     settings: dict[str, Any] = {"metavar": option.metavar, "help": help or option.help}
     if option.default is not None:
@@ -201,11 +214,7 @@ def given(context: click.Context) -> dict[str, Any]:
 
 
 def _layout_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    from paddle_reshard.pipeline.convert.inputs import read_layout_file
-
-    return read_layout_file(path)
+    return {} if path is None else given_file.read_object(path)
 
 
 def _segmentation(text: str) -> str | list[int]:
@@ -245,16 +254,28 @@ compare_options = all_of(
 """How commands that compare two checkpoints access and interpret them."""
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
-log_file_option = execution_option(
-    "--log-file",
+
+
+def _open_events(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Begin to append events to the file that the option names."""
+    if path is not None and isinstance(context.obj, EventLog):
+        try:
+            context.obj.append_to(path)
+        except OSError as error:
+            raise click.BadParameter(f"{path}: {error.strerror or error}") from error
+    return path
+
+
+events_option = execution_option(
+    "--events",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     is_eager=True,
-    callback=open_log_file,
-    help="Append progress, warnings and the final error to this file, with times in UTC.",
+    callback=_open_events,
+    help="Append the events of --progress json to this file, whatever is printed.",
 )
 progress_option = all_of(
-    log_file_option,
+    events_option,
     execution_option(
         "--progress",
         type=click.Choice(("auto", "lines", "json")),
@@ -263,6 +284,13 @@ progress_option = all_of(
         help="auto: a live view on a terminal, lines elsewhere, nothing with --quiet or --json. lines: lines on "
         "stderr, also on a terminal. json: events on stderr, one JSON object a line. Both, whatever else is printed.",
     ),
+)
+report_option = execution_option(
+    "--report",
+    "report_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE.html",
+    help="Also write the result as a page that a browser shows without a network.",
 )
 metrics_option = execution_option(
     "--metrics-port",
@@ -295,4 +323,29 @@ layout_flags = all_of(
         help="How layers are divided into pipeline stages: uniform, layer:Regex, or the first item of "
         "each stage (0,3,6). Default: the segmentation of the model class.",
     ),
+)
+
+
+OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
+"""Options of a conversion that make no sense for a series of checkpoints."""
+
+
+def declared_all(names: Iterable[str]) -> Iterator[Decorator]:
+    """Options as they are declared; ``--layout`` is followed by the flags for single entries of it."""
+    for name in names:
+        yield declared(name)
+        if name == "layout":
+            yield layout_flags
+
+
+target_options = all_of(
+    *declared_all(name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE),
+    json_option,
+    quiet_option,
+    progress_option,
+)
+run_options = all_of(
+    *declared_all(("cluster", "workers", "label_selector", "exchange", "resume", "take_over")),
+    metrics_option,
+    notify_option,
 )

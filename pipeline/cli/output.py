@@ -1,4 +1,4 @@
-"""What commands print and how they end: guarded streams, plain tables, a JSON object.
+"""How commands end: guarded streams, exit statuses, errors in one line.
 
 The purpose of a command determines whether its output matters. ``diff``, ``explain``, ``families``, ``fingerprint``,
 ``inspect``, ``plan`` and ``verify`` answer a question: if the answer cannot be written, they fail, as
@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from signal import SIGPIPE
 from typing import Any, TextIO
 
 import click
 
 from paddle_reshard.pipeline.cli.ends import End, end_of
-from paddle_reshard.pipeline.cli.log_file import log_file_closed, note_failure
-from paddle_reshard.pipeline.cli.progress_events import are_wanted, print_ended
-from paddle_reshard.pipeline.cli.terminal import printable, say
+from paddle_reshard.pipeline.cli.terminal import print_answer, say
 from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.replaced import COMMANDS as REPLACED
+from paddle_reshard.pipeline.progress.events_as_json import EventLog
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
 """Environment variable by which a shell requests completions."""
@@ -122,104 +121,7 @@ def occupy_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-class Choice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
-    """A choice that suggests the closest value for a misspelled one."""
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        """The chosen value."""
-        try:
-            return super().convert(value, parameter, context)
-        except click.BadParameter as error:
-            meant = did_you_mean(str(value), self.choices)
-            raise click.BadParameter(error.message.rstrip(".") + meant, context, parameter) from None
-
-
-# ----------------------------------------------------------------------------------------------------- tables
-
-
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Print names and values: in two columns on a terminal, tab-separated elsewhere."""
-    print_table((), facts)
-
-
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
-    """Print each row on its own line, without truncation: in columns on a terminal, tab-separated elsewhere.
-
-    Columns that contain only numbers are right-aligned. Sizes and counts are plain numbers where they are
-    tab-separated, so that ``cut`` and ``awk`` can add them up.
-    """
-    on_terminal = sys.stdout.isatty()
-    cells_of = str if on_terminal else _plain
-    lines = [
-        tuple(printable(cells_of(cell)) for cell in row) for row in ((headings, *rows) if headings else rows)
-    ]
-    if not lines:
-        return
-    if not on_terminal:
-        for line in lines:
-            click.echo("\t".join(line))
-        return
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    numbers = [
-        all(_is_number(cell) for cell in column) for column in zip(*lines[bool(headings) :], strict=True)
-    ]
-    for row, line in enumerate(lines):
-        cells = [
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, numbers, strict=True)
-        ]
-        if headings and row == 0:
-            click.secho("  ".join(cells).rstrip(), bold=True)
-        elif headings:
-            click.echo("  ".join(cells).rstrip())
-        else:
-            click.echo("  ".join((click.style(cells[0], bold=True), *cells[1:])).rstrip())
-
-
-def _plain(cell: str | int) -> str:
-    return f"{int(cell)}" if isinstance(cell, int) else cell
-
-
-def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit()
-
-
-# ------------------------------------------------------------------------------------------------------- JSON
-
-
-def print_object(command: str, facts: Mapping[str, Any]) -> None:
-    """Print the JSON object of a command that succeeded."""
-    print_answer(Answer(command, facts=facts))
-
-
-def answer(data: Mapping[str, Any], as_json: bool, quiet: bool, show: Callable[[], None]) -> None:
-    """Print a result as a JSON object, as text, or not at all."""
-    if as_json:
-        print_object(click.get_current_context().info_name or "", data)
-    elif not quiet:
-        show()
-
-
-def print_error(command: str | None, end: End) -> None:
-    """Print the JSON object of a command that failed."""
-    print_answer(Answer(command, end.message, end.kind, end.retryable))
-
-
-def print_answer(answer: Answer) -> None:
-    """Print the JSON object of a command, whether it succeeded or not."""
-    click.echo(json.dumps(answer.data()))
-
-
 # ------------------------------------------------------------------------------------------------------- ends
-
-
-REPLACED = {
-    "delta": ("publish", "docs/deltas.md"),
-    "apply": ("pull", "docs/deltas.md"),
-    "simulate": ("plan SRC … --workers 1,8,64", "docs/guides/clusters.md"),
-    "explain --source": ("explain SRC … --to …", "docs/proof.md"),
-}
-"""Command, or command and option, that there is not → what replaces it, and the page that describes that."""
 
 
 class Commands(click.Group):
@@ -229,10 +131,10 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command; what was replaced is an error that names what replaces it."""
-        for name in (args[0], *(f"{args[0]} {word.partition('=')[0]}" for word in args[1:])):
+        words = [word.partition("=")[0] for word in args]
+        for name in (*words, *(f"{words[0]} {word}" for word in words[1:])):
             if name in REPLACED:
-                other, page = REPLACED[name]
-                raise UsageError(f"there is no {name}; {other} replaces it: {page}")
+                raise UsageError(f"there is no {name}; {REPLACED[name]}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:
@@ -242,12 +144,14 @@ class Commands(click.Group):
         arguments = list(sys.argv[1:] if args is None else args)
         command = next((word for word in arguments if not word.startswith("-")), None)
         as_json = "--json" in arguments
-        events = are_wanted(arguments)
         end: End | None = None
         trouble = TROUBLE.get(command or "", 1)
-        with log_file_closed(), guarded_streams() as (stdout, _):
+        with EventLog() as events, guarded_streams() as (stdout, _):
+            if _asks_for_events(arguments):
+                events.replace_stderr(lambda line: click.echo(line, err=True))
+            settings = {**extra, "standalone_mode": False, "obj": events}
             try:
-                status = _status(super().main(arguments, *further, **{**extra, "standalone_mode": False}))
+                status = _status(super().main(arguments, *further, **settings))
             except SystemExit as ended:
                 status = _status(ended.code)
             except BaseException as error:  # noqa: BLE001 (every error is reported and becomes a status)
@@ -255,15 +159,33 @@ class Commands(click.Group):
                 status = end.status
                 if as_json:
                     print_error(command, end)
-                note_failure(end.shown)
-                if not events:
+                if not events.replaces_stderr:
                     _report(error, end)
             stdout.flush()
             if stdout.failure is not None:
                 status = _status_without_output(command, stdout.failure, status, trouble)
-            if events:
-                print_ended(status, end)
+            events.write(
+                "ended",
+                status=status,
+                error=end and end.message,
+                kind=end and end.kind,
+                retryable=end is not None and end.retryable,
+            )
         sys.exit(status)
+
+
+def _asks_for_events(arguments: Sequence[str]) -> bool:
+    """Whether events replace what is printed on stderr; also if the command line has mistakes.
+
+    >>> _asks_for_events(["convert", "a", "b", "--progress", "json"]), _asks_for_events(["convert", "--progress=auto"])
+    (True, False)
+    """
+    return "--progress=json" in arguments or ("--progress", "json") in pairwise(arguments)
+
+
+def print_error(command: str | None, end: End) -> None:
+    """Print the JSON object of a command that failed."""
+    print_answer(Answer(command, end.message, end.kind, end.retryable))
 
 
 def _status(code: object) -> int:

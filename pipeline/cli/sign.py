@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import sign_data
+from paddle_reshard.pipeline.cli.command import answer
 from paddle_reshard.pipeline.cli.options import LOCATION, declared, given, json_option, quiet_option
-from paddle_reshard.pipeline.cli.output import answer, print_facts
 
 
 @click.command()
@@ -39,8 +38,6 @@ def sign(
     key: str,
     certificate: str | None,
     signature: str | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Sign fingerprints, or the manifest of a target.
@@ -52,4 +49,4 @@ def sign(
     report = paddle_reshard.sign(
         path, key=key, certificate=certificate, signature=signature, **given(context)
     )
-    answer(sign_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+    answer(report)

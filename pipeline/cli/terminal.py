@@ -7,13 +7,18 @@ format characters in all output are shown as ``\x1b`` and the like. JSON has its
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
 import time
 import unicodedata
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from paddle_reshard.pipeline.core.answer import Answer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,3 +88,63 @@ def log_to_terminal(formatter: logging.Formatter | None = None) -> None:
     """Print warnings of unconfigured loggers in the same safe way as everything else, or as ``formatter`` has them."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(formatter or LogFormatter("%(message)s"))
+
+
+# ----------------------------------------------------------------------------------------------- answers
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print names and values: in two columns on a terminal, tab-separated elsewhere."""
+    print_table((), facts)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
+    """Print each row on its own line, without truncation: in columns on a terminal, tab-separated elsewhere.
+
+    Columns that contain only numbers are right-aligned. Sizes and counts are plain numbers where they are
+    tab-separated, so that ``cut`` and ``awk`` can add them up.
+    """
+    on_terminal = sys.stdout.isatty()
+    cells_of = str if on_terminal else _plain
+    lines = [
+        tuple(printable(cells_of(cell)) for cell in row) for row in ((headings, *rows) if headings else rows)
+    ]
+    if not lines:
+        return
+    if not on_terminal:
+        for line in lines:
+            click.echo("\t".join(line))
+        return
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    numbers = [
+        all(_is_number(cell) for cell in column) for column in zip(*lines[bool(headings) :], strict=True)
+    ]
+    for row, line in enumerate(lines):
+        cells = [
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, numbers, strict=True)
+        ]
+        if headings and row == 0:
+            click.secho("  ".join(cells).rstrip(), bold=True)
+        elif headings:
+            click.echo("  ".join(cells).rstrip())
+        else:
+            click.echo("  ".join((click.style(cells[0], bold=True), *cells[1:])).rstrip())
+
+
+def _plain(cell: str | int) -> str:
+    return f"{int(cell)}" if isinstance(cell, int) else cell
+
+
+def _is_number(cell: str) -> bool:
+    return cell[:1].isdigit()
+
+
+def print_object(command: str, facts: Mapping[str, Any]) -> None:
+    """Print the JSON object of a command that succeeded."""
+    print_answer(Answer(command, facts=facts))
+
+
+def print_answer(answer: Answer) -> None:
+    """Print the JSON object of a command, whether it succeeded or not."""
+    click.echo(json.dumps(answer.data()))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import (
-    integrity_data,
-    verify_data,
-)
-from paddle_reshard.pipeline.cli.observers import waiting
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     compare_options,
@@ -25,18 +20,15 @@ from paddle_reshard.pipeline.cli.options import (
     metrics_option,
     progress_option,
     quiet_option,
+    report_option,
 )
-from paddle_reshard.pipeline.cli.output import (
-    answer,
-)
-from paddle_reshard.pipeline.cli.reporting import report_option, reporting
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, counted
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-    from paddle_reshard.pipeline.convert.verify import VerifyReport
+    from paddle_reshard.pipeline.examine.verify import VerifyReport
     from paddle_reshard.pipeline.planning.compare import Difference
 
 DIFFERENT = 1
@@ -52,7 +44,7 @@ OPTIONS_FOR_ONE = (
         "as_json",
         "quiet",
         "progress",
-        "log_file",
+        "events",
         "metrics_port",
     ),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
@@ -132,9 +124,6 @@ def verify(
     ca_certificate: str | None,
     signature: str | None,
     resume: str | None,
-    report_path: Path | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Compare two checkpoints, bit for bit. Their topologies and formats may differ.
@@ -151,21 +140,18 @@ def verify(
     if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
         options = {name: value for name, value in options.items() if name in OPTIONS_FOR_ONE}
-        with (
-            waiting("comparing with the manifest", quiet or as_json) as observe,
-            reporting(report_path, observe) as page,
-        ):
+        with running("comparing with the manifest") as run:
             found = paddle_reshard.check(
                 a,
                 source=source,
                 public_key=public_key,
                 ca_certificate=ca_certificate,
                 signature=signature,
-                observe=page.observe,
+                observe=run,
                 **options,
             )
-            page.compared(found, a)
-        answer(integrity_data(found), as_json, quiet, lambda: _show_integrity(found))
+            run.show(found, a)
+        answer(found, lambda: _show_integrity(found))
         sys.exit(0 if found else DIFFERENT)
     if source is not None:
         raise UsageError(
@@ -174,10 +160,7 @@ def verify(
             else "--source requires a single target with a manifest; a second checkpoint or --against does not need it"
         )
     chosen = None if states is None else [state.strip() for state in states.split(",")]
-    with (
-        waiting("reading headers", quiet or as_json) as observe,
-        reporting(report_path, observe) as page,
-    ):
+    with running("reading headers") as run:
         report = paddle_reshard.verify(
             a,
             b,
@@ -189,17 +172,17 @@ def verify(
             public_key=public_key,
             ca_certificate=ca_certificate,
             signature=signature,
-            observe=page.observe,
+            observe=run,
             **options,
         )
-        page.compared(report, *(side for side in (a, b or against) if side is not None))
+        run.show(report, *(side for side in (a, b or against) if side is not None))
     alone = b is None and against is None
-    answer(verify_data(report), as_json, quiet, lambda: _show_verification(report, alone))
+    answer(report, lambda: _show_verification(report, alone))
     sys.exit(0 if report else DIFFERENT)
 
 
 def _holds_manifest(location: str, access: Mapping[str, Any]) -> bool:
-    from paddle_reshard.pipeline.convert.verify import holds_manifest
+    from paddle_reshard.pipeline.examine.verify import holds_manifest
 
     return holds_manifest(location, **access)
 

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.json_output import publish_data, pull_data
-from paddle_reshard.pipeline.cli.observers import observing
+from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     SectionedCommand,
@@ -20,7 +19,6 @@ from paddle_reshard.pipeline.cli.options import (
     progress_option,
     quiet_option,
 )
-from paddle_reshard.pipeline.cli.output import answer, print_facts
 from paddle_reshard.pipeline.versions.form import CHECKSUMS, Encoding
 
 _EXPORT = ("state", "dtype", "quantize", "max_shard_size", "aoa", "fill", "merge_into", "like", "lora_config")
@@ -68,25 +66,23 @@ def publish(
     encoding: str,
     checksum: str,
     full_every: int | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Publish the weights of a checkpoint as the next version, for inference engines.
 
     Versions lie in one folder. The first is a Hugging Face checkpoint, later ones hold what changed.
     """
-    with observing(quiet or as_json) as observe:
+    with running() as run:
         report = paddle_reshard.publish(
             checkpoint,
             versions,
             encoding=encoding,
             checksum=checksum,
             full_every=full_every,
-            observe=observe,
+            observe=run,
             **given(context),
         )
-    answer(publish_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+    answer(report)
 
 
 @click.command()
@@ -110,14 +106,12 @@ def pull(
     versions: str,
     local: str,
     version: int | None,
-    as_json: bool,
-    quiet: bool,
     **_: Any,
 ) -> None:
     """Make or update a local copy of a published version.
 
     It is an ordinary Hugging Face checkpoint. LOCAL is replaced when the new copy is complete and every checksum right.
     """
-    with observing(quiet or as_json) as observe:
-        report = paddle_reshard.pull(versions, local, version=version, observe=observe, **given(context))
-    answer(pull_data(report), as_json, quiet, lambda: print_facts(report.facts()))
+    with running() as run:
+        report = paddle_reshard.pull(versions, local, version=version, observe=run, **given(context))
+    answer(report)

@@ -1,1 +1,1 @@
-"""From a request to a checked target."""
+"""From a request to a checked target: plan, run, manifest."""

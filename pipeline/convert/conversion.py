@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.convert.asked import stated_request
-from paddle_reshard.pipeline.convert.inputs import load_adapter, load_config, load_program, load_tables
-from paddle_reshard.pipeline.convert.options import ConversionOptions, Targets, is_complete
+from paddle_reshard.pipeline.changes.fill import index_filled, open_filling
+from paddle_reshard.pipeline.checkpoint.checkpoint import DONOR, Checkpoint, Donor, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.lora import with_adapter
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
-    needs_rule_table,
     plan_checkpoint,
-    read_locations,
-    read_request,
 )
-from paddle_reshard.pipeline.convert.request import (
-    ConversionRequest,
-    ConversionSettings,
-    Locations,
-    RunSettings,
-)
-from paddle_reshard.pipeline.convert.resuming import merge_with_session
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
     FinishedError,
@@ -55,16 +46,24 @@ from paddle_reshard.pipeline.core.shown import (
 )
 from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.registry import read_donor
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
-from paddle_reshard.pipeline.layouts.checkpoint import DONOR, Checkpoint, Donor, MissingPolicy
-from paddle_reshard.pipeline.layouts.formats import read_donor
-from paddle_reshard.pipeline.layouts.lora import with_adapter
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
+from paddle_reshard.pipeline.request.inputs import load_adapter, load_config, load_program, load_tables
+from paddle_reshard.pipeline.request.parse import (
+    Asked,
+    ConversionRequest,
+    ConversionSettings,
+    Locations,
+    RunSettings,
+    needs_rule_table,
+    read_locations,
+    read_request,
+)
+from paddle_reshard.pipeline.request.record import completed, record_of
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
@@ -164,7 +163,7 @@ def read_source(
     check_signals(own)
     checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
     if locations.merge_into is not None:
-        from paddle_reshard.pipeline.convert.merge import merge_into
+        from paddle_reshard.pipeline.changes.merge import merge_into
 
         base_store = open_checkpoint(locations.merge_into, locations.reading)
         base = index_checkpoint(base_store, tables, config, None, index_files)
@@ -172,17 +171,20 @@ def read_source(
         store, checkpoint = merge_into(base_store, base, store, checkpoint)
     of_source = checkpoint.model.config
     if program is not None:
-        from paddle_reshard.pipeline.aoa.rewrite import rewrite
+        from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
 
         checkpoint = rewrite(
             checkpoint, program, tables if needs_rule_table(request.target_requests) else None, config
         )
     if request.convention is not None:
-        from paddle_reshard.pipeline.aoa.conventions import to_convention
+        from paddle_reshard.pipeline.changes.aoa.conventions import to_convention
 
-        checkpoint = to_convention(checkpoint, request.convention, tables, config)
-        checkpoint = replace(checkpoint, rewritten=trainer_state_for(own, request.convention))
-    checkpoint = replace(checkpoint, former_config=of_source)
+        checkpoint = to_convention(checkpoint, request.convention, tables, config, policy.drops_mtp)
+        checkpoint = replace(
+            checkpoint,
+            history=replace(checkpoint.history, rewritten=trainer_state_for(own, request.convention)),
+        )
+    checkpoint = replace(checkpoint, history=replace(checkpoint.history, former_config=of_source))
     donor = None
     if locations.like is not None:
         from paddle_reshard.storage.views import JoinedSource, Mount
@@ -217,25 +219,29 @@ def open_targets(locations: Locations, resume: bool, take_over: bool = False) ->
         raise
 
 
-def resumed_request(
-    source: PathLike, target: Targets, options: ConversionOptions, settings: RunSettings
-) -> tuple[Targets, ConversionOptions]:
-    """The request, completed with the original options of an interrupted conversion."""
-    locations = read_locations((source,), target, options)
+def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: RunSettings) -> Asked:
+    """The options, completed with the original ones of an interrupted conversion.
+
+    Raises
+    ------
+    FinishedError
+        If all targets are finished already.
+    """
+    locations = read_locations((source,), targets, asked)
     outputs = open_targets(locations, True, settings.take_over)
     for store in outputs.targets.values():
         if (session := store.unfinished) is None:
             continue
         if session.request is not None:
-            return merge_with_session(store.location, session.request, target, options)
-        if not is_complete(target, options):
+            return completed(asked, session.request, store.location)
+        if not asked.is_complete:
             raise UsageError(
                 f"{store.location}: the options of the unfinished conversion here are not on record; give them "
                 f"again, or run {shlex.join(['paddle-reshard', 'clean', store.location])}"
             )
-        return target, options
-    if is_complete(target, options):
-        return target, options
+        return asked
+    if asked.is_complete:
+        return asked
     source_store = open_checkpoint(locations.sources[0], locations.reading)
     for store in outputs.targets.values():
         if not check_finished(store, source_store, settings.verify):
@@ -283,14 +289,16 @@ def plan_and_run(
 
 
 def convert_with(
-    source: PathLike, target: Targets, settings: ConversionSettings, observe: Observer = ignore_events
+    source: PathLike,
+    targets: Sequence[str],
+    settings: ConversionSettings,
+    observe: Observer = ignore_events,
 ) -> ConversionReport:
-    """:func:`paddle_reshard.convert`, with its options as a value."""
-    options = settings.options
+    """:func:`paddle_reshard.convert` to these locations, with its options as a value."""
+    asked = settings.asked
     if settings.run.resume:
-        target, options = resumed_request(source, target, options, settings.run)
-    request = read_request((source,), target, options, settings.sizes)
-    asked = stated_request(target, options)
+        asked = resumed(source, targets, asked, settings.run)
+    request = read_request((source,), targets, asked, settings.sizes)
 
     def make_plan(outputs: Outputs, index_files: IndexFiles, in_process: bool) -> ConversionPlan:
         made = plan_request(request, settings.run, index_files, in_process, outputs=outputs)
@@ -298,18 +306,18 @@ def convert_with(
             from paddle_reshard.pipeline.convert.plan_file import check_is_saved
 
             check_is_saved(made.plan, settings.run.expected_plan)
-        return replace(made, asked=asked)
+        return replace(made, asked=record_of(asked))
 
     return plan_and_run(make_plan, request, settings.run, observe)
 
 
 def plan_with(
     source: PathLike,
-    target: Targets | None,
+    targets: Sequence[str],
     settings: ConversionSettings,
     observe: Observer = ignore_events,
 ) -> ConversionPlan:
-    """:func:`paddle_reshard.plan`, with its options as a value."""
-    request = read_request((source,), target, settings.options, settings.sizes)
+    """:func:`paddle_reshard.plan` for these locations, or none, with its options as a value."""
+    request = read_request((source,), targets, settings.asked, settings.sizes)
     planned = plan_request(request, settings.run, partial(index_here, observe=observe))
-    return replace(planned, asked=stated_request("" if target is None else target, settings.options))
+    return replace(planned, asked=record_of(settings.asked))

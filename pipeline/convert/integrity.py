@@ -49,6 +49,8 @@ class IntegrityReport(Shown):
     """Location of the source, as recorded in the manifest. For display; it is never opened."""
     signed_by: str | None = None
     """Whose signature the manifest has: ``key sha256:…``; ``None`` if no public key was given."""
+    portion: str = ""
+    """Which ranks' portion of which whole was checked, in words; empty: all of it."""
 
     @property
     def intact(self) -> bool:
@@ -69,7 +71,8 @@ class IntegrityReport(Shown):
         verdict = whole if self.intact else f"damaged: {counted(len(self.damages), 'finding')}"
         read, unchecked = readable_bytes(self.read_bytes), readable_bytes(self.unchecked_bytes)
         rest = f"; {unchecked} could not be checked" if self.unchecked_bytes else ""
-        return f"{verdict}; {self.files} files, {self.parts} parts ({read} read){rest}"
+        of = f"; {self.portion}" if self.portion else ""
+        return f"{verdict}; {self.files} files, {self.parts} parts ({read} read){rest}{of}"
 
     def facts(self) -> Facts:
         """The result and the first damages."""
@@ -105,7 +108,13 @@ def check_target(
         if detail:
             damages.append(Damage(part.path, part.byte_offset, part.nbytes, detail))
     return IntegrityReport(
-        len(manifest.files), len(manifest.parts), read, unchecked, tuple(damages), manifest.source
+        len(manifest.files),
+        len(manifest.parts),
+        read,
+        unchecked,
+        tuple(damages),
+        manifest.source,
+        portion=manifest.portion,
     )
 
 

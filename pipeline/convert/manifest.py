@@ -11,8 +11,9 @@ up while they were moved, taken from the source's manifest, or read; the rest is
 A manifest also lists what else may be in the folder (``additional_files``), and has a digest of all its entries, which
 shows accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
 
-``request`` is what was asked (:mod:`~paddle_reshard.pipeline.convert.asked`), ``target_number`` which of its targets
+``request`` is what was asked (:mod:`~paddle_reshard.pipeline.request.record`), ``target_number`` which of its targets
 this one is, and ``limits`` what the target's store sets for parts: the plan follows from these and the source.
+``portion`` says whose files it has, if not all, and the digest of the whole; ``plan_id`` is that of the whole.
 
 ``generation`` is the version of this schema. The first generation had neither this entry nor a digest nor
 ``additional_files``.
@@ -23,22 +24,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from paddle_reshard.pipeline.convert.asked import statement_of
+from paddle_reshard.pipeline.checkpoint.checkpoint import Completion, Filled
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
-from paddle_reshard.pipeline.layouts.checkpoint import Completion, Filled
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.request.record import NOT_STATED
 from paddle_reshard.storage.checksum import ALGORITHM
-from paddle_reshard.storage.formats.fingerprints import read_fingerprints
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
-from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
+from paddle_reshard.storage.documents.fingerprints import read_fingerprints
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.typed_json import Bounds, EntryError, typed
 from paddle_reshard.storage.locate import absolute
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Receipt
@@ -86,6 +87,19 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
+class _Portion:
+    """Which portion of which whole the files are."""
+
+    OPEN: ClassVar = True
+    ranks: str
+    world_size: _Bytes
+    whole: str
+
+    def __str__(self) -> str:
+        return f"ranks {self.ranks} of {self.world_size}, of {self.whole}"
+
+
+@dataclass(frozen=True, slots=True)
 class _Entries:
     """Entries about the files; further entries are for people."""
 
@@ -98,6 +112,7 @@ class _Entries:
     fingerprints: Mapping[str, Any] | None = None
     topology: str | None = None
     sharding_strategy: str | None = None
+    portion: _Portion | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +142,8 @@ class Manifest:
     """Topology of the job that the files are for, written as ``source_topology``; ``None`` if they are for any job."""
     sharding_strategy: str | None = None
     """Strategy of that job."""
+    portion: str = ""
+    """Which ranks' portion of which whole the files are, in words; empty: all of it."""
 
 
 def manifest_head(version: str) -> dict[str, Any]:
@@ -222,6 +239,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         *_recorded(entries.fingerprints, path),
         topology=entries.topology,
         sharding_strategy=entries.sharding_strategy,
+        portion="" if entries.portion is None else str(entries.portion),
     )
 
 
@@ -294,8 +312,8 @@ def describe_targets(
                 "states_dropped": list(conversion.dropped),
                 "replica_drift": list(replica_drift),
             },
-            **_filled(conversion.source.filled),
-            **_like(conversion.source.completion, target),
+            **_filled(conversion.source.history.filled),
+            **_like(conversion.source.history.completion, target),
             **({"remarks": list(target.remarks)} if target.remarks else {}),
             "etags": {},
             "parts": _below(prefix, parts),
@@ -336,4 +354,25 @@ def _copies(plan: Plan) -> dict[tuple[str, int], tuple[str, int]]:
             int(part["source_start"]),
         )
         for part in plan.parts[plan.parts["source_file"] != MADE]
+    }
+
+
+def statement_of(conversion: ConversionPlan) -> dict[str, Any]:
+    """What is made of what, by which version."""
+    source, store, asked = conversion.source, conversion.store, conversion.asked
+    stated = {} if asked is None else {name: value for name, value in asked.items() if name not in NOT_STATED}
+    return {
+        "version": version.__version__,
+        "plan_id": conversion.plan_id,
+        **({} if conversion.portion is None else {"portion": conversion.portion.data()}),
+        **({"request": stated} if stated else {}),
+        "limits": asdict(conversion.limits),
+        "source": {
+            "location": absolute(store.location),
+            "format": source.format,
+            "topology": None if source.job.topology is None else str(source.job.topology),
+            "sharding_strategy": source.job.strategy,
+            "files": store.sizes(),
+            "versions": store.versions(),
+        },
     }

@@ -2,67 +2,47 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from paddle_reshard.pipeline.convert.inputs import as_file, load_layout, load_target_names
-from paddle_reshard.pipeline.convert.options import (
-    TARGET_OPTIONS,
-    ConversionOptions,
-    TargetOptions,
-    Targets,
-    check_names,
-    flag_of,
-)
-from paddle_reshard.pipeline.convert.request import (
-    ConversionRequest,
-    Locations,
-    check_options,
-    parse_drop,
-)
-from paddle_reshard.pipeline.core.choices import (
-    CHECKS,
-    CONVENTIONS,
-    FINGERPRINTS,
-    MASTER_WEIGHTS,
-    REPLICAS,
-    parse_choice,
-)
+from paddle_reshard.pipeline.changes.masters import with_master_weights
+from paddle_reshard.pipeline.changes.mtp import configured_without_mtp, without_mtp
+from paddle_reshard.pipeline.changes.vocab import resize_vocabulary
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion, Donor, Filled
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
+from paddle_reshard.pipeline.checkpoint.format import Request, Target
+from paddle_reshard.pipeline.checkpoint.reading import read_json
+from paddle_reshard.pipeline.checkpoint.sidecars import average_divisor
+from paddle_reshard.pipeline.checkpoint.stages import without_head
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, reread_in_words
-from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     DROPPABLE,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
+    HEAD,
     MASTER_WEIGHT,
     MTP,
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, Completion, Donor, Filled
-from paddle_reshard.pipeline.layouts.files import LaidOut, TargetFiles
-from paddle_reshard.pipeline.layouts.format import Request, Target
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_to_complete, names_of
-from paddle_reshard.pipeline.layouts.masters import with_master_weights
-from paddle_reshard.pipeline.layouts.mtp import configured_without_mtp, without_mtp
-from paddle_reshard.pipeline.layouts.reading import read_json
-from paddle_reshard.pipeline.layouts.sidecars import average_divisor
-from paddle_reshard.pipeline.layouts.targets import check_nothing_lost, join, lay_out, starts_anew
-from paddle_reshard.pipeline.layouts.vocab import resize_vocabulary
-from paddle_reshard.pipeline.planning.checks import master_checks
+from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of_ranks, job_of, portion_of
+from paddle_reshard.pipeline.formats.registry import FORMATS, formats_to_complete, names_of
+from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
+from paddle_reshard.pipeline.planning.checks import master_checks, master_checks_of_loaded
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
-from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.storage.locate import source_access, target_access
+from paddle_reshard.pipeline.planning.portion import source_of
+from paddle_reshard.pipeline.planning.settings import PlanSettings
+from paddle_reshard.pipeline.request.parse import (
+    ConversionRequest,
+)
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
@@ -129,9 +109,16 @@ class ConversionPlan(Shown):
     same_values: bool = False
     """Whether every tensor of a target has the values of the tensor of that name in the source."""
     asked: Mapping[str, Any] | None = None
-    """The request, as ``pipeline/convert/asked.py`` states it in manifests."""
+    """The request as manifests state it (:mod:`~paddle_reshard.pipeline.request.record`)."""
     limits: PartLimits = PartLimits()
     """What the stores of the targets allow."""
+    portion: Portion | None = None
+    """Which portion of a target is made, of which whole; ``None``: all of it."""
+
+    @property
+    def plan_id(self) -> str:
+        """The id of the plan; of a portion, that of the plan of the whole."""
+        return self.plan.plan_id if self.portion is None else self.portion.plan_id
 
     @property
     def master_weights_made(self) -> int:
@@ -162,7 +149,7 @@ class ConversionPlan(Shown):
             where = f"{locations[number]}: " if locations else ""
             facts.append((self._of(number, "to"), f"{where}{target.spec.in_words()}"))
             arguments = ""
-            if self.source.masters_made:
+            if self.source.history.masters_made:
                 arguments = FORMATS[target.spec.format].starts_with_masters
             elif starts_anew(self.source, target.spec):
                 arguments = FORMATS[target.spec.format].starts_with
@@ -190,21 +177,28 @@ class ConversionPlan(Shown):
         if self.master_weights_made:
             made = f"{self.master_weights_made} master weights from parameters"
             reason = ": the source stores none (remove_master_weight), as the trainer does when it resumes"
-            facts.append(("made", f"{made}{'' if self.source.masters_made else reason}"))
+            facts.append(("made", f"{made}{'' if self.source.history.masters_made else reason}"))
         peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
         facts += [
             ("memory", f"{peak} at most in {counted(plan.groups, 'group')}, budget {budget}"),
-            ("plan", plan.plan_id),
+            ("plan", self.plan_id),
         ]
+        if self.portion is not None:
+            share = f"{readable_bytes(plan.written_bytes)} of {readable_bytes(self.portion.written_bytes)}"
+            facts += [("portion", f"{self.portion.in_words()}, {share}"), ("whole", self.portion.digest)]
         return facts + self._not_carried()
 
     def _of_source(self) -> Facts:
         """What is read, and what was taken from elsewhere."""
         source = self.source
-        filled = None if source.filled is None else _filled_in_words(source.filled)
-        like = None if source.completion is None else _completion_in_words(source.completion, self.targets)
+        filled = None if source.history.filled is None else _filled_in_words(source.history.filled)
+        like = (
+            None
+            if source.history.completion is None
+            else _completion_in_words(source.history.completion, self.targets)
+        )
         taken = (
-            *(("dequantised", source.dequantised), ("merged", source.merged)),
+            *(("dequantised", source.history.dequantised), ("merged", source.history.merged)),
             *(("filled", filled), ("like", like), ("newer", source.newer), ("not proven", source.unproven)),
         )
         return [
@@ -247,9 +241,9 @@ def _filled_in_words(filled: Filled) -> str:
 
 def source_in_words(source: Checkpoint) -> str:
     """Format, topology and sharding strategy."""
-    if source.topology is None:
+    if source.job.topology is None:
         return source.format
-    return f"{source.format}, {source.topology}, {sharding_in_words(source.strategy)}"
+    return f"{source.format}, {source.job.topology}, {sharding_in_words(source.job.strategy)}"
 
 
 def by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -288,14 +282,19 @@ def plan_checkpoint(
         pieces = len(joined.files.fragments)
         check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
         trim_heap()
+    carried = _carried(laid_out, sizes)
     plan = plan_conversion(
         joined.catalog,
         joined.files,
-        _carried(laid_out, sizes),
+        carried,
         request.planning,
         limits,
         master_checks(source.catalog, joined.catalog, request.check_in_full),
     )
+    portion = None
+    if request.ranks:
+        portion = _portion(store, source, specs[0], joined, plan, request.ranks)
+        plan, joined = _plan_portion(portion, specs[0], source, joined, carried, request.planning, limits)
     targets = tuple(_planned_targets(source, wanted, specs, laid_out))
     pieces = len(joined.files.fragments)
     del laid_out, joined
@@ -311,7 +310,57 @@ def plan_checkpoint(
         excluded=excluded,
         fingerprint=request.fingerprint,
         limits=limits,
+        portion=portion,
     )
+
+
+def _portion(
+    store: Source, source: Checkpoint, spec: Target, whole: LaidOut, plan: Plan, ranks: Sequence[int]
+) -> Portion:
+    """Which portion of which whole is made. The state of the source is told by times or, of objects, by versions."""
+    job = job_of(spec, source, ranks)
+    state = {
+        path: (size, (store.modified() or store.versions()).get(path)) for path, size in store.sizes().items()
+    }
+    carried = [(file.target_path, file.size_bytes) for file in plan.carried]
+    return Portion(
+        tuple(ranks),
+        job.topology.world_size,
+        plan.plan_id,
+        digest_of(whole.files, whole.catalog, carried, state),
+        plan.written_bytes,
+        replace(whole.files, fragments=whole.files.fragments[:0]),
+    )
+
+
+def laid_out_again(conversion: ConversionPlan) -> list[LaidOut]:
+    """The targets of a plan, laid out again, with the files that it makes."""
+    source, store = conversion.source, conversion.store
+    laid_out = [
+        lay_out(source, target.wanted, target.spec, store.sizes(), store.folders)
+        for target in conversion.targets
+    ]
+    if conversion.portion is None:
+        return laid_out
+    made = frozenset(file.path for file in conversion.plan.target_files)
+    return [replace(one, files=portion_of(one.files, made)) for one in laid_out]
+
+
+def _plan_portion(
+    portion: Portion,
+    spec: Target,
+    source: Checkpoint,
+    whole: LaidOut,
+    carried: Sequence[CarriedFile],
+    settings: PlanSettings,
+    limits: PartLimits,
+) -> tuple[Plan, LaidOut]:
+    """The plan of a portion, and what it lays out."""
+    paths = files_of_ranks(spec, source, [file.path for file in whole.files.files], portion.ranks)
+    files = portion_of(whole.files, paths)
+    catalog = source_of(whole.catalog, files.fragments)
+    checks = master_checks_of_loaded(whole.catalog, files.fragments)
+    return plan_conversion(catalog, files, carried, settings, limits, checks), replace(whole, files=files)
 
 
 class Requested(NamedTuple):
@@ -367,8 +416,10 @@ def _as_requested(source: Checkpoint, request: ConversionRequest) -> tuple[Check
     if MTP in request.dropped:
         source = without_mtp(source)
         wanted = configured_without_mtp(source)
+    if HEAD in request.dropped:
+        source, wanted = without_head(source), without_head(wanted)
     if request.convention is not None:
-        from paddle_reshard.pipeline.aoa.conventions import configured_for
+        from paddle_reshard.pipeline.changes.aoa.conventions import configured_for
 
         wanted = configured_for(wanted, request.convention)
     if request.vocab_pad is not None:
@@ -443,107 +494,3 @@ def _divided(source: Checkpoint, requests: Sequence[Request], store: Source) -> 
         if tensor.state in (EMA_MASTER_WEIGHT, EMA_PARAM)
     }
     return replace(source, catalog=replace(catalog, mixtures=mixtures))
-
-
-def needs_rule_table(requests: Sequence[Request]) -> bool:
-    """Whether the targets need a rule table, to cut tensors or to name parameters."""
-    by_table = {FORMATS[asked.format].by_table for asked in requests}
-    if len(by_table) > 1:
-        described = names_of(format for format in FORMATS.values() if format.by_table)
-        raise UsageError(
-            f"with --aoa, the formats {described} need a rule table for the resulting model, and the rest must not "
-            "have one; use separate conversions"
-        )
-    return by_table.pop()
-
-
-def read_locations(
-    sources: Sequence[PathLike], target: Targets | None, options: ConversionOptions
-) -> Locations:
-    """The locations of a conversion, which must be given even if a session supplies the rest."""
-    targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
-    fill, base, like = options.get("fill"), options.get("merge_into"), options.get("like")
-    return Locations(
-        sources=tuple(os.fspath(source) for source in sources),
-        targets=tuple(os.fspath(location) for location in targets),
-        fill=None if fill is None else os.fspath(fill),
-        merge_into=None if base is None else os.fspath(base),
-        like=None if like is None else os.fspath(like),
-        reading=source_access(options),
-        writing=target_access(options),
-        overwrite=options.get("overwrite", False),
-    )
-
-
-def read_request(
-    sources: Sequence[PathLike],
-    target: Targets | None,
-    options: ConversionOptions,
-    sizes: PlanSizes = PlanSizes(),
-) -> ConversionRequest:
-    """Parse the options of a conversion. Nothing else looks them up by name.
-
-    Raises
-    ------
-    UsageError
-        If an option is invalid, or options contradict each other.
-    """
-    check_names(options, ConversionOptions)
-    fingerprint = options.get("fingerprint", FINGERPRINTS[0])
-    parse_choice(fingerprint, FINGERPRINTS, "choice of fingerprints")
-    if isinstance(target, Mapping):
-        if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
-            raise UsageError(
-                f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
-            )
-        if not target:
-            raise UsageError("no target given")
-        asked = list(target.values())
-    else:
-        own = {name: options[name] for name in TARGET_OPTIONS if name in options}  # type: ignore[literal-required]
-        asked = [cast(TargetOptions, own)]
-    return ConversionRequest(
-        target_requests=tuple(_read_target_request(of_target) for of_target in asked),
-        locations=read_locations(sources, target, options),
-        aoa=as_file(options.get("aoa")),
-        rules=as_file(options.get("rules")),
-        config=as_file(options.get("config")),
-        lora_config=as_file(options.get("lora_config")),
-        convention=_convention(options.get("convention")),
-        allow_missing=texts_of(options.get("allow_missing", ())),
-        planning=PlanSettings(
-            budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)),
-            compare_replicas=parse_choice(
-                options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"
-            ),
-            allow_replica_drift=options.get("allow_replica_drift", False),
-            allow_master_drift=options.get("allow_master_drift", False),
-            allow_reread=options.get("allow_reread", False),
-            sums=fingerprint != "off",
-            sizes=sizes,
-        ),
-        fingerprint=fingerprint,
-        check_in_full=not parse_choice(options.get("check", CHECKS[0]), CHECKS, "choice of checks"),
-        vocab_pad=options.get("vocab_pad"),
-        vocab_trim=options.get("vocab_trim"),
-        makes_master_weights=not parse_choice(
-            options.get("master_weights", MASTER_WEIGHTS[0]), MASTER_WEIGHTS, "choice of master weights"
-        ),
-        dropped=parse_drop(options.get("drop", ())),
-    )
-
-
-def _convention(name: str | None) -> str | None:
-    if name is not None and name not in CONVENTIONS:
-        raise UsageError(
-            f"unknown convention {name!r}; known: {', '.join(CONVENTIONS)}{did_you_mean(name, CONVENTIONS)}"
-        )
-    return name
-
-
-def _read_target_request(options: TargetOptions) -> Request:
-    """Parse the options of one target; reads the small files that it names."""
-    format = options.get("format") or DEFAULT
-    check_options(format, options)
-    layout, names = load_layout(options.get("layout")), load_target_names(as_file(options.get("target_meta")))
-    return FORMATS[format].request({**options, "layout": layout, "target_meta": names})

@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 
 require("pyarrow", "arrow", "a saved plan")
 import pyarrow as pa  # noqa: E402 (only once it is known to be there)

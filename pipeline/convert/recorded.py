@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.engine import Engine
-from paddle_reshard.pipeline.convert.fingerprint import fingerprints_of, run_sums
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, names_and_sizes
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.choices import FULL
 from paddle_reshard.pipeline.core.crc import checksum_of
@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.sums import plan_sums
-from paddle_reshard.storage.formats.fingerprints import fingerprints_data
+from paddle_reshard.storage.documents.fingerprints import fingerprints_data
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.sums import Sum
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.engine import Engine
-from paddle_reshard.pipeline.convert.asked import session_record
-from paddle_reshard.pipeline.convert.groups_ended import groups_ended
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.format import Staged
+from paddle_reshard.pipeline.checkpoint.quantising import ScaleFile
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
 from paddle_reshard.pipeline.convert.plan import (
@@ -19,9 +21,6 @@ from paddle_reshard.pipeline.convert.plan import (
     PlannedTarget,
 )
 from paddle_reshard.pipeline.convert.recorded import Moved, Recorder, known_of
-from paddle_reshard.pipeline.convert.request import (
-    RunSettings,
-)
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import (
     MasterDriftError,
@@ -39,24 +38,23 @@ from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, PARAM
+from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.indexing.opening import dequantising
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.format import Staged
-from paddle_reshard.pipeline.layouts.formats import FORMATS
-from paddle_reshard.pipeline.layouts.quantising import ScaleFile
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import plan_work
-from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.pipeline.request.parse import RunSettings
+from paddle_reshard.pipeline.request.record import session_record
+from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.session.ledger import source_difference
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, TargetStore, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.group import GroupReport
+from paddle_reshard.tasks.groups_ended import groups_ended
 from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.quantise import QuantisingWriter, scale_file
 from paddle_reshard.tasks.sums import Sum, added
@@ -103,7 +101,7 @@ def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> di
     return {path: f"{size} bytes, {versions.get(path)}" for path, size in sizes.items()}
 
 
-def check_finished(target: Target, source: Source, in_full: bool) -> bool:
+def check_finished(target: TargetStore, source: Source, in_full: bool) -> bool:
     """Whether a target is finished.
 
     Raises
@@ -128,18 +126,19 @@ def check_finished(target: Target, source: Source, in_full: bool) -> bool:
     return True
 
 
-def _already_made(described: Mapping[str, Any], target: Target) -> bool:
+def _already_made(described: Mapping[str, Any], target: TargetStore) -> bool:
     """Whether the published manifest is that of this conversion: an earlier run was killed after publishing."""
     found = own_manifest(target.published(MANIFEST)) or {}
     source = found.get("source")
     if not isinstance(source, dict):
         return False
-    return all(found.get(name) == described[name] for name in ("version", "plan_id", "files")) and all(
+    made = ("version", "plan_id", "portion", "files")
+    return all(found.get(name) == described.get(name) for name in made) and all(
         source.get(name) == described["source"][name] for name in ("files", "versions")
     )
 
 
-def _check_published(target: Target, in_full: bool, observe: Observer = ignore_events) -> None:
+def _check_published(target: TargetStore, in_full: bool, observe: Observer = ignore_events) -> None:
     """Refuse a finished target that does not match its manifest; only ``in_full`` reads every byte."""
     published = target.reopen()
     data = published.read(MANIFEST, 0, published.sizes()[MANIFEST])
@@ -213,6 +212,10 @@ def _run(
         recorder = _recorder(conversion, sums, engine, observe)
         fingerprints = {}
         for prefix, staged in outputs.finish(receipts).items():
+            if (portion := conversion.portion) is not None:
+                from paddle_reshard.storage.views import CompletedSource
+
+                staged = CompletedSource(staged, portion.files.files, portion.files.literals)
             found = _check_staged(staged, planned[prefix], index_files)
             if recorder is not None:
                 fingerprints[prefix] = _fingerprints(recorder, staged, planned[prefix], found, index_files)

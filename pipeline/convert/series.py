@@ -11,29 +11,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
-from paddle_reshard.pipeline.convert.asked import stated_average
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, open_targets, plan_and_run
-from paddle_reshard.pipeline.convert.inputs import load_config, load_tables
-from paddle_reshard.pipeline.convert.options import (
-    AverageOptions,
-    ConversionOptions,
-    TargetOptions,
-    Targets,
-    check_names,
-    flag_of,
-    takes,
-)
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
-from paddle_reshard.pipeline.convert.request import (
-    ConversionRequest,
-    RunSettings,
-    conversion_options,
-    read_run,
-)
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint
 from paddle_reshard.pipeline.convert.run import check_targets
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
@@ -44,15 +29,31 @@ from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, formats_for_average
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.formats import DEFAULT, FORMATS, formats_for_average
-from paddle_reshard.pipeline.layouts.model import ModelTensor
-from paddle_reshard.pipeline.layouts.reading import IndexFiles
-from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.request.inputs import load_config, load_tables
+from paddle_reshard.pipeline.request.options import (
+    AverageOptions,
+    Targets,
+    check_names,
+    flag_of,
+    takes,
+)
+from paddle_reshard.pipeline.request.parse import (
+    Asked,
+    ConversionRequest,
+    ConversionSettings,
+    RunSettings,
+    Values,
+    locations_of,
+    read_request,
+    read_settings,
+)
+from paddle_reshard.pipeline.request.record import record_of_average
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
@@ -264,7 +265,7 @@ def ema(
         At least two checkpoints, first to last.
     decay
         ``average = decay · average + (1 − decay) · weights``, starting with the weights of the first checkpoint: the
-        same bits as :class:`~paddle_reshard.pipeline.ema.async_ema.AsyncEma` with the same steps.
+        same bits as :class:`~paddle_reshard.pipeline.training.async_ema.AsyncEma` with the same steps.
     weights
         A weight for each checkpoint; they add up to 1.
     uniform
@@ -280,11 +281,13 @@ def ema(
         If the checkpoints are not of one model, or cannot be converted.
     """
     check_names(options, AverageOptions)
-    asked = conversion_options(options)
-    request, weighting = read_average(sources, target, asked), weigh(len(sources), decay, weights, uniform)
+    refuse_foreign(options)
+    settings = read_settings(options, target)
+    request = read_average(sources, locations_of(target), settings)
+    weighting = weigh(len(sources), decay, weights, uniform)
     how = {"decay": decay, "weights": weights, "uniform": uniform}
-    stated = stated_average(sources, target, asked, how)
-    return average_request(request, weighting, read_run(options), observe, stated)
+    record = record_of_average(sources, settings.asked, how)
+    return average_request(request, weighting, settings.run, observe, record)
 
 
 average = ema
@@ -296,38 +299,41 @@ def average_request(
     weighting: Weighting,
     settings: RunSettings,
     observe: Observer = ignore_events,
-    stated: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
-    """Run a request made by :func:`read_average`; its manifest states it as in ``stated``."""
+    """Run a request made by :func:`read_average`; ``record`` is what its manifest states of it."""
 
     def make_plan(outputs: Outputs, index_files: IndexFiles, in_process: bool) -> ConversionPlan:
-        return replace(plan_average(request, weighting, settings, index_files, outputs), asked=stated)
+        return replace(plan_average(request, weighting, settings, index_files, outputs), asked=record)
 
     return plan_and_run(make_plan, request, settings, observe)
 
 
+def refuse_foreign(options: Mapping[str, Any]) -> None:
+    """Refuse options that do not apply to averages, before a file that they name is read.
+
+    Raises
+    ------
+    UsageError
+    """
+    for name in ("aoa", "fill", "merge_into", "like", "lora_config", "drop"):
+        if options.get(name):
+            raise UsageError(f"{flag_of(name)} does not apply to averages; use it when converting the result")
+
+
 def read_average(
-    sources: Sequence[PathLike],
-    target: Targets,
-    options: ConversionOptions,
-    sizes: PlanSizes = PlanSizes(),
+    sources: Sequence[PathLike], targets: Sequence[str], settings: ConversionSettings
 ) -> ConversionRequest:
-    """Parse the options of an average.
+    """The request for an average.
 
     Raises
     ------
     UsageError
         If an option is invalid, or does not apply to averages.
     """
-    if foreign := [
-        name for name in ("aoa", "fill", "merge_into", "like", "lora_config", "drop") if options.get(name)
-    ]:
-        raise UsageError(
-            f"{flag_of(foreign[0])} does not apply to averages; use it when converting the result"
-        )
-    if isinstance(target, Mapping):
-        target = {location: _average_options(of_target) for location, of_target in target.items()}
-    return read_request(sources, target, _average_options(options), sizes)
+    asked = settings.asked
+    of_average = Asked(tuple(map(_of_average, asked.targets)), asked.shared)
+    return read_request(sources, targets, of_average, settings.sizes)
 
 
 def plan_average(
@@ -358,21 +364,15 @@ def plan_average(
     return replace(planned, target_locations=outputs.locations)
 
 
-Options = TypeVar("Options", bound=TargetOptions)
-
-
-def _average_options(options: Options) -> Options:
-    """The options, adapted so that a format for models holds the average.
+def _of_average(target: Values) -> Values:
+    """The options of a target, adapted so that a format for models holds the average.
 
     Raises
     ------
     UsageError
         If the format cannot hold an average.
     """
-    asked: dict[str, Any] = {**options}
-    format = FORMATS.get(asked.get("format") or DEFAULT)
-    if format is None:  # refused where the request is read
-        return options
+    format = FORMATS[target.get("format") or DEFAULT]
     if EMA in format.cannot_hold:
         checkpoint, model = formats_for_average()
         raise UsageError(
@@ -380,10 +380,9 @@ def _average_options(options: Options) -> Options:
             f"--format {model.name}"
         )
     for name, value in format.average_options.items():
-        if asked.get(name) not in (None, value):
-            raise UsageError(f"--{name} {asked[name]}: an average requires --{name} {value}")
-        asked[name] = value
-    return cast(Options, asked)
+        if target.get(name) not in (None, value):
+            raise UsageError(f"--{name} {target[name]}: an average requires --{name} {value}")
+    return {**target, **format.average_options}
 
 
 def _ema_json(weighting: Weighting, stores: Sequence[Source]) -> bytes:

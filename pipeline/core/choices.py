@@ -1,4 +1,4 @@
-"""Words among which a user chooses; those of a format stand with the format."""
+"""Words among which a user chooses, here or in a trainer; those of a format stand with the format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Device = Literal["cpu", "gpu"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 ModelState = Literal["param", "ema"]
 Quantised = Literal["fp8"]
-Dropped = Literal["ema", "mtp"]
+Dropped = Literal["ema", "mtp", "head"]
 REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
 MASTER_WEIGHTS: tuple[MasterWeights, ...] = get_args(MasterWeights)
 CHECKS: tuple[Checks, ...] = get_args(Checks)
@@ -27,6 +27,8 @@ EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 DEVICES: tuple[Device, ...] = get_args(Device)
 UPLOADS = ("always", "never")
+MUON, ADAMW_MINI = "Muon", "AdamWMini"
+"""Optimizers that trainers can save only in some formats."""
 
 
 def parse_choice(value: str, choices: tuple[str, ...], what: str) -> bool:

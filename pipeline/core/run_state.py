@@ -119,7 +119,8 @@ class RunState:
             self.done_bytes += event.done_bytes
             self._earlier_bytes += event.done_bytes if event.before else 0
             self.done_groups += event.groups
-            self.detail = ""
+            if event.done_bytes and not event.before:
+                self.detail = ""
         elif isinstance(event, WorkerAssigned):
             self._assign(event)
         elif isinstance(event, GroupEnded):

@@ -23,9 +23,11 @@ EMA = "ema"
 """The moving average, as users name it."""
 MTP = "mtp"
 """The layers of multi-token prediction, as users name them."""
-DROPPABLE: dict[str, tuple[str, ...]] = {EMA: EMA_STATES, MTP: ()}
-"""Name of a droppable part → its states; those of MTP are all states of some parameters. Training can go on without it,
-but it is lost."""
+HEAD = "head"
+"""A head that only jobs with pipeline stages train apart from the word embedding, as users name it."""
+DROPPABLE: dict[str, tuple[str, ...]] = {EMA: EMA_STATES, MTP: (), HEAD: ()}
+"""Name of a droppable part → its states; those of MTP and of a head are all states of some parameters. Training can go
+on without it, but it is lost."""
 
 
 @dataclass(frozen=True, slots=True)

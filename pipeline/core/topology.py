@@ -19,6 +19,13 @@ Strategy = Literal["none", "stage1v1", "stage1v2", "stage2", "stage3"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
+def _unknown(axis: str, given: object, known: list[str]) -> UsageError:
+    help = did_you_mean(axis, known)
+    if axis == "cp":
+        help = ". Ranks of context parallelism are sharding ranks: give the job's sharding_parallel_size as sharding"
+    return UsageError(f"unknown axis {axis!r} in topology {given!r}; axes are {', '.join(known)}{help}")
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """Sizes of the axes of a training job; an axis that is not used has size 1."""
@@ -55,10 +62,7 @@ class Topology:
         for item in text.split(","):
             axis, _, size = (part.strip() for part in item.partition("="))
             if axis not in known:
-                raise UsageError(
-                    f"unknown axis {axis!r} in topology {text!r}; axes are {', '.join(known)}"
-                    f"{did_you_mean(axis, known)}"
-                )
+                raise _unknown(axis, text, known)
             if not (size.isascii() and size.isdigit() and len(size) < 10):
                 raise UsageError(f"axis {axis!r} in topology {text!r} needs a whole number, not {size!r}")
             if axis in sizes:
@@ -87,10 +91,7 @@ class Topology:
         known = [field.name for field in fields(cls)]
         for axis in given:
             if axis not in known:
-                raise UsageError(
-                    f"unknown axis {axis!r} in topology {dict(given)!r}; axes are {', '.join(known)}"
-                    f"{did_you_mean(str(axis), known)}"
-                )
+                raise _unknown(str(axis), dict(given), known)
         return cls(**given)
 
     @property

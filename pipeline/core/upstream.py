@@ -26,7 +26,7 @@ class PaddleRelease:
     """What ``paddle.save`` uses by default."""
     metadata: str
     """The version that introduced its classes of ``.metadata`` files, a key of
-    :data:`~paddle_reshard.storage.formats.dist_metadata.GENERATIONS`."""
+    :data:`~paddle_reshard.storage.files.dist_metadata.GENERATIONS`."""
 
 
 PADDLE_RELEASES: Final[Mapping[str, PaddleRelease]] = {

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, index_tensor_file
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
@@ -16,9 +17,8 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     dtype_of_code,
 )
-from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles, index_tensor_file
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
+from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 
 _ACCUMULATOR: Final = re.compile(
     rf".+[._/](?P<state>{'|'.join(sorted(ACCUMULATORS, key=len, reverse=True))})_0"

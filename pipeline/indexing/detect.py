@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.roles import check_roles
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.indexing.times import far_apart
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.formats import format_of
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
@@ -60,6 +62,27 @@ def index_source(
     pieces: bool = False,
 ) -> Checkpoint:
     """:func:`index_checkpoint` for files that are already open."""
+    try:
+        return _index(files, tables, missing, pieces)
+    except CheckpointError:
+        _refuse_portion(files)
+        raise
+
+
+def _refuse_portion(files: SourceFiles) -> None:
+    """Refuse the portion that a node of a job made for its ranks: the others' files are elsewhere."""
+    if MANIFEST not in files.sizes:
+        return
+    store = files.store
+    portion = (own_manifest(store.read(MANIFEST, 0, files.sizes[MANIFEST])) or {}).get("portion")
+    if isinstance(portion, dict):
+        raise CheckpointError(
+            f"{store.location}: holds only the files that ranks {portion.get('ranks')} of {portion.get('world_size')} "
+            "read; give the checkpoint that it was made from"
+        )
+
+
+def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None, pieces: bool) -> Checkpoint:
     _refuse_folder_of_checkpoints(files)
     format = format_of(files)
     checkpoint = format.index(files, tables, missing)
@@ -67,12 +90,14 @@ def index_source(
         from paddle_reshard.tasks.dequantise import DequantisedSource
 
         if isinstance(files.store, DequantisedSource):
-            checkpoint = replace(checkpoint, dequantised=files.store.summary)
+            checkpoint = replace(
+                checkpoint, history=replace(checkpoint.history, dequantised=files.store.summary)
+            )
     if not pieces:
         checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)
     check_roles(files.store, checkpoint)
-    check_steps(files.store, checkpoint.lr_scheduler)
+    check_steps(files.store, checkpoint.job.lr_scheduler, checkpoint.model.table.scheduler_ahead)
     held = sorted(file.path for file in checkpoint.catalog.files)
     apart = far_apart(held, files.store.modified(), files.sizes)
     return replace(checkpoint, unproven="; ".join(filter(None, (checkpoint.unproven, apart))))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from paddle_reshard.pipeline.checkpoint.reading import Readable, SourceFiles
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.layouts.reading import Readable, SourceFiles
 from paddle_reshard.storage.locate import Access, open_source
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
@@ -14,7 +14,7 @@ from paddle_reshard.tasks.index import index_here
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paddle_reshard.storage.formats.safetensors import SafetensorsPayload
+    from paddle_reshard.storage.files.safetensors import SafetensorsPayload
 
 
 def open_checkpoint(location: str, access: Access) -> Source:
@@ -41,8 +41,8 @@ def dequantising(store: Source) -> Source:
     files = SourceFiles(store, None, index_here, index_here)
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store
+    from paddle_reshard.pipeline.checkpoint.quantised import INTEGERS, dequantised, quantisation_of
     from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
-    from paddle_reshard.pipeline.layouts.quantised import INTEGERS, dequantised, quantisation_of
 
     config = files.config()
     method = quantisation_of(config)
@@ -59,14 +59,14 @@ def dequantising(store: Source) -> Source:
 
 
 def _index_fp8(store: Readable, path: str, size_bytes: int) -> SafetensorsPayload:
-    from paddle_reshard.storage.formats.safetensors import parse_safetensors
+    from paddle_reshard.storage.files.safetensors import parse_safetensors
 
     return parse_safetensors(partial(store.read, path), size_bytes, path, fp8=True)
 
 
 def _shapes(store: Source, payloads: Mapping[str, SafetensorsPayload]) -> dict[str, tuple[int, int]]:
     """Key → values of every tensor that holds the shape of a packed weight; read all at once."""
-    from paddle_reshard.pipeline.layouts.integers import shape_keys
+    from paddle_reshard.pipeline.checkpoint.integers import shape_keys
     from paddle_reshard.storage.store import Read
 
     arrays = {key: (path, payloads[path].tensors[key]) for key, path in shape_keys(payloads).items()}

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, read_json
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.detect import index_source
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.layouts.formats import format_of
-from paddle_reshard.pipeline.layouts.reading import IndexFiles, SourceFiles, read_json
-from paddle_reshard.pipeline.layouts.rules.tables import RuleTables
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
@@ -27,7 +27,7 @@ class Contents:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Contents:
         """The contents of an indexed checkpoint."""
-        return cls(checkpoint.catalog, checkpoint.lr_scheduler)
+        return cls(checkpoint.catalog, checkpoint.job.lr_scheduler)
 
 
 def index_pair(

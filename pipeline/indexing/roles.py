@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES, SAFETENSORS, TENSOR_SUFFIXES, read_json
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, LORA_CONFIG, SCHEDULER, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.shown import readable_seconds
@@ -25,8 +27,6 @@ from paddle_reshard.pipeline.indexing.small_files import (
     read_trainer_states,
     training_argument,
 )
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.reading import PLAIN_STATES, SAFETENSORS, TENSOR_SUFFIXES, read_json
 from paddle_reshard.storage.store import Source
 
 _OWN_AVERAGE: Final = "zcc_save_ema_coef"

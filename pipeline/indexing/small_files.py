@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES
-from paddle_reshard.pipeline.layouts.reading import index_tensor_file, read_json, read_lr_scheduler
-from paddle_reshard.pipeline.layouts.transformers_config import agreed_config
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
-from paddle_reshard.storage.formats.trainer_state import encode_trainer_state, parse_trainer_state
+from paddle_reshard.pipeline.model.transformers_config import agreed_config
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+from paddle_reshard.storage.files.trainer_state import encode_trainer_state, parse_trainer_state
 from paddle_reshard.storage.store import Source
 
 SCALER = "scaler.pdparams"
@@ -93,13 +93,14 @@ class Disagreement:
 # ---------------------------------------------------------------------------------------- of one checkpoint
 
 
-def check_steps(store: Source, in_optimizer_files: Any) -> None:
+def check_steps(store: Source, in_optimizer_files: Any, ahead: int = 0) -> None:
     """Refuse a checkpoint whose small files are of different steps.
 
     ``in_optimizer_files`` is the state of the learning-rate schedule in the optimizer files, ``None`` if there is none.
     In a checkpoint of the trainers, the schedule in ``scheduler.pdparams`` equals that in the optimizer files. The step
     of the schedule equals ``global_step``, except that only the latter counts skipped steps: fp16 steps whose gradients
-    overflowed, and ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``).
+    overflowed, and ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``). Some recipes begin their schedule one
+    step ``ahead``.
 
     Raises
     ------
@@ -121,7 +122,11 @@ def check_steps(store: Source, in_optimizer_files: Any) -> None:
     step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
     for path, state in read_trainer_states(store).items():
         global_step = state.get("global_step")
-        if type(global_step) is not int or type(step) is not int or global_step == step:
+        if (
+            type(global_step) is not int
+            or type(step) is not int
+            or global_step <= step <= global_step + ahead
+        ):
             continue
         if step > global_step or not _may_skip(store):
             raise CheckpointError(

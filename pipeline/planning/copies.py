@@ -32,7 +32,7 @@ class Carved(NamedTuple):
     copied: Parts
 
 
-class _Runs(NamedTuple):
+class _CopyRuns(NamedTuple):
     """Runs, sorted by target file and start."""
 
     file: Ints
@@ -68,7 +68,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     file = ops["target_file"][first].astype(np.int64)
     factor = np.where(cast[ops["source_tensor"][first]], CAST_FACTOR, 1)
     least = np.maximum(factor * smallest[file], limits.smallest_bytes)
-    runs = _Runs(file, start[first], stop[np.r_[first[1:], len(ops)] - 1], first, least)
+    runs = _CopyRuns(file, start[first], stop[np.r_[first[1:], len(ops)] - 1], first, least)
     unit = _unit_bytes(ops)
     low, high = _trim(runs, start, unit, smallest)
     copied = _copied_parts(ops, runs, low, high, limits.largest_bytes)
@@ -91,7 +91,7 @@ def _unit_bytes(ops: Ops) -> Ints:
     return np.asarray(extents * ITEMSIZES[ops["target_dtype"]], dtype=np.int64)
 
 
-def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints, Ints]:
+def _trim(runs: _CopyRuns, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints, Ints]:
     """The range ``[low, high)`` of every run that is copied; empty if none is.
 
     ``smallest`` is the minimum size in bytes of a made part between two copies, for each file.
@@ -151,7 +151,7 @@ def _trim(runs: _Runs, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints
     return np.array(low, dtype=np.int64), np.array(high, dtype=np.int64)
 
 
-def _copied_parts(ops: Ops, runs: _Runs, low: Ints, high: Ints, largest_bytes: int) -> Parts:
+def _copied_parts(ops: Ops, runs: _CopyRuns, low: Ints, high: Ints, largest_bytes: int) -> Parts:
     """Parts of every copied range, of at most ``largest_bytes`` unless the minimum size requires more."""
     chosen = np.flatnonzero(high > low)
     first = ops[runs.first[chosen]]

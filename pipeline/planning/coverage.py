@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.tensors import DTYPES
-from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, OP, Ops
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan

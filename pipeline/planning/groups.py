@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.checkpoint.quantising import BLOCK, BlockRows
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
-from paddle_reshard.pipeline.layouts.quantising import BLOCK, BlockRows
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES
-from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.match import volumes_inside
 
 

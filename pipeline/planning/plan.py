@@ -19,6 +19,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
+from paddle_reshard.pipeline.checkpoint.quantising import FLOAT_BYTES, Quantisation, block_rows
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
@@ -30,8 +32,6 @@ from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
-from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.quantising import FLOAT_BYTES, Quantisation, block_rows
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import (

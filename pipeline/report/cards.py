@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paddle_reshard.pipeline.convert.cards import Alternative, CardsPlan
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.topology import sharding_in_words
+from paddle_reshard.pipeline.examine.cards import Alternative, CardsPlan
 from paddle_reshard.pipeline.report.data import PLAIN, Grid, ReportData, Table, Tile
 from paddle_reshard.storage.remote.folder import without_secrets
 

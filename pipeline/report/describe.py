@@ -10,27 +10,26 @@ from math import isfinite
 
 import numpy as np
 
-from paddle_reshard.pipeline.convert.asked import SOURCES, shown_location
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
-from paddle_reshard.pipeline.convert.coverage import Coverage
-from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.verify import VerifyReport
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, laid_out_again
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.layouts.formats import FORMATS
-from paddle_reshard.pipeline.layouts.targets import lay_out
+from paddle_reshard.pipeline.examine.coverage import Coverage
+from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
+from paddle_reshard.pipeline.examine.verify import VerifyReport
+from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan
 from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.data import BAD, GOOD, PLAIN, Bar, Chart, Left, ReportData, Table, Tile
 from paddle_reshard.pipeline.report.picture import Picture, locate, make_picture
 from paddle_reshard.pipeline.report.places import Described, arrange
 from paddle_reshard.pipeline.report.run_record import RunData
-from paddle_reshard.storage.locate import absolute
+from paddle_reshard.pipeline.request.record import SOURCES
+from paddle_reshard.storage.locate import absolute, shown_location
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.remote.folder import without_secrets
 
@@ -45,11 +44,8 @@ _MOUNTED = re.compile(r"[A-Z]+\d*/")
 
 def picture_of(conversion: ConversionPlan) -> Picture:
     """The picture of a conversion whose plan still has its ops. The targets are laid out once more for it."""
-    plan, source, store = conversion.plan, conversion.source, conversion.store
-    sizes = store.sizes()
-    laid_out = [
-        lay_out(source, target.wanted, target.spec, sizes, store.folders) for target in conversion.targets
-    ]
+    plan, source = conversion.plan, conversion.source
+    laid_out = laid_out_again(conversion)
     first_files = np.cumsum([0, *(len(one.files.files) for one in laid_out)]).tolist()
     holding = {
         first + file
@@ -62,13 +58,13 @@ def picture_of(conversion: ConversionPlan) -> Picture:
     ]
     of_targets = arrange([file.path for file in plan.target_files], holding, targets)
     paths = [file.path for file in plan.source_files]
-    words = source.format if source.topology is None else f"{source.format}, {source.topology}"
-    strategy = "" if source.topology is None else f", {sharding_in_words(source.strategy)}"
+    words = source.format if source.job.topology is None else f"{source.format}, {source.job.topology}"
+    strategy = "" if source.job.topology is None else f", {sharding_in_words(source.job.strategy)}"
     of_source = arrange(
         paths,
         np.unique(source.catalog.fragments["file"]).tolist(),
         [
-            Described("", source.format, words + strategy, source.topology),
+            Described("", source.format, words + strategy, source.job.topology),
             *_mounted(paths, _sources(conversion)[0]),
         ],
     )

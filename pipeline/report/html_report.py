@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from paddle_reshard.pipeline.convert.cards import CardsPlan
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
-from paddle_reshard.pipeline.convert.coverage import Coverage, prove
-from paddle_reshard.pipeline.convert.diff import DiffReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.verify import VerifyReport
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Event, Observer, ignore_events
 from paddle_reshard.pipeline.core.heap import private_bytes
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.examine.cards import CardsPlan
+from paddle_reshard.pipeline.examine.coverage import Coverage, prove
+from paddle_reshard.pipeline.examine.diff import DiffReport
+from paddle_reshard.pipeline.examine.verify import VerifyReport
 from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.cards import describe_cards
 from paddle_reshard.pipeline.report.command import Command

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paddle_reshard.pipeline.convert.asked import shown_location
-from paddle_reshard.pipeline.convert.cards import CardsPlan
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
-from paddle_reshard.pipeline.convert.diff import DiffReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-from paddle_reshard.pipeline.convert.verify import VerifyReport
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.examine.cards import CardsPlan
+from paddle_reshard.pipeline.examine.diff import DiffReport
+from paddle_reshard.pipeline.examine.verify import VerifyReport
 from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.data import NextStep
+from paddle_reshard.storage.locate import shown_location
 from paddle_reshard.storage.remote.folder import without_secrets
 from paddle_reshard.storage.session.ledger import keeps
 

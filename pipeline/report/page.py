@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from paddle_reshard.pipeline.report.data import Chart, ReportData, Table
 from paddle_reshard.pipeline.report.picture import Held, Moves, Picture
 from paddle_reshard.pipeline.report.places import Side
-from paddle_reshard.pipeline.report.run_record import RunData, Stretch
+from paddle_reshard.pipeline.report.run_record import BusyTime, RunData
 
 SIGNIFICANT = 6
 """Digits of figures that are drawn."""
@@ -153,7 +153,7 @@ def _run(run: RunData) -> dict[str, Any]:
     }
 
 
-def _stretch(one: Stretch, worker: int) -> list[Any]:
+def _stretch(one: BusyTime, worker: int) -> list[Any]:
     figures = one.groups, one.peak_bytes, one.read_bytes, one.written_bytes, one.copied_bytes
     return [worker, _rounded(one.start), _rounded(one.stop), *figures]
 

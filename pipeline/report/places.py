@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.formats import rank_of_file
+from paddle_reshard.pipeline.formats.registry import rank_of_file
 
 MOST_PLACES = 4096
 """Places of a checkpoint that are distinguished."""

@@ -28,7 +28,7 @@ BINS = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class BusyTime:
     """Time in which a worker ran a group, or several one after the other. Seconds are since the start of the record."""
 
     worker: str
@@ -79,7 +79,7 @@ class RunData:
 
     seconds: float
     steps: tuple[Step, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[BusyTime, ...]
     """Sorted by worker and start."""
     curves: Curves
     resident: tuple[tuple[float, int], ...]
@@ -128,7 +128,7 @@ class RunRecord:
         )
         self._started = clock()
         self._steps: list[Step] = []
-        self._stretches: list[Stretch] = []
+        self._stretches: list[BusyTime] = []
         self._resident: list[tuple[float, int]] = []
         self._peak_bytes = 0
         self._progress: list[tuple[float, int]] = []
@@ -192,7 +192,7 @@ class RunRecord:
     def _add(self, event: GroupEnded, now: float) -> None:
         stop = max(0.0, now - event.seconds_ago)
         figures = event.peak_bytes, event.read_bytes, event.written_bytes, event.copied_bytes
-        self._stretches.append(Stretch(event.worker, max(0.0, stop - event.seconds), stop, 1, *figures))
+        self._stretches.append(BusyTime(event.worker, max(0.0, stop - event.seconds), stop, 1, *figures))
         if len(self._stretches) > MOST_STRETCHES:
             self._stretches = joined_in_pairs(self._stretches)
 
@@ -209,7 +209,7 @@ class RunRecord:
             self._stride_seconds = 2 * now / MOST_SAMPLES
 
 
-def joined_in_pairs(stretches: Iterable[Stretch]) -> list[Stretch]:
+def joined_in_pairs(stretches: Iterable[BusyTime]) -> list[BusyTime]:
     """Half as many stretches: neighbours of the same worker become one."""
     found = []
     in_order = sorted(stretches, key=lambda one: (one.worker, one.start))
@@ -221,8 +221,8 @@ def joined_in_pairs(stretches: Iterable[Stretch]) -> list[Stretch]:
     return found
 
 
-def _joined(stretches: Sequence[Stretch]) -> Stretch:
-    return Stretch(
+def _joined(stretches: Sequence[BusyTime]) -> BusyTime:
+    return BusyTime(
         stretches[0].worker,
         stretches[0].start,
         max(one.stop for one in stretches),
@@ -237,7 +237,7 @@ def _joined(stretches: Sequence[Stretch]) -> Stretch:
 # --------------------------------------------------------------------------------------------------- curves
 
 
-def _curves(stretches: Sequence[Stretch], seconds: float) -> Curves:
+def _curves(stretches: Sequence[BusyTime], seconds: float) -> Curves:
     """Rates, as if every stretch had moved its bytes evenly, and memory."""
     first = min(one.start for one in stretches)
     width = max(seconds - first, 1e-6) / BINS
@@ -260,7 +260,7 @@ def _curves(stretches: Sequence[Stretch], seconds: float) -> Curves:
     )
 
 
-def _memory(stretches: Sequence[Stretch], first: float, width: float) -> list[int]:
+def _memory(stretches: Sequence[BusyTime], first: float, width: float) -> list[int]:
     """Memory of the fullest process in each interval. Groups that run in one process share its memory."""
     most = [0] * BINS
     by_process = sorted(stretches, key=lambda one: (_process(one), one.start))
@@ -279,7 +279,7 @@ def _memory(stretches: Sequence[Stretch], first: float, width: float) -> list[in
     return most
 
 
-def _process(stretch: Stretch) -> str:
+def _process(stretch: BusyTime) -> str:
     return "" if stretch.worker.startswith(THREAD) else stretch.worker
 
 

@@ -26,8 +26,8 @@ from paddle_reshard.pipeline.versions.form import (
     version_name,
     version_number,
 )
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
-from paddle_reshard.storage.formats.safetensors import SafetensorsPayload, parse_index, parse_safetensors
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+from paddle_reshard.storage.files.safetensors import SafetensorsPayload, parse_index, parse_safetensors
 from paddle_reshard.storage.listing import CheckpointRoot
 from paddle_reshard.storage.locate import Access, open_source
 from paddle_reshard.storage.store import ReadRange, Source
@@ -76,7 +76,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class StoredModel:
     """The tensors of a folder of safetensors files."""
 
     source: Source
@@ -97,7 +97,7 @@ class Model:
         }
 
 
-def read_model(source: Source) -> Model:
+def read_model(source: Source) -> StoredModel:
     """Read the headers of all safetensors files in a folder.
 
     Raises
@@ -115,7 +115,7 @@ def read_model(source: Source) -> Model:
                 if key in places:
                     raise CheckpointError(f"{source.location}: {key} is in {places[key].path} and in {path}")
                 places[key] = Place(path, array, payload.tags[key])
-    return Model(source, places, metadata, _read_index(source, places))
+    return StoredModel(source, places, metadata, _read_index(source, places))
 
 
 def _read_header(source: Source, path: str, size_bytes: int) -> SafetensorsPayload:
@@ -144,7 +144,7 @@ class Delta:
     """A version that holds what changed since the one before."""
 
     head: DeltaHead
-    model: Model
+    model: StoredModel
     """Its frames, as one-dimensional tensors of bytes."""
 
     def checksum(self, key: str) -> str:
@@ -185,7 +185,7 @@ class Chain:
     """A version: a base, and the deltas that lead from it."""
 
     number: int
-    base: Model
+    base: StoredModel
     deltas: tuple[Delta, ...]
 
     def changed(self, key: str) -> tuple[Delta, ...]:
@@ -245,16 +245,16 @@ class Versions:
     root: CheckpointRoot
     access: Access
 
-    def open(self, number: int) -> Model:
+    def open(self, number: int) -> StoredModel:
         """Read the headers of a version."""
         return read_model(open_source(self.root.at(version_name(number)), *self.access))
 
-    def head(self, number: int, model: Model) -> DeltaHead | None:
+    def head(self, number: int, model: StoredModel) -> DeltaHead | None:
         """What the index of a version says of it; ``None`` if it is full."""
         where = f"{model.source.location}/{WEIGHT_INDEX}"
         return delta_head(model.index, number, where)
 
-    def chain(self, number: int, start: tuple[int, Model] | None = None) -> Chain:
+    def chain(self, number: int, start: tuple[int, StoredModel] | None = None) -> Chain:
         """What a version is made of: a full version, or the one to ``start`` from, and the deltas after it.
 
         Raises
@@ -282,7 +282,7 @@ class Versions:
         )
 
 
-def _chain(number: int, base: Model, newest_first: Sequence[Delta]) -> Chain:
+def _chain(number: int, base: StoredModel, newest_first: Sequence[Delta]) -> Chain:
     """A chain, after its deltas have been compared with its base."""
     for delta in newest_first:
         for key in delta.model.places:

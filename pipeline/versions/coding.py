@@ -157,14 +157,14 @@ class Change(Protocol):
         """Refuse a frame that holds more than the windows have used."""
 
 
-class Readable(Protocol):
+class ByteReader(Protocol):
     """Bytes that are read from first to last."""
 
     def read(self, size: int = -1, /) -> bytes:
         """The next bytes, at most ``size``; none at the end."""
 
 
-OpenFrame = Callable[[], Readable]
+OpenFrame = Callable[[], ByteReader]
 """Opens the compressed bytes of a frame at its beginning."""
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.extras import require
-from paddle_reshard.storage.formats.safetensors import Index, format_index
+from paddle_reshard.storage.files.safetensors import Index, format_index
 
 LATEST = "latest"
 """The file beside the versions that names the newest one."""

@@ -25,19 +25,19 @@ from typing import IO, Any, Final
 import numpy as np
 
 from paddle_reshard.pipeline.api import clean
-from paddle_reshard.pipeline.convert.asked import stated_request
 from paddle_reshard.pipeline.convert.conversion import convert_with
 from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
-from paddle_reshard.pipeline.convert.options import ConversionOptions, check_names, takes
-from paddle_reshard.pipeline.convert.request import ConversionSettings, RunSettings
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
-from paddle_reshard.pipeline.versions.chain import Chain, Model, Place, Versions, numbers_of, read_model
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.request.options import ConversionOptions, check_names, takes
+from paddle_reshard.pipeline.request.parse import Asked, ConversionSettings, RunSettings, read_options
+from paddle_reshard.pipeline.request.record import record_of
+from paddle_reshard.pipeline.versions.chain import Chain, Place, StoredModel, Versions, numbers_of, read_model
 from paddle_reshard.pipeline.versions.coding import MAX_OVERWRITE_BYTES, WINDOW_BYTES, Encoder, encoder_of
 from paddle_reshard.pipeline.versions.form import (
     CHECKSUMS,
@@ -51,8 +51,8 @@ from paddle_reshard.pipeline.versions.form import (
 )
 from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.pipeline.versions.writing import Unit, in_order, units_at_a_time, write_target
-from paddle_reshard.storage.formats.manifest import own_manifest
-from paddle_reshard.storage.formats.safetensors import TensorSlot, encode_safetensors
+from paddle_reshard.storage.documents.manifest import own_manifest
+from paddle_reshard.storage.files.safetensors import TensorSlot, encode_safetensors
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import (
     absolute,
@@ -63,7 +63,7 @@ from paddle_reshard.storage.locate import (
     source_access,
     target_access,
 )
-from paddle_reshard.storage.store import OWN_PREFIX, Receipt, Target
+from paddle_reshard.storage.store import OWN_PREFIX, Receipt, TargetStore
 
 _EXPORT: Final = "huggingface"
 _NOT_COMPARED = ("memory",)
@@ -112,9 +112,9 @@ def publish(
     check_names(options, ConversionOptions)
     if options.get("format") not in (None, _EXPORT):
         raise UsageError(f"versions are exports of the format {_EXPORT}, not {options['format']}")
-    form = _Form(_encoding(encoding), _checksum(checksum), full_every)
-    given: ConversionOptions = {**options, "format": _EXPORT}
-    return _Publisher.open(os.fspath(checkpoint), os.fspath(versions), form, given, observe).publish()
+    form = _DeltaForm(_encoding(encoding), _checksum(checksum), full_every)
+    asked = read_options({**options, "format": _EXPORT})
+    return _Publisher.open(os.fspath(checkpoint), os.fspath(versions), form, asked, observe).publish()
 
 
 def _encoding(name: str) -> Encoding:
@@ -148,7 +148,7 @@ def _manifest(versions: CheckpointRoot, number: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _DeltaForm:
     """What deltas are to look like."""
 
     encoding: Encoding
@@ -166,20 +166,18 @@ class _Publisher:
 
     checkpoint: str
     versions: Versions
-    form: _Form
-    options: ConversionOptions
+    form: _DeltaForm
+    asked: Asked
     observe: Observer
-    budget_bytes: int
     began: float
 
     @classmethod
     def open(
-        cls, checkpoint: str, versions: str, form: _Form, options: ConversionOptions, observe: Observer
+        cls, checkpoint: str, versions: str, form: _DeltaForm, asked: Asked, observe: Observer
     ) -> _Publisher:
-        access = target_access(options)
+        access = target_access(asked.shared)
         root = open_root(versions, access.options, access.schemes)
-        budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-        return cls(checkpoint, Versions(root, access), form, options, observe, budget_bytes, time.monotonic())
+        return cls(checkpoint, Versions(root, access), form, asked, observe, time.monotonic())
 
     def publish(self) -> PublishReport:
         """Publish the next version, or complete the publication of the newest one."""
@@ -211,15 +209,14 @@ class _Publisher:
 
     def _is_of_this_checkpoint(self, number: int) -> bool:
         manifest = _manifest(self.versions.root, number)
-        source = open_source(self.checkpoint, *source_access(self.options))
+        source = open_source(self.checkpoint, *source_access(self.asked.shared))
         seen = {
             "location": absolute(source.location),
             "files": dict(source.sizes()),
             "versions": dict(source.versions()),
         }
         recorded = {name: manifest.get("source", {}).get(name) for name in seen}
-        asked = stated_request("", self.options)
-        return recorded == seen and _outcome(manifest.get("request", {})) == _outcome(asked)
+        return recorded == seen and _outcome(manifest.get("request", {})) == _outcome(record_of(self.asked))
 
     def _point_to(self, number: int) -> None:
         """Name the newest version, after it is complete."""
@@ -246,14 +243,13 @@ class _Publisher:
 
     def _export(self, target: str, overwrite: bool = False) -> None:
         """Export the checkpoint, or continue to; ``overwrite`` what another call has left at the target."""
-        given: ConversionOptions = {**self.options, "overwrite": overwrite}
-        settings = ConversionSettings(given, RunSettings(resume=True))
+        settings = ConversionSettings(self.asked.with_shared(overwrite=overwrite), RunSettings(resume=True))
         try:
-            convert_with(self.checkpoint, target, settings, self.observe)
+            convert_with(self.checkpoint, (target,), settings, self.observe)
         except StaleSessionError:
             access = self.versions.access
             clean(target, storage_options=access.options, allow_scheme=access.schemes)
-            convert_with(self.checkpoint, target, settings, self.observe)
+            convert_with(self.checkpoint, (target,), settings, self.observe)
 
     def _publish_full(self, number: int, reason: str) -> PublishReport:
         self._export(self._at(number))
@@ -262,9 +258,9 @@ class _Publisher:
 
     # ------------------------------------------------------------------------------------------------- delta
 
-    def _publish_delta(self, number: int, chain: Chain, new: Model, scratch: str) -> PublishReport:
+    def _publish_delta(self, number: int, chain: Chain, new: StoredModel, scratch: str) -> PublishReport:
         where = self._at(number)
-        at_a_time = units_at_a_time(where, len(chain.deltas) + 1, len(new.places), self.budget_bytes)
+        at_a_time = units_at_a_time(where, len(chain.deltas) + 1, len(new.places), self.asked.budget_bytes)
         with tempfile.TemporaryFile(dir=Path(scratch).parent, buffering=0) as spool:
             frames = self._compare(chain, new, scratch, spool, at_a_time)
             texts = self._texts(number, frames)
@@ -278,11 +274,11 @@ class _Publisher:
         return self._report(number, changed=len(frames))
 
     def _compare(
-        self, chain: Chain, new: Model, scratch: str, spool: IO[bytes], at_a_time: int
-    ) -> dict[str, _Frame]:
+        self, chain: Chain, new: StoredModel, scratch: str, spool: IO[bytes], at_a_time: int
+    ) -> dict[str, _ChangedFrame]:
         """Append the frames of the tensors that changed to ``spool``. Key → frame."""
         self.observe(StepStarted("compare", sum(place.array.nbytes for place in new.places.values())))
-        frames: dict[str, _Frame] = {}
+        frames: dict[str, _ChangedFrame] = {}
         stored_bytes = 0
         with ExitStack() as opened:
             make = partial(self._encode, chain, new, str(Path(scratch).parent), opened)
@@ -290,7 +286,7 @@ class _Publisher:
                 size = sum(_append(spool, piece) for piece in encoder.frame() or ())
                 encoder.close()
                 if size:
-                    frames[key] = _Frame(size, checksum)
+                    frames[key] = _ChangedFrame(size, checksum)
                 stored_bytes += size
                 self.observe(Progress(new.places[key].array.nbytes))
         self.observe(
@@ -299,7 +295,7 @@ class _Publisher:
         return frames
 
     def _encode(
-        self, chain: Chain, new: Model, folder: str, opened: ExitStack, key: str
+        self, chain: Chain, new: StoredModel, folder: str, opened: ExitStack, key: str
     ) -> tuple[str, str, Encoder]:
         """A tensor's key, the checksum of its new bytes, and its frame."""
         place = new.places[key]
@@ -314,7 +310,7 @@ class _Publisher:
             start += len(window)
         return key, hasher.hexdigest(), encoder
 
-    def _texts(self, number: int, frames: Mapping[str, _Frame]) -> dict[str, bytes]:
+    def _texts(self, number: int, frames: Mapping[str, _ChangedFrame]) -> dict[str, bytes]:
         """The beginning of each file of a delta: all of the index, and of the frames' file the header."""
         head = DeltaHead(number, number - 1, self.form.encoding, self.form.checksum)
         texts = {WEIGHT_INDEX: format_delta_index(head, list(frames))}
@@ -327,7 +323,7 @@ class _Publisher:
         return texts
 
     def _write(
-        self, where: str, new: Model, texts: Mapping[str, bytes], spool: IO[bytes], at_a_time: int
+        self, where: str, new: StoredModel, texts: Mapping[str, bytes], spool: IO[bytes], at_a_time: int
     ) -> None:
         access = self.versions.access
         target = open_target(where, False, access.options, True, schemes=access.schemes)
@@ -343,7 +339,7 @@ class _Publisher:
             partial(_describe, content, export, sizes),
             at_a_time,
             self.observe,
-            not self.options.get("no_space_check"),
+            not self.asked.shared.get("no_space_check"),
         )
 
     def _report(
@@ -367,14 +363,14 @@ class _Publisher:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _ChangedFrame:
     """The frame of a tensor that changed: its size, and the checksum of the new bytes."""
 
     nbytes: int
     checksum: str
 
 
-def why_full(chain: Chain, new: Model, encoding: Encoding) -> str:
+def why_full(chain: Chain, new: StoredModel, encoding: Encoding) -> str:
     """Why a delta cannot lead to an export; empty if one can.
 
     Raises
@@ -406,7 +402,7 @@ def _kind(place: Place) -> str:
     return f"{place.tag} {list(place.array.shape)} in {place.path}"
 
 
-def _content(model: Model, path: str) -> bytes | None:
+def _content(model: StoredModel, path: str) -> bytes | None:
     """What a small file holds."""
     size = model.others.get(path)
     return None if size is None else model.source.read(path, 0, size)
@@ -425,7 +421,7 @@ def _append(spool: IO[bytes], piece: bytes) -> int:
     return len(piece)
 
 
-def _unit(target: Target, path: str, text: bytes, spool: IO[bytes]) -> Unit:
+def _unit(target: TargetStore, path: str, text: bytes, spool: IO[bytes]) -> Unit:
     """A file that begins with a text; that of the frames goes on with the spool."""
     behind = os.fstat(spool.fileno()).st_size if path == DELTA_FILE else 0
     size = len(text) + behind

@@ -33,7 +33,7 @@ from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_m
 from paddle_reshard.pipeline.versions.chain import (
     SAFETENSORS,
     Chain,
-    Model,
+    StoredModel,
     Versions,
     newest_version,
     numbers_of,
@@ -45,7 +45,7 @@ from paddle_reshard.pipeline.versions.reports import PullReport
 from paddle_reshard.pipeline.versions.writing import Unit, units_at_a_time, write_target
 from paddle_reshard.storage.apart import check_apart
 from paddle_reshard.storage.checksum import checksum
-from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import (
     Access,
@@ -56,7 +56,7 @@ from paddle_reshard.storage.locate import (
     open_source,
     open_target,
 )
-from paddle_reshard.storage.store import Receipt, Source, Target
+from paddle_reshard.storage.store import Receipt, Source, TargetStore
 
 _PULLED = "pulled"
 """Entry of the manifest of a copy: the version that it holds, and where that lies."""
@@ -155,7 +155,7 @@ def _wanted(known: Versions, version: int | None) -> int:
     return number
 
 
-def _held(target: Target, where: str, versions: str) -> int | None:
+def _held(target: TargetStore, where: str, versions: str) -> int | None:
     """The version of ``versions`` that the target holds; ``None`` if it holds none of them.
 
     Raises
@@ -235,7 +235,9 @@ def _tensor(chain: Chain, key: str, recorded: dict[tuple[str, int], str]) -> Ite
         yield window.data
 
 
-def _bytes(base: Model, path: str, nbytes: int, recorded: dict[tuple[str, int], str]) -> Iterator[memoryview]:
+def _bytes(
+    base: StoredModel, path: str, nbytes: int, recorded: dict[tuple[str, int], str]
+) -> Iterator[memoryview]:
     """The first bytes of a file, as they are and as the copy that they are of recorded them."""
     for start in range(0, nbytes, WINDOW_BYTES):
         window = np.empty(min(WINDOW_BYTES, nbytes - start), np.uint8).data

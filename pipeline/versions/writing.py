@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, Target, WritePart
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, TargetStore, WritePart
 
 TENSOR_MEMORY_BYTES = 1 << 11
 """Upper bound of the memory for what is known of each tensor, including its key."""
@@ -102,7 +102,7 @@ def in_order(do: Callable[[Item], Result], items: Iterable[Item], at_a_time: int
 
 
 def write_target(
-    target: Target,
+    target: TargetStore,
     units: Sequence[Unit],
     plan_id: str,
     sources: Sequence[Source],

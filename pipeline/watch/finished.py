@@ -13,8 +13,9 @@ _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
 """Files whose names contain the number of the rank that wrote them."""
 _TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
-_UNFINISHED = re.compile(r"save_signal_TMP_\d+")
-"""Files that the trainer renames to ``saved_signal_*`` once the EMA has been merged."""
+_UNMERGED = re.compile(r"save_signal_TMP_(\d+)")
+"""Files that zero-cost checkpoints have in place of ``saved_signal_*`` until the trainer has made a model of the EMA,
+elsewhere: they are written last, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,17 @@ class Incomplete:
 
 
 def merging(files: Collection[str]) -> str | None:
-    """The file that marks an EMA merge in progress, or ``None``.
+    """That the trainer still makes a model of the EMA, or never will after an interruption; ``None`` if it does not.
 
-    >>> merging({"save_signal_TMP_0", "saved_signal_1"})
-    'save_signal_TMP_0'
+    It reads the checkpoint for that, and changes no tensor. A rank that was interrupted at the end leaves both signals.
+
+    >>> merging({"save_signal_TMP_0", "save_signal_TMP_1", "saved_signal_0"})
+    'save_signal_TMP_1: the trainer has not finished merging the EMA'
+    >>> merging({"save_signal_TMP_0", "saved_signal_0"})
     """
-    return min((path for path in files if _UNFINISHED.fullmatch(path)), default=None)
+    found = {path: match[1] for path in sorted(files) if (match := _UNMERGED.fullmatch(path))}
+    left = next((path for path, rank in found.items() if f"{SIGNAL_PREFIX}{rank}" not in files), None)
+    return left and f"{left}: the trainer has not finished merging the EMA"
 
 
 def lacking(files: Collection[str], before: Collection[str]) -> str | None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paddle_reshard.pipeline.convert.inputs import as_file, load_config, load_tables
-from paddle_reshard.pipeline.convert.options import ConversionOptions
+from paddle_reshard.pipeline.changes.fill import index_filled, open_filling
+from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.units import texts_of
-from paddle_reshard.pipeline.indexing.fill import index_filled, open_filling
 from paddle_reshard.pipeline.indexing.roles import check_signals, doubtful_signal
-from paddle_reshard.pipeline.layouts.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.request.inputs import load_config, load_tables
+from paddle_reshard.pipeline.request.parse import Values
 from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
 from paddle_reshard.pipeline.watch.records import Records, digest
 from paddle_reshard.storage.locate import open_source, source_access
@@ -23,18 +21,18 @@ class Inspector:
     """Inspects checkpoints. A complete checkpoint that has not changed is not indexed again."""
 
     records: Records
-    options: ConversionOptions
+    options: Values
     settle_seconds: float
     _indexed: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""
 
     def __post_init__(self) -> None:
         options = self.options
-        self.tables = load_tables(as_file(options.get("rules")))
-        self.config = load_config(as_file(options.get("config")))
+        self.tables = load_tables(options.get("rules"))
+        self.config = load_config(options.get("config"))
         fill = options.get("fill")
-        self.filling = None if fill is None else open_filling(os.fspath(fill), source_access(options))
-        self.missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
+        self.filling = None if fill is None else open_filling(fill, source_access(options))
+        self.missing = MissingPolicy(allowed=options.get("allow_missing") or ())
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
         """Why a checkpoint is incomplete, or ``None``. ``order`` are all checkpoints of the run, by step.
@@ -57,9 +55,6 @@ class Inspector:
 
     def _lacking(self, name: str, files: Mapping[str, str], stamp: str) -> str | None:
         """Why a checkpoint is incomplete, by its files and their metadata."""
-        unfinished = merging(files)
-        if unfinished is not None:
-            return f"{unfinished}: the trainer has not finished merging the EMA"
         if name not in self._indexed or self._indexed[name][0] != stamp:
             try:
                 doubt = self._index(name)
@@ -71,10 +66,10 @@ class Inspector:
         return None
 
     def _doubt(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
-        """Why the trainer may still add small files to a checkpoint whose tensors are complete, or ``None``."""
+        """Why the trainer may not have finished with a checkpoint whose tensors are complete, or ``None``."""
         number = order.index(name)
         before = self.records.run.files(order[number - 1]) if number else {}
-        return lacking(files, before) or self._indexed[name][1]
+        return merging(files) or lacking(files, before) or self._indexed[name][1]
 
     def _index(self, name: str) -> str | None:
         source = open_source(self.records.run.at(name), *source_access(self.options))

@@ -6,18 +6,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.convert.inspection import Inspection, inspect
-from paddle_reshard.pipeline.convert.options import check_names, takes
-from paddle_reshard.pipeline.convert.read_options import InspectOptions
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.watch.claims import steps_of
+from paddle_reshard.pipeline.examine.inspection import Inspection, inspect
+from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.pipeline.watch.finished import lacking, merging
-from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.pipeline.watch.records import steps_of
+from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import source_access
 
@@ -130,7 +130,7 @@ def ls(
     before: frozenset[str] = frozenset()
     for step, name in steps_of(here.folders()):
         files = here.files(name)
-        doubt = merging(files) and "the trainer has not finished merging the EMA"
+        doubt = merging(files)
         made = own_manifest(here.read(f"{name}/{MANIFEST}") if MANIFEST in files else None)
         if made is None:
             doubt = doubt or lacking(files, before)

@@ -1,15 +1,13 @@
-"""The files of a training run and its targets: claims, manifests, and records of when checkpoints were seen.
+"""The files of a training run and its targets, and what watchers remember of each conversion.
 
 ::
 
     DST_ROOT/checkpoint-<step>/paddle_reshard.json     the manifest: this target is complete
-    DST_ROOT/.paddle_reshard/claims/<id>.json          attempt 1 of conversion <id>: who, since when, how it ended
-    DST_ROOT/.paddle_reshard/claims/<id>.2.json        attempt 2, made when attempt 1 had failed or died
-    DST_ROOT/.paddle_reshard/seen/<id>.json            the state of a checkpoint that may be unfinished
+    DST_ROOT/.paddle_reshard/seen/<id>.json            what watchers know of conversion <id>
     DST_ROOT/.paddle_reshard/audit.jsonl               how every attempt ended; in an object store audit/<time>-….json
 
-All state is in these files, so it survives restarts and is shared by any number of watchers. This module makes no
-decisions.
+All state is in these files, so it survives restarts and is shared by any number of watchers. Who converts is decided by
+the lock of the conversion itself, not here: a record that two of them write at once costs a look at the target.
 """
 
 from __future__ import annotations
@@ -18,53 +16,119 @@ import hashlib
 import json
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.version import __version__
-from paddle_reshard.pipeline.watch.claims import CLAIMS, Attempt, Observation, claim_path
-from paddle_reshard.storage.formats.manifest import own_manifest
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.documents.manifest import own_manifest
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.typed_json import typed
 from paddle_reshard.storage.listing import CheckpointRoot
 
 log = logging.getLogger(__name__)
 
 SEEN = ".paddle_reshard/seen"
 AUDIT = ".paddle_reshard/audit"
-LARGEST_CLAIM_BYTES = 1 << 16
-_CLAIM = re.compile(r"(?P<id>.+?)(?:\.(?P<number>\d+))?\.json")
+LARGEST_RECORD_BYTES = 1 << 16
+CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+
+
+class State(str, Enum):
+    """What became of a checkpoint."""
+
+    SEEN = "seen"
+    """Nothing yet, or an attempt that was interrupted or found its source changing."""
+    CONVERTING = "converting"
+    """An attempt runs, or its process died."""
+    FAILED = "failed"
+    """Failed, and may be retried: a full disk, a lost connection."""
+    REFUSED = "refused"
+    """Refused; a retry is pointless until the source or the target changes."""
+    DONE = "done"
+    """Converted by a watcher."""
+    ADOPTED = "adopted"
+    """The target was made by ``convert``, and equals the result of this conversion."""
+    REMOVING = "removing"
+    REMOVED = "removed"
+    """Removed by ``--keep``, and not converted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What watchers know of a conversion."""
+
+    target: str
+    """Name of the target folder."""
+    source_stamp: str
+    """State of the source; a change of it begins a new count of failures."""
+    since: float
+    """When the source was first seen in this state; seconds since the epoch, as every time here."""
+    state: State = State.SEEN
+    failures: int = 0
+    """Attempts that failed, or whose process died."""
+    ended_at: float = 0.0
+    """When the last attempt ended."""
+    reason: str = ""
+    """Why it failed or was refused."""
+    target_stamp: str = ""
+    """State of the target when it was refused."""
+    version: str = ""
+    """Version of this package that refused it."""
+    plan_id: str = ""
+    """Plan of the target that was made or adopted."""
+    made_of: str = ""
+    """State of the source of which that was."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> Record:
+        """From the JSON of its file.
+
+        Raises
+        ------
+        ValueError
+            If it is not a record, or its name, which becomes a path, would lead out of its folder.
+        """
+        if len(data) > LARGEST_RECORD_BYTES:
+            raise ValueError(f"not a record: {len(data)} bytes")
+        try:
+            record = typed(parse_json(data), cls)
+        except JsonError as error:
+            raise ValueError(f"not a record: {error}") from error
+        if not CHECKPOINT.fullmatch(record.target):
+            raise ValueError(f"not a record of a checkpoint: {record.target!r}")
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is known about a conversion without reading the checkpoint."""
+
+    source_stamp: str
+    target_stamp: str
+    plan_id: str | None
+    """Plan in the target's manifest; ``None`` without a manifest."""
 
 
 @dataclass
 class Records:
-    """Reads and writes records. Unchanged records are not read again."""
+    """Reads and writes records. What has not changed is not read again."""
 
     run: CheckpointRoot
     out: CheckpointRoot
     identify: Callable[[str, str], str]
-    """Source and target → conversion id."""
-    _claims: dict[str, tuple[str, Attempt | None]] = field(default_factory=dict)
+    """Source and target → id of the conversion."""
     _manifests: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-
-    def conversion_id(self, name: str) -> str:
-        """The id of the conversion of a checkpoint."""
-        return self.identify(self.run.at(name), self.out.at(name))
+    _known: dict[str, tuple[str, Record | None]] = field(default_factory=dict)
 
     def observe(self, name: str) -> Observation:
         """What is known about a conversion without reading the checkpoint."""
         files = self.out.files(name)
-        return Observation(
-            source_stamp=digest(self.run.files(name)),
-            target_stamp=digest(files),
-            plan_id=self._plan_id(name, files),
-            version=__version__,
-        )
+        return Observation(digest(self.run.files(name)), digest(files), self._plan_id(name, files))
 
     def plan_id(self, name: str) -> str | None:
         """The plan in a target's manifest; ``None`` without a manifest of ours."""
@@ -82,61 +146,62 @@ class Records:
         """The manifest of a target; empty without a manifest of ours."""
         return own_manifest(self.out.read(f"{name}/{MANIFEST}")) or {}
 
-    def unchanged_since(self, name: str, stamp: str, now: float) -> float:
-        """When a checkpoint was first seen in its present state, in seconds since the epoch.
+    def root(self, name: str) -> str | None:
+        """The root of the fingerprints in a target's manifest."""
+        entry = self.manifest(name).get("fingerprints")
+        return entry.get("root") if isinstance(entry, dict) else None
 
-        The time is recorded for other watchers.
-        """
-        path = f"{SEEN}/{self.conversion_id(name)}.json"
+    def path_of(self, name: str) -> str:
+        """Where the record of a checkpoint is."""
+        return f"{SEEN}/{self.identify(self.run.at(name), self.out.at(name))}.json"
+
+    def read(self, name: str, source_stamp: str, now: float) -> Record:
+        """The record of a checkpoint; one of its present state if there is none, or none that can be read."""
+        data = self.out.read(self.path_of(name))
         try:
-            seen = parse_json(self.out.read(path) or b"{}")
+            record = None if data is None else Record.parse(data)
         except ValueError:
-            seen = {}
-        if isinstance(seen, dict) and seen.get("stamp") == stamp and type(seen.get("at")) in (int, float):
-            return float(seen["at"])
-        self.out.replace(path, json.dumps({"stamp": stamp, "at": now}).encode())
-        return now
+            record = None
+        if record is None or record.target != name:
+            return Record(name, source_stamp, now)
+        if record.source_stamp == source_stamp:
+            return record
+        attempted = record.state in (State.CONVERTING, State.FAILED, State.REFUSED)
+        state = State.SEEN if attempted else record.state
+        return replace(record, source_stamp=source_stamp, since=now, state=state, failures=0, reason="")
 
-    # ------------------------------------------------------------------------------------- claims
+    def write(self, record: Record) -> None:
+        """Write the record of a checkpoint."""
+        self.out.replace(self.path_of(record.target), json.dumps(asdict(record)).encode())
 
-    def attempts(self, conversion_id: str) -> list[Attempt]:
-        """All attempts at a conversion, ascending."""
-        return self.all_attempts().get(conversion_id, [])
+    def unchanged_since(self, name: str, source_stamp: str, now: float) -> float:
+        """When a checkpoint was first seen in its present state; recorded for other watchers."""
+        record = self.read(name, source_stamp, now)
+        if record.since == now:
+            self.write(record)
+        return record.since
 
-    def all_attempts(self) -> dict[str, list[Attempt]]:
-        """All claims next to the targets: conversion id → attempts, ascending."""
-        found: dict[str, list[Attempt]] = {}
-        for file, stamp in self.out.files(CLAIMS).items():
-            if file.startswith(".") or not _CLAIM.fullmatch(file):
+    def all(self) -> dict[str, Record]:
+        """Every record next to the targets, also of watchers with other options: path → record."""
+        found = {}
+        for file, stamp in self.out.files(SEEN).items():
+            if file.startswith(".") or int(stamp.partition(":")[0]) > LARGEST_RECORD_BYTES:
                 continue
-            if self._claims.get(file, ("", None))[0] != stamp:
-                self._claims[file] = (stamp, self._read_claim(file, int(stamp.partition(":")[0])))
-            attempt = self._claims[file][1]
-            if attempt is not None:
-                found.setdefault(attempt.conversion_id, []).append(attempt)
-        return {key: sorted(attempts, key=lambda a: a.number) for key, attempts in found.items()}
+            if self._known.get(file, ("", None))[0] != stamp:
+                self._known[file] = stamp, self._parsed(f"{SEEN}/{file}")
+            if (record := self._known[file][1]) is not None:
+                found[f"{SEEN}/{file}"] = record
+        return found
 
-    def _read_claim(self, file: str, size_bytes: int) -> Attempt | None:
-        path = f"{CLAIMS}/{file}"
+    def _parsed(self, path: str) -> Record | None:
         try:
-            if size_bytes > LARGEST_CLAIM_BYTES:
-                raise ValueError(f"not a claim: {size_bytes} bytes")
-            data = self.out.read(path)
-            attempt = None if data is None else Attempt.parse(data)
-            if attempt is not None and claim_path(attempt) != path:
-                raise ValueError("the claim of a different attempt")
-            return attempt
+            return Record.parse(self.out.read(path) or b"")
         except ValueError:
-            log.warning("%s: not a claim; delete it if no watcher runs", self.out.at(path))
             return None
 
-    def create(self, attempt: Attempt) -> bool:
-        """Create the file of an attempt, which claims it. ``False`` if another process has created it."""
-        return self.out.create(claim_path(attempt), attempt.data())
-
-    def write(self, attempt: Attempt) -> None:
-        """Rewrite the file of an attempt. Only its owner may do this."""
-        self.out.replace(claim_path(attempt), attempt.data())
+    def replace(self, path: str, record: Record) -> None:
+        """Write a record at its path."""
+        self.out.replace(path, json.dumps(asdict(record)).encode())
 
     def note(self, outcome: Outcome) -> None:
         """Add an outcome to the audit log. A log that cannot be written is a warning: the work is done."""
@@ -145,33 +210,32 @@ class Records:
         except (OSError, ListingError) as error:
             log.warning("%s: not in the audit log: %s", outcome.target, error)
 
-    def root(self, name: str) -> str | None:
-        """The root of the fingerprints in a target's manifest."""
-        entry = self.manifest(name).get("fingerprints")
-        return entry.get("root") if isinstance(entry, dict) else None
 
-    @contextmanager
-    def renewed(self, attempt: Attempt, every_seconds: float, clock: Callable[[], float]) -> Iterator[None]:
-        """Send heartbeats for an attempt while the block runs."""
-        stopped = threading.Event()
-
-        def beat() -> None:
-            while not stopped.wait(every_seconds):
-                try:
-                    self.write(replace(attempt, seen_at=clock()))
-                except (OSError, ListingError) as error:
-                    log.warning("%s: claim not renewed: %s", attempt.target, error)
-
-        thread = threading.Thread(target=beat, name="claim", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            thread.join()
+def refusal_stands(record: Record, seen: Observation) -> bool:
+    """Whether a refused checkpoint would be refused again: neither target nor this package has changed since."""
+    return (record.target_stamp, record.version) == (seen.target_stamp, __version__)
 
 
 def digest(files: Mapping[str, str]) -> str:
     """A fingerprint of all files of a folder; empty for an empty folder."""
     text = json.dumps(sorted(files.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16] if files else ""
+
+
+def conversion_id(identity: Mapping[str, Any]) -> str:
+    """The id of a conversion: a hash of what decides its outcome.
+
+    >>> conversion_id({"source": "/a", "target": "/b", "to": "tp=1"})
+    'paddle-reshard-fee32f995f451960'
+    """
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return f"paddle-reshard-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
+    """The checkpoints among folder names, ascending by step.
+
+    >>> steps_of(["checkpoint-20", "runs", "checkpoint-3", "checkpoint-x"])
+    [(3, 'checkpoint-3'), (20, 'checkpoint-20')]
+    """
+    return sorted((int(match[1]), name) for name in folders if (match := CHECKPOINT.fullmatch(name)))

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.conversion import convert_with
-from paddle_reshard.pipeline.convert.options import ConversionOptions
-from paddle_reshard.pipeline.convert.request import ConversionSettings
 from paddle_reshard.pipeline.core.answer import SCHEMA_VERSION, Answer
 from paddle_reshard.pipeline.core.errors import (
     JobError,
@@ -23,10 +21,12 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
+from paddle_reshard.pipeline.request.options import ConversionOptions
+from paddle_reshard.pipeline.request.parse import ConversionSettings
 from paddle_reshard.pipeline.versions.publish import publish
 from paddle_reshard.pipeline.versions.reports import PublishReport
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
-from paddle_reshard.storage.formats.typed_json import Bounds, typed
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.typed_json import Bounds, typed
 from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
@@ -46,9 +46,11 @@ class Conversion:
     """Source and target → conversion id."""
 
 
-Convert = Callable[[str, str, Callable[[], None]], None]
-"""``(source, target, check)``: convert, and call ``check`` immediately before publishing. Raises a ``ReshardError``,
-whose ``retryable`` says whether to try again."""
+Convert = Callable[[str, str, Callable[[bool], None], Callable[[], None]], None]
+"""``(source, target, begin, check)``: convert, call ``begin`` once nobody else can, unless nothing is left to do, and
+``check`` immediately before publishing. ``begin`` is told whether an attempt that has not ended must have died: not if
+it is a job that goes on without its watcher. Raises a ``ReshardError``, whose ``retryable`` says whether to try again,
+and ``BusyError`` while another process converts."""
 
 
 MakePage = Callable[[str, str, Observer], "HtmlReport"]
@@ -60,22 +62,32 @@ def convert_inline(
 ) -> Convert:
     """Conversions in this process, each with a page if there is ``make_page``."""
 
-    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+    def convert(source: str, target: str, begin: Callable[[bool], None], check: Callable[[], None]) -> None:
+        waits = False
+
         def observe(event: Event) -> None:
+            nonlocal waits
             also_observe(event)
-            if isinstance(event, StepStarted) and event.step == "publish":
-                check()
-            elif isinstance(event, StepEnded):
+            if isinstance(event, StepStarted):
+                waits = event.step == "move"  # for the lock; whatever follows is done under it
+                if event.step == "publish":
+                    check()
+            elif waits:
+                waits = False
+                begin(True)
+            if (
+                isinstance(event, StepEnded) and event.step != "plan"
+            ):  # a watcher that waits plans in every pass
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
         settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))
         with ExitStack() as stack:
             page = None if make_page is None else stack.enter_context(make_page(source, target, observe))
             try:
-                report = convert_with(source, target, settings, page or observe)
+                report = convert_with(source, (target,), settings, page or observe)
             except StaleSessionError as error:
                 _discard(target, conversion, error)
-                report = convert_with(source, target, settings, page or observe)
+                report = convert_with(source, (target,), settings, page or observe)
             if page is not None:
                 _show(page, report)
 
@@ -92,11 +104,11 @@ def _show(page: HtmlReport, report: ConversionReport) -> None:
 
 def publish_inline(conversion: Conversion, versions: str) -> Callable[[str], PublishReport]:
     """Publish converted checkpoints in this process."""
-    given = conversion.settings.options
+    given = conversion.settings.asked.shared
     access = target_access(given)
     options: ConversionOptions = {
-        "memory": given.get("memory", DEFAULT_MEMORY),
-        "no_space_check": given.get("no_space_check", False),
+        "memory": str(given.get("memory") or DEFAULT_MEMORY),
+        "no_space_check": bool(given.get("no_space_check")),
         "storage_options": access.options,
         "allow_scheme": access.schemes,
     }
@@ -106,7 +118,7 @@ def publish_inline(conversion: Conversion, versions: str) -> Callable[[str], Pub
 def _discard(target: str, conversion: Conversion, reason: object) -> None:
     """Remove the unfinished target of an earlier attempt that cannot be resumed, so that it starts afresh."""
     log.info("%s", reason)
-    options, schemes, _ = target_access(conversion.settings.options)
+    options, schemes, _ = target_access(conversion.settings.asked.shared)
     api.clean(target, storage_options=options, allow_scheme=schemes)
 
 
@@ -116,8 +128,9 @@ def convert_as_job(
     """Conversions as jobs of a Ray cluster, one at a time. Their arguments must include ``--json --resume``."""
     from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion
 
-    def convert(source: str, target: str, check: Callable[[], None]) -> None:
+    def convert(source: str, target: str, begin: Callable[[bool], None], check: Callable[[], None]) -> None:
         check()
+        begin(False)
         try:
             run(source, target)
         except StaleSessionError as error:

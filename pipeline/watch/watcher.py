@@ -1,18 +1,9 @@
-"""Convert the checkpoints of a training run as they finish.
+"""Convert the checkpoints of a training run as they finish: a loop over ``convert --resume``.
 
-A watcher claims a conversion by creating the file of its next attempt. The creation is exclusive, also when the claim
-of a dead process is taken over: only one of the watchers that want attempt 2 gets it. Only the owner of an attempt
-rewrites its file. The decisions are divided among modules::
-
-    records    files of the run and next to the targets             reads and writes
-    looking    whether a checkpoint is complete                     reads
-    finished   whether the trainer has finished writing it          pure
-    claims     observations and earlier attempts → what to do       pure
-    attempts   claim an attempt, run it, record its end             reads and writes
-    publishing versions of converted checkpoints                    reads and writes
-    notices    results → messages                                   pure
-
-``Watcher`` calls them in turn, claims, converts and records.
+Several watchers may work on one folder. Which of them converts a checkpoint is decided by the lock of the conversion;
+the others wait, and find the target finished, which its manifest says. What survives a watcher are small records
+(:mod:`~paddle_reshard.pipeline.watch.records`): since when a checkpoint has not changed, which attempts have failed,
+what ``--keep`` may remove.
 """
 
 from __future__ import annotations
@@ -24,40 +15,57 @@ from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.convert.conversion import plan_with
 from paddle_reshard.pipeline.convert.manifest import describe_targets
-from paddle_reshard.pipeline.convert.options import ConversionOptions
-from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError, UsageError
+from paddle_reshard.pipeline.core.errors import (
+    BusyError,
+    CheckpointError,
+    ListingError,
+    ReshardError,
+    TargetError,
+    UsageError,
+)
 from paddle_reshard.pipeline.core.outcome import Outcome
-from paddle_reshard.pipeline.watch import notices
-from paddle_reshard.pipeline.watch.attempts import Attempts
-from paddle_reshard.pipeline.watch.claims import (
-    CHECKPOINT,
-    CLAIMS,
+from paddle_reshard.pipeline.progress.stream import Checked
+from paddle_reshard.pipeline.watch.decisions import (
     Action,
-    Attempt,
-    Basis,
-    Decision,
-    Observation,
     Policy,
-    State,
-    compare_manifests,
-    end_of,
+    begun,
+    decide,
+    ended,
+    given_up,
     in_words,
-    recorded_as,
-    steps_of,
-    superfluous,
+    made,
+    same_content,
 )
 from paddle_reshard.pipeline.watch.looking import Inspector
-from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result
+from paddle_reshard.pipeline.watch.notices import (
+    Notice,
+    Notices,
+    Result,
+    failed,
+    of_incomplete,
+    skipped,
+    waiting,
+)
 from paddle_reshard.pipeline.watch.publishing import Publisher
-from paddle_reshard.pipeline.watch.records import Records, digest
+from paddle_reshard.pipeline.watch.records import (
+    CHECKPOINT,
+    Observation,
+    Record,
+    Records,
+    State,
+    digest,
+    steps_of,
+)
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline, publish_inline
-from paddle_reshard.storage.formats.manifest import own_manifest
+from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import comparable_path, source_access, target_access
 from paddle_reshard.storage.session.holder import user_at_host
 
 log = logging.getLogger(__name__)
 
+BUSY = "busy"
+"""Key of notices about a checkpoint that another watcher converts."""
 EVENTS = {State.DONE: "converted", State.REFUSED: "refused", State.FAILED: "failed"}
 """How an attempt ended → the event of its outcome."""
 
@@ -75,48 +83,51 @@ class Watcher:
     """Where converted checkpoints are published, if they are."""
     clock: Callable[[], float] = time.time
     notices: Notices = field(default_factory=Notices)
-    tell: Callable[[Outcome], None] = lambda outcome: None
-    """Called when a checkpoint is converted, refused, failed or stale."""
+    tell: Callable[[Outcome | Checked], None] = lambda event: None
+    """Called when a checkpoint is converted, refused, failed or stale, and after each pass."""
     _order: list[str] = field(default_factory=list)
-    _compared: dict[str, tuple[Observation, Decision]] = field(default_factory=dict)
+    _held: set[str] = field(default_factory=set)
+    """Checkpoints that another watcher converts, or that will be tried again."""
 
     def __post_init__(self) -> None:
         check_locations(self.run.location, self.out.location)
         self.records = Records(self.run, self.out, self.conversion.identify)
-        self.attempts = Attempts(self.records, self.policy, lambda: self.clock())
         self.publisher: Publisher | None = None
         if self.versions is not None:
             publish = publish_inline(self.conversion, self.versions.location)
-            self.publisher = Publisher(self.attempts, self.versions, publish, self.notices)
-        self.inspector = Inspector(self.records, self.conversion.settings.options, self.policy.settle_seconds)
+            self.publisher = Publisher(self.records, self.versions, publish, self.notices)
+        self.inspector = Inspector(
+            self.records, self.conversion.settings.asked.shared, self.policy.settle_seconds
+        )
 
     # ------------------------------------------------------------------------------------- one pass
 
     def once(self) -> dict[str, Result]:
         """Check every checkpoint once, oldest first, and convert those that are ready. Name → result."""
-        found = steps_of(self.run.folders())
-        if not found:
-            nothing = f"{self.run.location}: no checkpoint-<step> folder yet"
-            self.notices.give("", Notice(Result.WAITING, logging.WARNING, nothing))
-        self._order = [name for _, name in found]
+        self._order = [name for _, name in steps_of(self.run.folders())]
+        if not self._order:
+            nothing = Notice(Result.WAITING, logging.WARNING, "no checkpoint-<step> folder yet")
+            self.notices.give(self.run.location, nothing, about="")
+        self._held = set()
         results: dict[str, Result] = {}
         for name in self._wanted():
             try:
                 results[name] = self._handle(name)
             except (OSError, ListingError) as error:
-                message = f"{name}: {in_words(error)}; will be checked again"
-                results[name] = self._give(name, Result.FAILED, logging.ERROR, message)
+                notice = failed(f"{in_words(error)}; will be checked again", "")
+                results[name] = self.notices.give(name, notice)
             if results[name] is Result.CONVERTED:
                 self._settle(results)
         self._settle(results)
+        self.tell(Checked({name: result.value for name, result in results.items()}))
         return results
 
     def _settle(self, results: dict[str, Result]) -> None:
         """Publish what is due, and remove what ``--keep`` does not keep."""
         needed: set[str] = set()
         if self.publisher is not None:
-            results |= self.publisher.update(self._order, results)
-            needed = self.publisher.needed(self._order, results)
+            results |= self.publisher.update(self._held, results)
+            needed = {*self.publisher.due(self._held, results)}
         self.prune(needed)
 
     def repeat(self, every_seconds: float) -> dict[str, Result]:
@@ -141,117 +152,90 @@ class Watcher:
                 wanted.append(name)
                 usable += self._usable(name)
             else:
-                skipped = f"{name}: skipped, --keep {self.policy.keep} has newer checkpoints"
-                self._give(name, Result.DONE, logging.INFO, skipped)
+                newer = f"skipped, --keep {self.policy.keep} has newer checkpoints"
+                self.notices.give(name, Notice(Result.DONE, logging.INFO, newer))
         return wanted[::-1]
 
     def _usable(self, name: str) -> bool:
         """Whether a checkpoint has been converted or can be."""
-        action = self._decide(name)[0].action
-        if action is Action.LOOK:
+        decision = self._decide(name)[0]
+        if decision is Action.LOOK:
             try:
                 return self.inspector.look(name, self._order, self.clock()) is None
             except ReshardError:
                 return False
-        return action is Action.NOTHING
+        return isinstance(decision, Notice) and decision.result is Result.DONE
 
-    def _decide(self, name: str) -> tuple[Decision, Basis]:
-        return self.attempts.decide(self.records.conversion_id(name), self.records.observe(name))
+    def _decide(self, name: str) -> tuple[Action | Notice, Observation, Record]:
+        seen = self.records.observe(name)
+        record = self.records.read(name, seen.source_stamp, self.clock())
+        return decide(seen, record, self.policy, self.clock()), seen, record
 
     def _handle(self, name: str) -> Result:
         """Decide what to do about a checkpoint, and do it."""
-        decision, basis = self._decide(name)
-        if decision.action is Action.COMPARE:
-            decision = self._adopt(name, basis)
-        notice = notices.of_decision(name, decision)
-        if notice is not None:
-            return self.notices.give(name, notice)
+        decision, seen, record = self._decide(name)
+        if decision is Action.COMPARE:
+            decision = self._compare(name, seen, record)
+        if isinstance(decision, Notice):
+            if decision.result is Result.WAITING:
+                self._held.add(name)
+            return self.notices.give(name, decision)
         try:
             incomplete = self.inspector.look(name, self._order, self.clock())
         except ReshardError as error:
-            message = f"{name}: refused: {error}"
-            if self.notices.messages.get(name) != message:
+            refused = failed(str(error), "refused: ")
+            if self.notices.messages.get(name) != f"{name}: {refused.message}":
                 self.tell(self._outcome("refused", name, error=str(error)))
-            return self._give(name, Result.FAILED, logging.ERROR, message)
+            return self.notices.give(name, refused)
         if incomplete is not None:
-            now, stale = self.clock(), self.policy.stale_seconds
-            about = notices.of_incomplete(name, incomplete, now, stale)
+            about = of_incomplete(incomplete, self.clock(), self.policy.stale_seconds)
             if about.result is Result.STALE:
                 self.tell(self._outcome("stale", name, error=about.message))
             return self.notices.give(name, about)
-        return self._claim_and_convert(name, basis)
+        return self._convert(name, record)
 
-    def _adopt(self, name: str, basis: Basis) -> Decision:
-        """Decide about a target without a record, of a killed watcher or made by hand, from its manifest."""
-        if self._compared.get(name, (None, None))[0] != basis.observation:
-            self._compared[name] = (basis.observation, self._compare(name, basis))
-        return self._compared[name][1]
-
-    def _compare(self, name: str, basis: Basis) -> Decision:
-        source, target = self.run.at(name), self.out.at(name)
-        settings = self.conversion.settings
-        options: ConversionOptions = {**settings.options, "overwrite": False}
+    def _compare(self, name: str, seen: Observation, record: Record) -> Action | Notice:
+        """Decide about a target that no record explains, of a killed watcher or made by hand, from its manifest."""
+        target, settings = self.out.at(name), self.conversion.settings
+        asked = settings.asked.with_shared(overwrite=False)
+        run = replace(settings.run, resume=False)
         try:
             planned = plan_with(
-                source,
-                f"{target}.planned",
-                replace(settings, options=options, run=replace(settings.run, resume=False)),
+                self.run.at(name), (f"{target}.planned",), replace(settings, asked=asked, run=run)
             )
         except CheckpointError as error:
-            return Decision(Action.WAIT, str(error))
+            return waiting(str(error))
         except ReshardError as error:
-            return Decision(Action.FAIL, str(error))
-        wanted, found = describe_targets(planned)[""], self.records.manifest(name)
-        decision = compare_manifests(wanted, found, target, self.policy.overwrite)
-        if decision.action is Action.NOTHING:
-            attempt = replace(self._next_attempt(name, basis), state=recorded_as(basis.attempts))
-            if self.records.create(attempt):
-                log.info("%s: converted already; recorded", name)
-        return decision
+            return failed(str(error))
+        if same_content(describe_targets(planned)[""], self.records.manifest(name)):
+            state = State.DONE if record.state is State.CONVERTING else State.ADOPTED  # of a killed watcher
+            self.records.write(made(replace(record, state=state), seen.plan_id or ""))
+            log.info("%s: converted already; recorded", name)
+            return skipped("converted")
+        if self.policy.overwrite:
+            return Action.LOOK
+        return failed(
+            f"{target} holds the result of a different conversion; use another folder, or --overwrite to replace it"
+        )
 
     # ------------------------------------------------------------------------------------- converting
 
-    def _next_attempt(self, name: str, basis: Basis) -> Attempt:
-        return self.attempts.following(self.records.conversion_id(name), name, basis)
+    def _convert(self, name: str, record: Record) -> Result:
+        """Convert a checkpoint, unless another watcher does, and record how that ended."""
+        current, started = record, self.clock()
 
-    def _claim_and_convert(self, name: str, basis: Basis) -> Result:
-        attempt = self._next_attempt(name, basis)
-        if not self.records.create(attempt):
-            return self._not_claimed(name, basis)
-        log.info("%s: converting (%s, attempt %d)", name, attempt.conversion_id, attempt.number)
-        started = self.clock()
-        ended = self.attempts.run(attempt, lambda: self._convert(name, attempt))
-        seconds = self.clock() - started
-        if ended.state in EVENTS:
-            done = ended.state is State.DONE
-            outcome = replace(
-                self._outcome(EVENTS[ended.state], name, error=None if done else ended.reason),
-                plan_id=ended.plan_id if done else None,
-                root=self.records.root(name) if done else None,
-                seconds=max(0.0, seconds),
+        def begin(before_died: bool) -> None:
+            nonlocal current
+            current = begun(self.records.read(name, record.source_stamp, self.clock()), before_died)
+            if current.failures > self.policy.retries:
+                raise TargetError(given_up(current))
+            self.records.write(current)
+            log.info(
+                "%s: converting%s", name, f", attempt {current.failures + 1}" if current.failures else ""
             )
-            self.records.note(outcome)
-            self.tell(outcome)
-        return self.notices.give(name, notices.of_attempt(name, ended, seconds))
-
-    def _outcome(self, event: str, name: str, error: str | None = None) -> Outcome:
-        source = None if event == "removed" else self.run.at(name)
-        return Outcome(event, source, self.out.at(name), self.clock(), user_at_host(), error=error)
-
-    def _not_claimed(self, name: str, basis: Basis) -> Result:
-        """Another watcher was faster, or a file that is not a claim occupies the claim's path."""
-        if self.records.attempts(self.records.conversion_id(name)) != list(basis.attempts):
-            message = f"{name}: waiting: another watcher has just claimed it"
-            return self._give(name, Result.WAITING, logging.INFO, message)
-        where = self.out.at(f"{CLAIMS}/{self.records.conversion_id(name)}")
-        message = f"{name}: not converted: {where}….json is not a claim; delete it if no watcher runs"
-        return self._give(name, Result.FAILED, logging.ERROR, message)
-
-    def _convert(self, name: str, attempt: Attempt) -> Attempt:
-        """Run a claimed conversion. Returns the attempt after its end."""
 
         def changed() -> bool:
-            return digest(self.run.files(name)) != attempt.source_stamp
+            return digest(self.run.files(name)) != record.source_stamp
 
         def check() -> None:
             if changed():
@@ -259,14 +243,53 @@ class Watcher:
 
         error: Exception | None = None
         try:
-            self.convert(self.run.at(name), self.out.at(name), check)
+            self.convert(self.run.at(name), self.out.at(name), begin, check)
+        except BusyError as busy:
+            self._held.add(name)
+            return self.notices.give(name, waiting(str(busy), BUSY))
         except (ReshardError, OSError, MemoryError) as raised:
             error = raised
-        plan_id = self.records.plan_id(name) if error is None else None
-        ended = end_of(attempt, error, plan_id, self.clock())
-        if ended.state is State.REFUSED and changed():
-            return replace(ended, state=State.RELEASED)
-        return ended
+        except KeyboardInterrupt:
+            self._release(record, current)
+            raise
+        if isinstance(error, ReshardError) and not error.retryable and changed():
+            self._release(record, current)
+            return self.notices.give(name, waiting(str(error)))
+        if error is None and (current is record or self._is_done(name, started)):
+            return self.notices.give(name, skipped("converted"))  # by another watcher, in the meantime
+        return self._record(name, ended(current, error, self.records.observe(name), self.clock()), started)
+
+    def _release(self, before: Record, current: Record) -> None:
+        """Record that an attempt does not count, if it has begun."""
+        if current is not before:
+            self.records.write(replace(current, state=State.SEEN))
+
+    def _is_done(self, name: str, since: float) -> bool:
+        """Whether another watcher, which followed the same job, has recorded its end."""
+        record = self.records.read(name, "", self.clock())
+        return record.plan_id == self.records.plan_id(name) is not None and record.ended_at > since
+
+    def _record(self, name: str, record: Record, started: float) -> Result:
+        """Record and report an attempt that has ended."""
+        self.records.write(record)
+        seconds, done = max(0.0, self.clock() - started), record.state is State.DONE
+        outcome = replace(
+            self._outcome(EVENTS[record.state], name, error=None if done else record.reason),
+            plan_id=record.plan_id if done else None,
+            root=self.records.root(name) if done else None,
+            seconds=seconds,
+        )
+        self.records.note(outcome)
+        self.tell(outcome)
+        if done:
+            return self.notices.give(
+                name, Notice(Result.CONVERTED, logging.INFO, f"converted in {seconds:.0f} s")
+            )
+        return self.notices.give(name, failed(record.reason, f"{record.state.value}: "))
+
+    def _outcome(self, event: str, name: str, error: str | None = None) -> Outcome:
+        source = None if event == "removed" else self.run.at(name)
+        return Outcome(event, source, self.out.at(name), self.clock(), user_at_host(), error=error)
 
     # ------------------------------------------------------------------------------------- keeping
 
@@ -277,40 +300,33 @@ class Watcher:
         """
         if self.policy.keep is None:
             return
-        latest = [attempts[-1] for attempts in self.records.all_attempts().values()]
-        for attempt in latest:
-            if attempt.state is State.REMOVING:
-                self._remove(attempt)
-        mine = {
-            attempt.target: attempt
-            for attempt in latest
-            if attempt.state is State.DONE and attempt.plan_id == self.records.plan_id(attempt.target)
-        }
-        for name in superfluous(list(mine), self.policy.keep):
+        mine: dict[str, tuple[str, Record]] = {}
+        for path, record in self.records.all().items():
+            if record.state is State.REMOVING:
+                self._remove(path, record)
+            elif record.state is State.DONE and record.plan_id == self.records.plan_id(record.target):
+                mine[record.target] = path, record
+        for _, name in steps_of([*mine])[: -self.policy.keep]:
             if name not in needed:
-                self._remove(mine[name])
+                self._remove(*mine[name])
 
-    def _remove(self, attempt: Attempt) -> None:
+    def _remove(self, path: str, record: Record) -> None:
         """Remove a target, and nothing else. If this is killed, the next pass completes the removal."""
-        if self.records.plan_id(attempt.target) not in (None, attempt.plan_id):
+        name = record.target
+        if self.records.plan_id(name) not in (None, record.plan_id):
             return
-        where = self.out.at(attempt.target)
-        removing = replace(attempt, state=State.REMOVING, reason=f"--keep {self.policy.keep}")
-        self.records.write(removing)
+        self.records.replace(path, replace(record, state=State.REMOVING))
         reason = self.out.remove(
-            attempt.target, lambda manifest: (own_manifest(manifest) or {}).get("plan_id") == attempt.plan_id
+            name, lambda data: (own_manifest(data) or {}).get("plan_id") == record.plan_id
         )
         if reason is None:
-            self.records.write(replace(removing, state=State.REMOVED))
-            log.info("%s: removed, --keep %s", where, self.policy.keep)
-            self.records.note(replace(self._outcome("removed", attempt.target), plan_id=attempt.plan_id))
+            self.records.replace(path, replace(record, state=State.REMOVED))
+            log.info("%s: removed, --keep %s", self.out.at(name), self.policy.keep)
+            self.records.note(replace(self._outcome("removed", name), plan_id=record.plan_id))
         else:
-            self.records.write(replace(attempt, state=State.DONE, reason=""))
-            message = f"{where}: not removed: {reason}"
-            self._give(f"{attempt.target} kept", Result.DONE, logging.WARNING, message)
-
-    def _give(self, name: str, result: Result, level: int, message: str) -> Result:
-        return self.notices.give(name, Notice(result, level, message))
+            self.records.replace(path, replace(record, state=State.DONE))
+            kept = Notice(Result.DONE, logging.WARNING, f"not removed: {reason}")
+            self.notices.give(self.out.at(name), kept, about=f"{name} kept")
 
 
 def check_locations(run: str, out: str) -> None:
@@ -335,7 +351,10 @@ def open_watcher(
     versions: str | None = None,
 ) -> Watcher:
     """A watcher of the checkpoints in ``run`` that converts them below ``out``, and publishes them to ``versions``."""
-    reading, writing = source_access(conversion.settings.options), target_access(conversion.settings.options)
+    reading, writing = (
+        source_access(conversion.settings.asked.shared),
+        target_access(conversion.settings.asked.shared),
+    )
     return Watcher(
         open_root(run, *reading[:2]),
         open_root(out, *writing[:2]),

@@ -16,25 +16,25 @@ from paddle_reshard.pipeline.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.api import clean, convert, plan
-    from paddle_reshard.pipeline.convert.cards import Alternative, CardsPlan, RefusedTopology
-    from paddle_reshard.pipeline.convert.checking import check
+    from paddle_reshard.pipeline.examine.cards import Alternative, CardsPlan, RefusedTopology
+    from paddle_reshard.pipeline.examine.checking import check
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
-    from paddle_reshard.pipeline.convert.coverage import Coverage, prove
-    from paddle_reshard.pipeline.convert.diff import DifferenceSummary, DiffReport, TensorDifference, diff
-    from paddle_reshard.pipeline.convert.explain import explain
-    from paddle_reshard.pipeline.convert.explanation import ExplainedTensor, Explanation, Origin, Stretch
-    from paddle_reshard.pipeline.convert.fingerprint import FingerprintReport, fingerprint
-    from paddle_reshard.pipeline.convert.inspection import Inspection, StateSummary, inspect
+    from paddle_reshard.pipeline.examine.coverage import Coverage, prove
+    from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport, TensorDifference, diff
+    from paddle_reshard.pipeline.examine.explain import explain
+    from paddle_reshard.pipeline.examine.explanation import ExplainedTensor, Explanation, Origin, Stretch
+    from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport, fingerprint
+    from paddle_reshard.pipeline.examine.inspection import Inspection, StateSummary, inspect
     from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
-    from paddle_reshard.pipeline.convert.launch import Launch, launch
-    from paddle_reshard.pipeline.convert.options import (
+    from paddle_reshard.pipeline.examine.launch import Launch, launch
+    from paddle_reshard.pipeline.request.options import (
         AverageOptions,
         ConversionOptions,
         ConvertOptions,
         TargetOptions,
     )
     from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut, PlannedTarget
-    from paddle_reshard.pipeline.convert.read_options import (
+    from paddle_reshard.pipeline.request.read_options import (
         CheckOptions,
         DiffOptions,
         FingerprintOptions,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     )
     from paddle_reshard.pipeline.convert.run import MoveReport
     from paddle_reshard.pipeline.convert.series import average, ema
-    from paddle_reshard.pipeline.convert.signing import SignReport, sign
-    from paddle_reshard.pipeline.convert.verify import VerifyReport, verify
+    from paddle_reshard.pipeline.examine.signing import SignReport, sign
+    from paddle_reshard.pipeline.examine.verify import VerifyReport, verify
     from paddle_reshard.pipeline.core.catalog import File
     from paddle_reshard.pipeline.core.errors import (
         BusyError,
@@ -91,19 +91,19 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.tensors import DType, Tensor
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.core.units import PathLike
-    from paddle_reshard.pipeline.ema.async_ema import AsyncEma, EmaCounts
-    from paddle_reshard.pipeline.ema.paddle_objects import rank_pieces
-    from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
-    from paddle_reshard.pipeline.ema.stretches import Weights
-    from paddle_reshard.pipeline.ema.trainer import ema_callback
-    from paddle_reshard.pipeline.layouts.format import RankBytes
-    from paddle_reshard.pipeline.layouts.lora_config import Adapter
-    from paddle_reshard.pipeline.layouts.model import ModelTensor
-    from paddle_reshard.pipeline.live.converter import CheckpointConverter
-    from paddle_reshard.pipeline.live.load import LoadReport, load_into
-    from paddle_reshard.pipeline.live.names import check_names
-    from paddle_reshard.pipeline.live.tensors import stage3_state_dict
-    from paddle_reshard.pipeline.live.trainer import names_callback
+    from paddle_reshard.pipeline.training.async_ema import AsyncEma, EmaCounts
+    from paddle_reshard.pipeline.training.paddle_objects import rank_pieces
+    from paddle_reshard.pipeline.training.resume import Piece, RankPieces
+    from paddle_reshard.pipeline.training.stretches import Weights
+    from paddle_reshard.pipeline.training.ema_callback import ema_callback
+    from paddle_reshard.pipeline.checkpoint.format import RankBytes
+    from paddle_reshard.pipeline.model.lora_config import Adapter
+    from paddle_reshard.pipeline.model.model import ModelTensor
+    from paddle_reshard.pipeline.training.converter import CheckpointConverter
+    from paddle_reshard.pipeline.training.load import LoadReport, load_into
+    from paddle_reshard.pipeline.training.names import check_names
+    from paddle_reshard.pipeline.training.tensors import stage3_state_dict
+    from paddle_reshard.pipeline.training.names_callback import names_callback
     from paddle_reshard.pipeline.planning.compare import Difference
     from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
     from paddle_reshard.pipeline.report.html_report import HtmlReport
@@ -241,35 +241,35 @@ __all__ = [
 _HOMES = {
     # What a checkpoint is, and what it becomes: `inspect`, `plan`, `convert`, `ema`, `verify` and `clean` as functions
     "pipeline.core.stored": ("StoredTensor",),
-    "pipeline.convert.inspection": ("Inspection", "StateSummary", "inspect"),
-    "pipeline.convert.launch": ("Launch", "launch"),
-    "pipeline.layouts.lora_config": ("Adapter",),
-    "pipeline.layouts.model": ("ModelTensor",),
+    "pipeline.examine.inspection": ("Inspection", "StateSummary", "inspect"),
+    "pipeline.examine.launch": ("Launch", "launch"),
+    "pipeline.model.lora_config": ("Adapter",),
+    "pipeline.model.model": ("ModelTensor",),
     "pipeline.core.tensors": ("DType", "Tensor"),
     "pipeline.api": ("clean", "convert", "plan"),
     "pipeline.convert.series": ("average", "ema"),
-    "pipeline.convert.signing": ("SignReport", "sign"),
-    "pipeline.convert.verify": ("VerifyReport", "verify"),
-    "pipeline.convert.cards": ("Alternative", "CardsPlan", "RefusedTopology"),
-    "pipeline.layouts.format": ("RankBytes",),
-    "pipeline.convert.checking": ("check",),
+    "pipeline.examine.signing": ("SignReport", "sign"),
+    "pipeline.examine.verify": ("VerifyReport", "verify"),
+    "pipeline.examine.cards": ("Alternative", "CardsPlan", "RefusedTopology"),
+    "pipeline.checkpoint.format": ("RankBytes",),
+    "pipeline.examine.checking": ("check",),
     "pipeline.planning.compare": ("Difference",),
-    "pipeline.convert.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),
-    "pipeline.convert.fingerprint": ("FingerprintReport", "fingerprint"),
+    "pipeline.examine.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),
+    "pipeline.examine.fingerprint": ("FingerprintReport", "fingerprint"),
     "pipeline.core.fingerprints": ("Fingerprints",),
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
     "pipeline.convert.plan": ("ConversionPlan", "LeftOut", "PlannedTarget"),
-    "pipeline.convert.coverage": ("Coverage", "prove"),
-    "pipeline.convert.explain": ("explain",),
-    "pipeline.convert.explanation": ("ExplainedTensor", "Explanation", "Origin", "Stretch"),
+    "pipeline.examine.coverage": ("Coverage", "prove"),
+    "pipeline.examine.explain": ("explain",),
+    "pipeline.examine.explanation": ("ExplainedTensor", "Explanation", "Origin", "Stretch"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
     "pipeline.core.catalog": ("File",),
     "pipeline.convert.conversion": ("ConversionReport",),
     "pipeline.convert.run": ("MoveReport",),
     "tasks.figures": ("WorkerFigures",),
     # What is asked for
-    "pipeline.convert.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
-    "pipeline.convert.read_options": (
+    "pipeline.request.options": ("AverageOptions", "ConversionOptions", "ConvertOptions", "TargetOptions"),
+    "pipeline.request.read_options": (
         "CheckOptions",
         "DiffOptions",
         "FingerprintOptions",
@@ -300,17 +300,17 @@ _HOMES = {
         "WorkerAssigned",
     ),
     # Into a running job
-    "pipeline.live.load": ("LoadReport", "load_into"),
-    "pipeline.live.names": ("check_names",),
-    "pipeline.live.trainer": ("names_callback",),
-    "pipeline.live.tensors": ("stage3_state_dict",),
-    "pipeline.live.converter": ("CheckpointConverter",),
+    "pipeline.training.load": ("LoadReport", "load_into"),
+    "pipeline.training.names": ("check_names",),
+    "pipeline.training.names_callback": ("names_callback",),
+    "pipeline.training.tensors": ("stage3_state_dict",),
+    "pipeline.training.converter": ("CheckpointConverter",),
     # Averages beside training
-    "pipeline.ema.trainer": ("ema_callback",),
-    "pipeline.ema.async_ema": ("AsyncEma", "EmaCounts"),
-    "pipeline.ema.stretches": ("Weights",),
-    "pipeline.ema.paddle_objects": ("rank_pieces",),
-    "pipeline.ema.resume": ("Piece", "RankPieces"),
+    "pipeline.training.ema_callback": ("ema_callback",),
+    "pipeline.training.async_ema": ("AsyncEma", "EmaCounts"),
+    "pipeline.training.stretches": ("Weights",),
+    "pipeline.training.paddle_objects": ("rank_pieces",),
+    "pipeline.training.resume": ("Piece", "RankPieces"),
     # Every error, as the tree at the top of `pipeline/core/errors.py` has it
     "pipeline.core.errors": (
         "BusyError",
@@ -342,19 +342,16 @@ _HOMES = {
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""
-_REPLACED = {
-    "delta": "publish and pull: docs/deltas.md",
-    "apply_delta": "publish and pull: docs/deltas.md",
-    "plan_again": "plan, with the options that a manifest states: docs/proof.md#what-was-asked",
-}
-"""Name that a release had → what replaces it."""
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker that saw this would accept any name
 
+    def _replaced() -> Any:
+        return import_module(f"{__name__}.pipeline.core.replaced").NAMES
+
     def __getattr__(name: str) -> Any:
-        if name in _REPLACED:
-            raise AttributeError(f"{__name__}.{name} is replaced by {_REPLACED[name]}")
+        if name not in _HOME and (other := _replaced().get(name)):
+            raise AttributeError(f"{__name__}.{name} is replaced by {other}")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -29,7 +29,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class FolderEntries:
     """The contents of a folder at the time of the check."""
 
     files: dict[str, Path]
@@ -38,7 +38,7 @@ class Entries:
     """Names of folders that are not a checkpoint's own."""
 
 
-def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
+def look(root: Path, names: Collection[str] | None, follow: bool) -> FolderEntries:
     """Check all entries of a folder and of a checkpoint's own folders in it; with ``names``, only these.
 
     A link is followed inside the folder, and from a snapshot of a Hugging Face cache to the blobs next to it
@@ -53,7 +53,7 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> Entries:
     real = Path(os.path.realpath(root))
     blobs = (real.parents[1] / "blobs",) if real.parent.name == "snapshots" else ()
     within = None if follow else (real, *blobs)
-    found = Entries({}, [])
+    found = FolderEntries({}, [])
     for name in sorted(os.listdir(root)) if names is None else sorted(names):
         if names is not None and not os.path.lexists(root / name):
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
-from paddle_reshard.storage.replaceable import Entry, Kind, objection, removal_order
+from paddle_reshard.storage.replaceable import Entry, EntryKind, objection, removal_order
 
 LARGEST_MANIFEST_BYTES = 1 << 30
 
@@ -28,15 +28,19 @@ def entries_of(folder: Path) -> list[Entry]:
 def _entry(entry: os.DirEntry[str], path: str) -> Entry:
     status = entry.stat(follow_symlinks=False)
     if stat.S_ISREG(status.st_mode):
-        return Entry(path, Kind.FILE, status.st_size)
-    kinds = ((stat.S_ISDIR, Kind.FOLDER), (stat.S_ISLNK, Kind.LINK))
-    return Entry(path, next((kind for test, kind in kinds if test(status.st_mode)), Kind.OTHER))
+        return Entry(path, EntryKind.FILE, status.st_size)
+    kinds = ((stat.S_ISDIR, EntryKind.FOLDER), (stat.S_ISLNK, EntryKind.LINK))
+    return Entry(path, next((kind for test, kind in kinds if test(status.st_mode)), EntryKind.OTHER))
 
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
     """The manifest in a folder; ``None`` if there is no plain file of this name."""
     for entry in entries:
-        if entry.path == MANIFEST and entry.kind is Kind.FILE and entry.size_bytes <= LARGEST_MANIFEST_BYTES:
+        if (
+            entry.path == MANIFEST
+            and entry.kind is EntryKind.FILE
+            and entry.size_bytes <= LARGEST_MANIFEST_BYTES
+        ):
             return (folder / MANIFEST).read_bytes()
     return None
 

@@ -35,7 +35,7 @@ from paddle_reshard.storage.local.direct import (
 from paddle_reshard.storage.local.folders import check_free, object_to, remove_files, set_aside
 from paddle_reshard.storage.local.source import LocalSource, list_folder
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
-from paddle_reshard.storage.replaceable import Kind
+from paddle_reshard.storage.replaceable import EntryKind
 from paddle_reshard.storage.session.ledger import (
     Phase,
     Session,
@@ -300,7 +300,7 @@ class LocalTarget:
         if not replaced.is_dir():
             return
         entries, reason = object_to(replaced)
-        if reason is None and remove_files(replaced, [e.path for e in entries if e.kind is Kind.FILE]):
+        if reason is None and remove_files(replaced, [e.path for e in entries if e.kind is EntryKind.FILE]):
             return
         kept = set_aside(replaced, self.root)
         logger.warning(

@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, 
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
-from paddle_reshard.storage.replaceable import Entry, Kind
+from paddle_reshard.storage.replaceable import Entry, EntryKind
 from paddle_reshard.storage.schemes import S3_SCHEMES
 
 P = ParamSpec("P")
@@ -94,11 +94,11 @@ class Listing:
     def entries(self, hidden: str) -> list[Entry]:
         """The contents without files whose names start with ``hidden``."""
         files = [
-            Entry(name, Kind.FILE, stamp.size_bytes)
+            Entry(name, EntryKind.FILE, stamp.size_bytes)
             for name, stamp in self.files.items()
             if not name.startswith(hidden)
         ]
-        return [*files, *(Entry(name, Kind.FOLDER) for name in self.folders)]
+        return [*files, *(Entry(name, EntryKind.FOLDER) for name in self.folders)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

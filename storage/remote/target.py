@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, Unsup
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.storage.documents.strict_json import parse_json
 from paddle_reshard.storage.local.target import LocalWriter
 from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.remote import retry
@@ -84,7 +84,7 @@ class FsspecTarget(ABC):
         self.made: set[str] = set()
         self.session_store = self.open_session_store()
         listing = folder.listing(retry.HURRIED)
-        found = find_session(self.session_store)
+        found = self.find_session(listing)
         self.unfinished: Identity | None = None
         if found is not None and not self.is_published(found, listing):
             self.unfinished = found.identity
@@ -98,6 +98,10 @@ class FsspecTarget(ABC):
     @abstractmethod
     def open_session_store(self) -> SessionStore:
         """The store of this target's session."""
+
+    def find_session(self, listing: Listing) -> SessionRecord | None:
+        """The session at this target, if there is one. ``listing``: of the target, made just before."""
+        return find_session(self.session_store)
 
     @abstractmethod
     def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[WritePart, Sequence[Record]]:
@@ -168,7 +172,7 @@ class FsspecTarget(ABC):
     def _sweep(self) -> tuple[Listing, SessionRecord | None]:
         """Remove the session of a run that was killed after it wrote the manifest. What is there, and whose session."""
         listing = self.folder.listing()
-        found = find_session(self.session_store)
+        found = self.find_session(listing)
         if found is not None and self.is_published(found, listing):
             acquire_lock(self.session_store, self.location, self.take_over)
             self.session_store.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -49,7 +50,7 @@ Place = tuple[str, str, int | None]
 """Scheme, host and port."""
 
 
-class Address(NamedTuple):
+class ReadAddress(NamedTuple):
     """Where a file is asked for."""
 
     place: Place
@@ -76,7 +77,7 @@ class Reads:
     def __init__(self, client: Any, credentials: Any, verify: bool | str) -> None:
         self.client, self.credentials, self.verify = client, credentials, verify
         self.is_usable = _is_usual(client)
-        self._addresses: dict[tuple[str, str], Address] = {}
+        self._addresses: dict[tuple[str, str], ReadAddress] = {}
         self._regions: dict[str, str] = {}
         """Bucket → its region, where a store has said that it is another one."""
         self._idle: list[tuple[float, Place, HTTPConnection]] = []
@@ -114,7 +115,7 @@ class Reads:
         told: dict[str, Any] = {name: answer.headers.get(header) for name, header in _TOLD.items()}
         return {**told, "ResponseMetadata": {"HTTPStatusCode": answer.status}}
 
-    def _exchange(self, at: Address, asked: Mapping[str, str], buffer: memoryview) -> HTTPResponse:
+    def _exchange(self, at: ReadAddress, asked: Mapping[str, str], buffer: memoryview) -> HTTPResponse:
         """Make a request, and fill ``buffer`` unless botocore may know better."""
         with self._translated():
             connection, answer = self._ask(at, self._signed(at, asked))
@@ -129,7 +130,7 @@ class Reads:
                 raise
         return answer
 
-    def _address(self, bucket: str, key: str) -> Address:
+    def _address(self, bucket: str, key: str) -> ReadAddress:
         """Where a file is: found in a URL that botocore signs, and that is never used."""
         found = self._addresses.get((bucket, key))
         if found is None or found.region != self._regions.get(bucket, found.region):
@@ -138,11 +139,11 @@ class Reads:
             scope = dict(parse_qsl(url.query)).get("X-Amz-Credential", "///").split("/")
             place = url.scheme, str(url.hostname), url.port
             region = self._regions.get(bucket, scope[2])
-            found = Address(place, signed.partition("?")[0], url.path, region)
+            found = ReadAddress(place, signed.partition("?")[0], url.path, region)
             self._addresses[bucket, key] = found
         return found
 
-    def _signed(self, at: Address, asked: Mapping[str, str]) -> dict[str, str]:
+    def _signed(self, at: ReadAddress, asked: Mapping[str, str]) -> dict[str, str]:
         """The headers of a request for a file."""
         if self.credentials is None:
             return dict(asked)
@@ -162,7 +163,7 @@ class Reads:
 
     # ---------------------------------------------------------------------------------------- connections
 
-    def _ask(self, at: Address, headers: Mapping[str, str]) -> tuple[HTTPConnection, HTTPResponse]:
+    def _ask(self, at: ReadAddress, headers: Mapping[str, str]) -> tuple[HTTPConnection, HTTPResponse]:
         """Make a request; once more over a new connection, if a kept one was closed meanwhile."""
         connection = self._take(at.place)
         if connection is not None:
@@ -271,9 +272,16 @@ def _is_readable(connection: HTTPConnection) -> bool:
 
 
 def _answer(connection: HTTPConnection, target: str, headers: Mapping[str, str]) -> HTTPResponse:
-    """Make a request; the head of its answer. The connection is closed if there is none."""
+    """Make a request; the head of its answer. The connection is closed if there is none.
+
+    The head is acknowledged at once, where the system can be told to (Linux). A server that sends head and body one
+    after the other waits for that, as Ceph's gateway does unless it is told otherwise, and by itself it comes after
+    40 ms.
+    """
     try:
         connection.request("GET", target, headers=dict(headers))
+        if hasattr(socket, "TCP_QUICKACK"):
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return connection.getresponse()
     except BaseException:
         connection.close()

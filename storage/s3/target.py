@@ -14,13 +14,14 @@ from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, Unsup
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.remote import retry
+from paddle_reshard.storage.remote.folder import Listing
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
 from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.session import S3SessionStore
 from paddle_reshard.storage.s3.trials import part_check
-from paddle_reshard.storage.s3.uploads import CHECKSUM, Part, PartCheck, Upload, joined_etag
+from paddle_reshard.storage.s3.uploads import CHECKSUM, PartCheck, Upload, UploadedPart, joined_etag
 from paddle_reshard.storage.session.ledger import (
     SESSION,
     Phase,
@@ -114,6 +115,10 @@ class S3Target(FsspecTarget):
         """The session, under keys next to those of the new files."""
         return S3SessionStore(self.s3)
 
+    def find_session(self, listing: Listing) -> SessionRecord | None:
+        """The same, without a request if the listing names none. Who takes the session looks again."""
+        return super().find_session(listing) if SESSION in listing.files else None
+
     def copies_from(self, source: Source) -> CopyLimits | None:
         """Try the copy request that real parts will use: a few bytes of the largest file, into an aborted upload."""
         if not isinstance(source, FsspecSource) or not isinstance(source.folder, S3Folder):
@@ -196,11 +201,11 @@ class S3Target(FsspecTarget):
             return new.path, ""
         return new.path, self.folder.attempt(new.path, uploads.create_upload, self.s3, new.path, algorithm)
 
-    def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, Part] | None]:
+    def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, UploadedPart] | None]:
         """The parts that the store has of every upload created by an earlier run; ``None`` where the upload is gone."""
         begun = [new.path for new in files if self.uploads.get(new.path)]
 
-        def parts(name: str) -> tuple[str, dict[int, Part] | None]:
+        def parts(name: str) -> tuple[str, dict[int, UploadedPart] | None]:
             return name, self.folder.attempt(name, uploads.list_parts, self.s3, name, self.uploads[name])
 
         return dict(self.folder.for_each(parts, begun))
@@ -328,7 +333,7 @@ def find_leftovers(
 def kept_records(
     records: Sequence[Record],
     completed: Collection[str],
-    listed: Mapping[str, dict[int, Part] | None],
+    listed: Mapping[str, dict[int, UploadedPart] | None],
     files: Mapping[str, NewFile],
 ) -> list[Record]:
     """Units of work of an earlier run whose parts all exist: in a completed file, or in the store's list of parts."""
@@ -340,14 +345,14 @@ def kept_records(
 
 
 def _is_listed(
-    receipt: Receipt, listed: Mapping[str, dict[int, Part] | None], files: Mapping[str, NewFile]
+    receipt: Receipt, listed: Mapping[str, dict[int, UploadedPart] | None], files: Mapping[str, NewFile]
 ) -> bool:
     """Whether the store lists exactly the part that a receipt describes."""
     parts = listed.get(receipt.path)
     if parts is None:
         return False
     number = files[receipt.path].part_starts.index(receipt.byte_offset) + 1
-    return parts.get(number) == Part(receipt.nbytes, receipt.tag.strip('"'))
+    return parts.get(number) == UploadedPart(receipt.nbytes, receipt.tag.strip('"'))
 
 
 def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) -> bool:

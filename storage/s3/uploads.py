@@ -88,7 +88,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadedPart:
     """A part of an upload as the store lists it."""
 
     size_bytes: int
@@ -133,7 +133,7 @@ def complete_upload(folder: Bucket, name: str, upload_id: str, receipts: Sequenc
     folder.request("complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
 
-def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, Part] | None:
+def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, UploadedPart] | None:
     """The parts of an upload by number; ``None`` if the upload does not exist."""
 
     def ask(**more: Any) -> dict[str, Any]:
@@ -141,7 +141,9 @@ def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, Part] | N
 
     try:
         return {
-            number_of(part, "PartNumber"): Part(number_of(part, "Size"), text_of(part, "ETag").strip('"'))
+            number_of(part, "PartNumber"): UploadedPart(
+                number_of(part, "Size"), text_of(part, "ETag").strip('"')
+            )
             for page in pages(ask, PartNumberMarker="NextPartNumberMarker")
             for part in page.get("Parts", [])
         }

@@ -39,8 +39,8 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
 )
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, parse_memory
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json
-from paddle_reshard.storage.formats.typed_json import typed
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.typed_json import typed
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.aoa.apply import apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from tests.aoa.arrays import Engine, assert_same, gather, stored, trained
 
 HEADS = "num_heads=8, num_key_value_groups=4"

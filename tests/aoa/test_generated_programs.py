@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.aoa.apply import apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import check_catalog
 from tests.aoa.arrays import Engine, assert_same, gather, stored, trained
 

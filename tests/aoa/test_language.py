@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from tests.aoa.arrays import stored, trained
 
 RNG = np.random.default_rng(5)

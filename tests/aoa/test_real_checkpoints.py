@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.local.source import LocalSource
 from tests.aoa.arrays import Arrays, cast, gather
 from tests.conftest import CORPUS, GOLDEN, case_directory

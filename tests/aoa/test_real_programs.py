@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
-from paddle_reshard.pipeline.aoa.language import AoaProgram, parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import AoaProgram, parse_aoa
 from paddle_reshard.pipeline.core.catalog import check_catalog
 from paddle_reshard.pipeline.core.errors import UsageError
 from tests.aoa.arrays import Arrays, Engine, assert_same, cast, gather, stored, trained

@@ -5,8 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.aoa.apply import apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.errors import PlanError, ReshardError, UsageError
 from tests.aoa.arrays import stored, trained
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.aoa.apply import AoaOutcome, apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import Catalog, check_catalog
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.mixture import Mixture, Term

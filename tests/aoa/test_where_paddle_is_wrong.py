@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.aoa.apply import apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from tests.aoa.arrays import Array, Arrays, Engine, gather, random_array, stored, trained
 
 RNG = np.random.default_rng(3)

@@ -37,6 +37,9 @@ ZONE = "ray.io/availability-zone"
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
+    Path(tempfile.gettempdir(), "ray").mkdir(
+        exist_ok=True
+    )  # Cluster writes its address there, wherever its folder is
     folder = tempfile.mkdtemp(prefix="ray")  # sockets want a short path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPO))  # workers import the faults below

@@ -12,7 +12,7 @@ from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.planning.work import plan_work
 from paddle_reshard.tasks.cast import bfloat16_bits
-from paddle_reshard.tasks.device import HOST, PROBE_BITS, Box, PaddleMover
+from paddle_reshard.tasks.device import HOST, PROBE_BITS, DeviceBox, PaddleMover
 from paddle_reshard.tasks.run_group import run_group
 from tests.cluster.test_exchange import Written
 from tests.conftest import case_directory
@@ -25,20 +25,24 @@ def paddle_mover() -> PaddleMover:
     return PaddleMover("cpu")
 
 
-def moved(mover: PaddleMover, band: np.ndarray, nbytes: int, source: Box, target: Box) -> bytes:
+def moved(mover: PaddleMover, band: np.ndarray, nbytes: int, source: DeviceBox, target: DeviceBox) -> bytes:
     part = mover.zeros(nbytes)
     mover.move(
-        Box(mover.load(band), source.byte_offset, source.dtype, source.extents, source.strides),
-        Box(part, target.byte_offset, target.dtype, target.extents, target.strides),
+        DeviceBox(mover.load(band), source.byte_offset, source.dtype, source.extents, source.strides),
+        DeviceBox(part, target.byte_offset, target.dtype, target.extents, target.strides),
     )
     return mover.fetch(part).tobytes()
 
 
-def assert_same(mover: PaddleMover, band: np.ndarray, nbytes: int, source: Box, target: Box) -> None:
+def assert_same(
+    mover: PaddleMover, band: np.ndarray, nbytes: int, source: DeviceBox, target: DeviceBox
+) -> None:
     assert moved(mover, band, nbytes, source, target) == moved(HOST, band, nbytes, source, target)
 
 
-def strided_box(random: np.random.Generator, dtype: np.dtype, extents: tuple[int, ...]) -> tuple[Box, int]:
+def strided_box(
+    random: np.random.Generator, dtype: np.dtype, extents: tuple[int, ...]
+) -> tuple[DeviceBox, int]:
     """A box that starts at any byte, with or without gaps in each dim, its dims in any order in memory.
 
     Also how many bytes the buffer must have.
@@ -49,7 +53,7 @@ def strided_box(random: np.random.Generator, dtype: np.dtype, extents: tuple[int
         strides[dim] = reach
         reach = reach * extents[dim] + int(random.integers(0, 2)) * int(random.integers(1, 40))
     offset = int(random.integers(0, 30))
-    return Box(None, offset, dtype, extents, tuple(strides)), offset + reach + 8
+    return DeviceBox(None, offset, dtype, extents, tuple(strides)), offset + reach + 8
 
 
 @pytest.mark.parametrize("code", ["f4", "u2", "f2", "f8", "i8", "i4", "i1", "u1", "b1"])
@@ -86,8 +90,8 @@ def test_casts_of_all_kinds_of_values(paddle_mover: PaddleMover) -> None:
     ]
     values = np.concatenate(bits).view(np.float32)
     count = len(values)
-    source = Box(None, 0, np.dtype("<f4"), (1, 1, 1, count), (0, 0, 0, 4))
-    target = Box(None, 0, np.dtype("<u2"), (1, 1, 1, count), (0, 0, 0, 2))
+    source = DeviceBox(None, 0, np.dtype("<f4"), (1, 1, 1, count), (0, 0, 0, 4))
+    target = DeviceBox(None, 0, np.dtype("<u2"), (1, 1, 1, count), (0, 0, 0, 2))
     found = moved(paddle_mover, values.view(np.uint8), 2 * count, source, target)
     assert found == bfloat16_bits(values).tobytes()
 

@@ -11,8 +11,8 @@ import pytest
 
 from paddle_reshard.clusters.companion import CompanionLost
 from paddle_reshard.clusters.ray.ema_actor import ActorCompanion
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.stretches import Weights
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.stretches import Weights
 from tests.cluster.conftest import is_running
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -16,11 +16,11 @@ from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import WORKER_ENV
 from paddle_reshard.clusters.ray.labels import LabelSelector
+from paddle_reshard.pipeline.checkpoint.reading import Readable, index_tensor_file
 from paddle_reshard.pipeline.core.errors import ClusterError, FormatError, UsageError
+from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.hybrid.names import parse_rank_file
-from paddle_reshard.pipeline.layouts.reading import Readable, index_tensor_file
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Source

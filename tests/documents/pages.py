@@ -100,6 +100,17 @@ PAGES: dict[str, Page] = {
         stands_for={'f"checkpoint-{step}", ': '"saved", ', "tp=2, tp_rank=1": "tp=1, tp_rank=0"},
         not_run={"from paddle_reshard import ema_callback": NEEDS_A_TRAINER},
     ),
+    "docs/families.md": Page(
+        holds={
+            "ernie-300": "recipes/ernie_ep2_pp2sh2_s1v2_meta",
+            "deepseek-300": "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
+        },
+        stands_for={"ernie4_5_moe.json": "ernie-300/config.json"},
+        not_run={
+            "paddle-reshard convert ernie-300 ernie-tuning": "needs the config of the published model; "
+            "tests/golden/test_pretraining_recipes.py converts with one"
+        },
+    ),
     "docs/glossary.md": Page(
         drawings="drawings; tests/unit/test_glossary.py compares their byte offsets with those of the tour"
     ),
@@ -111,6 +122,11 @@ PAGES: dict[str, Page] = {
         holds={"checkpoint-1000": LLAMA, "s3://bucket/run-7/checkpoint-1000": SMALL},
     ),
     "docs/guides/export.md": Page(before=("convert checkpoint-1000 Qwen3-30B-A3B --format huggingface",)),
+    "docs/guides/fewer-cards.md": Page(
+        holds={"checkpoint-1000": LLAMA, "s3://bucket/checkpoint-1000": SMALL},
+        before=("convert checkpoint-1000 flex-1000 --format flex",),
+        stands_for={"/local/": "local/"},
+    ),
     "docs/guides/object-stores.md": Page(
         holds=IN_THE_STORE,
         stands_for={
@@ -120,6 +136,14 @@ PAGES: dict[str, Page] = {
             '"secret": "…"': '"secret": "{secret}"',
         },
         saved={'{"key": "…"': "store.json"},
+    ),
+    "docs/guides/paddleocr-vl.md": Page(
+        holds={
+            "checkpoint-1000": "families/paddleocr_vl_sh2_s1v2_meta",
+            "lora-300": "small-lora/lora_paddleocr_vl_sh2_s1v2_meta",
+            "trained-base": "families/paddleocr_vl_single",
+        },
+        before=("convert trained-base PaddleOCR-VL --format huggingface",),
     ),
     "docs/guides/troubleshooting.md": Page(drawings="messages; test_messages.py makes each of them appear"),
     "docs/guides/watch.md": Page(holds={"run-7/checkpoint-1000": LLAMA}),
@@ -167,12 +191,12 @@ PAGES: dict[str, Page] = {
         stands_for={"tests/golden/": f"{REPO}/tests/golden/"},
     ),
     "docs/versions.md": Page(
-        holds={"checkpoint-300": QWEN3_MOE},
+        holds={"checkpoint-300": QWEN3_MOE, "checkpoint-of-0.4": "small-versions/pf041_llama_single"},
         not_run={
             "python3 tests/lab/upstream.py": "tests/unit/test_upstream.py compares the installed Paddle"
         },
     ),
-    "pipeline/layouts/rules/README.md": Page(
+    "pipeline/model/rules/README.md": Page(
         shows={"{": "a rule table; tests/unit/test_rule_tables.py reads it"}
     ),
     "tests/lab/README.md": Page(

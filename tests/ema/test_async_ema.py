@@ -14,8 +14,8 @@ import pytest
 
 from paddle_reshard.clusters.companion import CompanionLost
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.stretches import Weights
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.stretches import Weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
-from paddle_reshard.pipeline.ema.decisions import Due, Recovery, Rule, Standing, progress_of, recovery
-from paddle_reshard.pipeline.ema.stretches import (
+from paddle_reshard.pipeline.training.decisions import (
+    Due,
+    Recovery,
+    Standing,
+    UpdateRule,
+    progress_of,
+    recovery,
+)
+from paddle_reshard.pipeline.training.stretches import (
     Weights,
     check_same,
     count_elements,
@@ -17,7 +24,7 @@ from paddle_reshard.pipeline.ema.stretches import (
     rank_file,
     stretches_of,
 )
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 from paddle_reshard.tasks.ema import AverageProgress, Averaging
 
 
@@ -37,15 +44,15 @@ def weights(**shapes: tuple[int, ...]) -> Weights:
     ],
 )
 def test_a_step_is_due_by_its_number_and_its_loss(step: int, loss: float | None, due: Due) -> None:
-    assert Rule(4, 2.0).due(step, loss) is due
+    assert UpdateRule(4, 2.0).due(step, loss) is due
 
 
 def test_a_threshold_needs_a_loss_and_an_interval_is_a_whole_step() -> None:
-    assert Rule(4).due(8, None) is Due.YES
+    assert UpdateRule(4).due(8, None) is Due.YES
     with pytest.raises(UsageError, match="needs the loss"):
-        Rule(4, 2.0).due(8, None)
+        UpdateRule(4, 2.0).due(8, None)
     with pytest.raises(UsageError, match="interval 0 must be at least 1"):
-        Rule(0)
+        UpdateRule(0)
 
 
 def test_only_an_interrupted_update_restarts_the_average() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.flex import FlexRank, RankBoxes
-from paddle_reshard.pipeline.ema.stretches import Weights
-from paddle_reshard.pipeline.layouts.flex.boxes import Box
+from paddle_reshard.pipeline.formats.flex.boxes import Box
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.flex import FlexRank, RankBoxes
+from paddle_reshard.pipeline.training.stretches import Weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache

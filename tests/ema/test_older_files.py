@@ -17,9 +17,9 @@ import pytest
 
 from paddle_reshard import convert, verify
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
-from paddle_reshard.pipeline.ema.stretches import Weights
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.resume import Piece, RankPieces
+from paddle_reshard.pipeline.training.stretches import Weights
 from tests import oracle
 from tests.conftest import case_directory
 

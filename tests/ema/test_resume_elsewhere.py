@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.flex import FlexRank
-from paddle_reshard.pipeline.ema.paddle_objects import rank_boxes, rank_pieces
-from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
-from paddle_reshard.pipeline.ema.stretches import Weights
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.flex import FlexRank
+from paddle_reshard.pipeline.training.paddle_objects import rank_boxes, rank_pieces
+from paddle_reshard.pipeline.training.resume import Piece, RankPieces
+from paddle_reshard.pipeline.training.stretches import Weights
 from tests import oracle
 from tests.conftest import case_directory
 
@@ -316,8 +316,8 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import numpy as np
 from paddle_reshard import AsyncEma, ema_callback
-from paddle_reshard.pipeline.ema.async_ema import Weights
-from paddle_reshard.pipeline.ema.resume import Piece, RankPieces
+from paddle_reshard.pipeline.training.async_ema import Weights
+from paddle_reshard.pipeline.training.resume import Piece, RankPieces
 with AsyncEma(lambda: Weights({{"w": np.ones({whole.size}, np.float32)}}), decay=0.5) as ema:
     ema.load({str(case_directory(CASE) / "checkpoint-3")!r}, RankPieces({{"w": Piece({key!r}, {whole.shape})}}))
     ema.save({str(tmp_path / "made")!r}, "ema.pdopt")

@@ -23,9 +23,9 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.ema.async_ema import AsyncEma
-from paddle_reshard.pipeline.ema.stretches import Weights
 from paddle_reshard.pipeline.planning import plan as planning
+from paddle_reshard.pipeline.training.async_ema import AsyncEma
+from paddle_reshard.pipeline.training.stretches import Weights
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
@@ -297,9 +297,9 @@ def test_the_command(series: list[Path], tmp_path: Path) -> None:
 
 def test_devices_that_may_round_otherwise_are_not_asked() -> None:
     from paddle_reshard.pipeline.core.mixture import Term
-    from paddle_reshard.tasks.device import Box, PaddleMover
+    from paddle_reshard.tasks.device import DeviceBox, PaddleMover
 
     mover = PaddleMover("cpu")
-    box = Box(mover.zeros(8), 0, np.dtype("<f4"), (2,), (4,))
+    box = DeviceBox(mover.zeros(8), 0, np.dtype("<f4"), (2,), (4,))
     with pytest.raises(UnsupportedError, match="averages are computed on the CPU"):
         mover.mix(box, box, Term(0, 0.5, 0.5), first=False)

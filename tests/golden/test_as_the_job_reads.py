@@ -6,7 +6,8 @@ dtypes and tensor names, and the same ``model_meta.json``. Then every optimizer 
 it, by the parameter name in the file of the rank, and compared with what the source's job held in memory for the
 tensor that has this name in the target's job (``tests/job_memory.py``). Of llama, all tensors are read too.
 
-``make test`` takes every source to one target; ``make exhaustive`` every source to every target.
+``make test`` takes one source of every format to one target of every strategy, and ``make full`` every source to one
+target; ``make exhaustive`` takes every source to every target.
 """
 
 from __future__ import annotations
@@ -148,17 +149,27 @@ def targets_of(model: str) -> list[str]:
     return [case for case in MODELS[model] if not SOURCES_ONLY.search(case)]
 
 
+def kinds_of(source: str, target: str) -> set[object]:
+    """What a pair is a sample of: the format of its source, and format, strategy and axes of its target."""
+    wanted = asked(target)
+    axes = tuple(axis.partition("=")[0] for axis in wanted["to"].split(","))
+    prefix = SOURCES_ONLY.match(source.partition("/")[2])
+    return {prefix and prefix[0], (wanted["format"], wanted["sharding_strategy"]), axes}
+
+
 def pairs() -> list[Any]:
-    """Every source to every target; ``make test`` takes each source to one, and comes to each target once at least."""
-    found = []
+    """Every source to every target; ``make full`` takes each source to one, and comes to each target once at least."""
+    found, shown = [], set[object]()
     for model, cases in MODELS.items():
         targets = targets_of(model)
         for (at, source), (below, target) in itertools.product(enumerate(cases), enumerate(targets)):
-            chosen = (below - at - 1) % len(targets) == 0
+            marks: Any = pytest.mark.exhaustive
+            if (below - at - 1) % len(targets) == 0:
+                kinds = kinds_of(source, target)
+                marks = pytest.mark.full if kinds <= shown else ()
+                shown |= kinds
             name = f"{source.partition('/')[2]}-to-{target.partition('/')[2]}"
-            found.append(
-                pytest.param(source, target, id=name, marks=() if chosen else pytest.mark.exhaustive)
-            )
+            found.append(pytest.param(source, target, id=name, marks=marks))
     return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.options import TargetOptions
+from paddle_reshard.pipeline.request.options import TargetOptions
 from tests import oracle
 from tests.conftest import FEW_CASES, case_directory, hybrid_cases
 

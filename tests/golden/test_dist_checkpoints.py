@@ -10,9 +10,9 @@ import pytest
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_MASTER_WEIGHT, MASTER_WEIGHT, PARAM
-from paddle_reshard.pipeline.layouts.flex.source import catalog_flex, read_names
-from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata, parse_dist_metadata
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, parse_pickle
+from paddle_reshard.pipeline.formats.flex.source import catalog_flex, read_names
+from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, parse_dist_metadata
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef, parse_pickle
 from tests.conftest import case_directory
 from tests.oracle import read_truth
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_reshard.storage.formats.dist_metadata import (
+from paddle_reshard.storage.files.dist_metadata import (
     LOCATION_COLUMNS,
     PIECE_COLUMNS,
     DistMetadata,
     encode_dist_metadata,
 )
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
-from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, encode_pickle
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES
+from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, encode_pickle
 from tests.conftest import REPO
 
 LOAD = """

@@ -20,8 +20,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import paddle_reshard
+from paddle_reshard.pipeline.changes.fill import open_filling
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, RuleError
-from paddle_reshard.pipeline.indexing.fill import open_filling
 from paddle_reshard.storage.locate import Access
 from tests import oracle
 from tests.conftest import case_directory

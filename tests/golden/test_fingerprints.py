@@ -203,7 +203,7 @@ def test_a_checkpoint_that_lacks_a_file_has_no_fingerprint(tmp_path: Path) -> No
 
 
 def test_little_memory_gives_the_same_root() -> None:
-    from paddle_reshard.pipeline.convert.fingerprint import fingerprint_with
+    from paddle_reshard.pipeline.examine.fingerprint import fingerprint_with
     from paddle_reshard.pipeline.planning.settings import PlanSizes
 
     small = PlanSizes(group_bytes=2048, pass_bytes=512)

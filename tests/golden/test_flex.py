@@ -122,11 +122,14 @@ def test_it_becomes_the_hybrid_checkpoint_of_the_same_training(name, sibling, op
     assert (tmp_path / "hybrid/config.json").read_bytes() == (real / "config.json").read_bytes()
 
 
+WAYS_TO_SAVE = {"safetensors": ".safetensors", "safetensors_as_distcp": ".distcp", "zero_cost": ".distcp"}
+
+
 @pytest.fixture(scope="module")
 def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``fc_single``, saved again by Paddle in two other ways."""
+    """``fc_single``, saved again by Paddle in other ways."""
     folder, real = tmp_path_factory.mktemp("again"), case_directory("dense/fc_single") / "checkpoint-3"
-    for name in ("safetensors", "zero_cost"):
+    for name in WAYS_TO_SAVE:
         shutil.copytree(
             real,
             folder / name,
@@ -137,12 +140,13 @@ def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["safetensors", "zero_cost"])
+@pytest.mark.parametrize("name", WAYS_TO_SAVE)
 def test_other_ways_to_save_mean_the_same(name: str, saved_again: Path, tmp_path: Path) -> None:
-    """Data files of the safetensors kind; and no bfloat16 parameters, as zero-cost checkpoints are written."""
+    """Data files of the safetensors kind, also as Paddle 3.4 calls them; and no bfloat16 parameters, as in zero-cost
+    checkpoints."""
     case = case_of("dense/fc_single", "dense/single")
     kinds = {path.suffix for path in saved_again.glob(f"{name}/*/*_0.*")}
-    assert kinds == ({".safetensors"} if name == "safetensors" else {".distcp"})
+    assert kinds == {WAYS_TO_SAVE[name]}
     for number, source in enumerate((case.checkpoint, saved_again / name)):
         convert(source, tmp_path / str(number), to="tp=2", config=case.config)
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1")
@@ -328,6 +332,13 @@ for folder in ("model_state", "master_weight", "optimizer_state"):
     for path in sorted(pathlib.Path(sys.argv[1], folder).glob("*.distcp")):
         state |= paddle.load(str(path))
     paddle.distributed.save_state_dict(state, f"{sys.argv[2]}/safetensors/{folder}", safetensors=True)
+    renamed = pathlib.Path(sys.argv[2], "safetensors_as_distcp", folder)
+    paddle.distributed.save_state_dict(state, str(renamed), safetensors=True)
+    (renamed / "0_0.safetensors").rename(renamed / "0_0.distcp")
+    metadata = paddle.load(str(renamed / "0.metadata"))
+    for index in metadata.storage_metadata:
+        metadata.storage_metadata[index] = "0_0.distcp"
+    paddle.save(metadata, str(renamed / "0.metadata"))
     kept = {key: value for key, value in state.items() if value.dtype != paddle.bfloat16}
     paddle.distributed.save_state_dict(kept, f"{sys.argv[2]}/zero_cost/{folder}")
 """

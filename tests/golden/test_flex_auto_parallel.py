@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_reshard import convert
+from paddle_reshard import convert, inspect
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.golden.test_flex import LOAD, TARGETS, files_of, run_paddle, there_and_back
 
-RULES = REPO / "pipeline" / "layouts" / "rules"
+RULES = REPO / "pipeline" / "model" / "rules"
 STATES = (*oracle.MOMENTS, *oracle.POWERS)
 # The tensors of the small model of ``auto_dp2mp2``: two linear layers between an embedding and a head.
 ROWS = [
@@ -40,6 +40,35 @@ for key, value in flat.items():
     else:
         nested[part][name] = value
 paddle.distributed.save_state_dict(nested, sys.argv[2], safetensors=True)
+"""
+
+# As two ranks write dist tensors into FlexCheckpoint folders: columns of matrices, and parameter names with ``.dist``.
+SAVE_DIST_TENSORS = """
+import pathlib
+import sys
+import paddle
+from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
+NAMES = {"model_state": "generated_tensor_{}", "master_weight": "linear_{}.w_0.dist_fp32_master_0"}
+for folder in ("model_state", "master_weight", "optimizer_state"):
+    target = pathlib.Path(sys.argv[2], folder)
+    files, metadata = ({}, {}), Metadata({}, {}, {})
+    for number, (key, whole) in enumerate(paddle.load(f"{sys.argv[1]}/{folder}/0_0.distcp").items()):
+        cut = whole.ndim == 2 and whole.shape[1] % 2 == 0
+        for rank, piece in enumerate(paddle.split(whole, 2, axis=1) if cut else [whole]):
+            piece = piece.clone()
+            piece.name = NAMES.get(folder, "linear_{}.w_0.dist_fp32_master_0_moment").format(number)
+            offset = (0, rank * piece.shape[1]) if cut else (0,) * whole.ndim
+            kind, local = str(piece.dtype).removeprefix("paddle."), tuple(piece.shape)
+            described = LocalTensorMetadata(offset, local, kind, tuple(whole.shape), False, None)
+            metadata.state_dict_metadata.setdefault(key, []).append(described)
+            index = LocalTensorIndex(key, offset, False, None, None, local)
+            metadata.storage_metadata[index] = f"{rank}_0.distcp"
+            files[rank][key] = piece
+        metadata.flat_mapping[key] = (key,)
+    target.mkdir(parents=True)
+    paddle.save(metadata, str(target / "0.metadata"))
+    for rank, state in enumerate(files):
+        paddle.save(state, str(target / f"{rank}_0.distcp"))
 """
 
 
@@ -99,6 +128,21 @@ def test_a_real_one_becomes_the_truth_and_stays_itself(given: dict[str, Path], t
     assert ours == theirs
     metadata = [pickle.loads((root / "dist_ckpt/0.metadata").read_bytes()) for root in (made, real)]
     assert metadata[0].flat_mapping == metadata[1].flat_mapping
+
+
+def test_an_auto_parallel_job_cuts_fused_tensors_in_their_logical_order(tmp_path: Path) -> None:
+    """Its folders are named like those of a hybrid-parallel job, in which every rank has a part of gate and of up."""
+    case = case_directory("families/phi3_single")
+    real, made = case / "checkpoint-3", tmp_path / "made"
+    convert(real, tmp_path / "whole", format="flex")
+    shutil.copytree(real, made, ignore=shutil.ignore_patterns("*.pdparams", "*.pdopt", "saved_signal_*"))
+    shutil.copy(tmp_path / "whole/scheduler.pdparams", made)
+    run_paddle(SAVE_DIST_TENSORS, tmp_path / "whole", made)
+    assert "an auto-parallel job wrote these folders" in inspect(made).unproven
+    convert(made, tmp_path / "hybrid", to="tp=1")
+    truth = oracle.read_truth(case / "truth.safetensors")
+    found = oracle.read_checkpoint(tmp_path / "hybrid", oracle.shapes_of(truth))
+    oracle.assert_same_tensors(found, truth)
 
 
 def names_in(checkpoint: Path) -> dict[str, str]:

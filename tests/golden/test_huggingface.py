@@ -28,10 +28,10 @@ from paddle_reshard.pipeline.core.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.huggingface.parts import model_parts
-from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules.choose import choose_table
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.formats.huggingface.parts import model_parts
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.model.rules.choose import choose_table
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import oracle
 from tests.conftest import REPO, case_directory, hybrid_cases
 from tests.golden.unified_cases import read_unified, small_case, write_safetensors
@@ -273,7 +273,7 @@ def _model_of(parameters: dict[str, np.ndarray], config: dict[str, Any]) -> Mode
     for key, array in parameters.items():
         rule, layer = table.find(key, config)
         dtype = dtype_named("float32" if array.dtype == np.float32 else "bfloat16")
-        tensors.append(ModelTensor(key, rule, layer, array.shape, dtype, (), False, rule.twin(config)))
+        tensors.append(ModelTensor(key, rule, layer, array.shape, dtype, (), False, rule.twin(config, key)))
     return Model(tuple(tensors), table, config)
 
 
@@ -628,7 +628,7 @@ def test_which_library_it_is_for_must_be_said(tmp_path: Path) -> None:
     _config_of(tmp_path / "hf", paddleformers_version=None)
     with pytest.raises(RuleError, match=r"llama \(paddleformers\), llama \(paddlenlp\).*--rules FILE"):
         _read_back(tmp_path / "hf", tmp_path / "unified")
-    rules = REPO / "pipeline" / "layouts" / "rules" / "llama.paddleformers.json"
+    rules = REPO / "pipeline" / "model" / "rules" / "llama.paddleformers.json"
     found = _read_back(tmp_path / "hf", tmp_path / "unified", rules=rules)
     oracle.assert_same_tensors(found, _parameters(_truth(case)))
 

@@ -13,7 +13,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.trainer_arguments import TrainingJob, trainer_arguments
+from paddle_reshard.pipeline.formats.trainer_arguments import TrainingJob, trainer_arguments
 from tests.conftest import case_directory, case_names
 from tests.parity.run import CHECKPOINT, ROWS, SHARDED_FILES
 from tests.parity.table_rows import STRATEGIES
@@ -131,11 +131,12 @@ def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -
     paddle_reshard.convert(source, tmp_path / "target", to="tp=2,sharding=4")
     found = paddle_reshard.launch(tmp_path / "target")
     assert found.ranks == 8
-    batch, decay, random, ema = found.remarks
+    batch, decay, context, random, ema = found.remarks
     assert "(sharding × dp): 4, before: 2" in batch
     assert "without random states" in random
     assert "--zcc_save_ema_coef" in ema
     assert "pp > 1" in decay
+    assert "any --context_parallel_size that divides 4" in context
 
     done = subprocess.run(
         [sys.executable, "-m", "paddle_reshard", "launch", tmp_path / "target", "--json"],

@@ -12,10 +12,10 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.merge import merge_into
+from paddle_reshard.pipeline.changes.merge import merge_into
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Read
 from tests import oracle

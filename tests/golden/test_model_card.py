@@ -61,7 +61,7 @@ def test_a_hostile_model_says_nothing_but_text(tmp_path: Path) -> None:
     shutil.copytree(checkpoint("dense/single"), source, copy_function=shutil.copyfile)
     (source / "README.md").write_text("mine")
     rules = tmp_path / "rules.json"
-    path = Path(paddle_reshard.__file__).parent / "pipeline/layouts/rules/llama.paddleformers.json"
+    path = Path(paddle_reshard.__file__).parent / "pipeline/model/rules/llama.paddleformers.json"
     rules.write_text(json.dumps({**json.loads(path.read_text()), "model_types": [HOSTILE]}))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": HOSTILE}))

@@ -18,7 +18,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
-from paddle_reshard.pipeline.layouts import rules
+from paddle_reshard.pipeline.model import rules
 from tests import oracle
 from tests.conftest import case_directory
 

@@ -13,12 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
-from paddle_reshard.pipeline.layouts.rules.choose import choose_table
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.choose import choose_table
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.expert_oracle import read_expert_parallel
@@ -43,6 +44,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 FUSED_NORMS = ("ernie_ep2_sh2_s1v2_meta_ema_rms", "ernie_ep2_sh2_s1v2_meta_linres_rms")
 MTP = "ernie_ep2_sh2_s1v2_meta_mtp_tie_rms"
+MAGIC, EMPTY = "ernie_ep2_pp2sh2_s1v2_meta_mtp_magic_rms_tail", "ernie_ep2_pp2sh2_s1v2_meta_mtp_tie_empty"
+MTP_OF_EXPERTS, MTP_ONE_CARD = "ernie_ep2_sh2_s1v2_meta_mtp2_moe0", "ernie_mtp_moe0_single"
 STAGES_ASKED = {"to": "pp=2,sharding=2,ep=2", "sharding_strategy": "stage1v2"}
 EXPERTS_IN_ALL = 4
 MOE_SOURCES = (META, PLAIN, FLEX, STAGES, *FUSED_NORMS)
@@ -90,8 +93,21 @@ def _assert_files_of(made: Path, target: str, source: str) -> None:
 
 
 def test_every_case_is_tested() -> None:
-    named = [*DENSE, ONE_CARD, *EXPERTS, STAGES, *FUSED_NORMS, MTP]
-    assert set(case_names("recipes")) == {f"recipes/{name}" for name in named}
+    named = [
+        *DENSE,
+        ONE_CARD,
+        *EXPERTS,
+        STAGES,
+        *FUSED_NORMS,
+        MTP,
+        MAGIC,
+        EMPTY,
+        MTP_OF_EXPERTS,
+        MTP_ONE_CARD,
+    ]
+    assert {name for name in case_names("recipes") if "/ernie" in name} == {
+        f"recipes/{name}" for name in named
+    }
 
 
 # --- dense ---------------------------------------------------------------------------------------------
@@ -207,11 +223,153 @@ def test_multi_token_prediction_and_tied_words_without_stages(tmp_path: Path) ->
     paddle_reshard.convert(made, tmp_path / "one", to="tp=1")
     found = oracle.read_checkpoint(tmp_path / "one", oracle.shapes_of(truth))
     _assert_tied(found, truth)
-    for topology in ("pp=3", "pp=3,sharding=2,ep=2"):
-        with pytest.raises(RuleError, match=r"tie_word_embeddings=True.*not supported with pp > 1"):
-            paddle_reshard.convert(made, tmp_path / "stages", to=topology)
-    with pytest.raises(RuleError, match="not supported unless pp is 1"):
-        paddle_reshard.plan(made, format="flex")
+
+
+def _one_embedding(truth: oracle.Tensors) -> dict[str, bytes]:
+    """The truth of a job of two stages, each with a copy of the embedding, as a job of one has it."""
+    first, last, key = (
+        "ernie.embed.embed_tokens.weight",
+        "embed_share.embed_tokens.weight",
+        "ernie.embed_tokens.weight",
+    )
+    found = {name: array.tobytes() for name, array in truth.items()}
+    copies = {name: found.pop(name) for name in list(found) if name.startswith(last)}
+    assert copies == {name.replace(first, last): found[name] for name in found if first in name} != {}
+    return {name.replace(first, key): value for name, value in found.items()}
+
+
+def test_an_embedding_on_two_stages_is_one(tmp_path: Path) -> None:
+    """With ``enable_mtp_magic_send`` the last stage has a copy, and both have other keys than without stages."""
+    paddle_reshard.convert(_case(MAGIC) / "checkpoint-3", tmp_path / "one", to="tp=1")
+    assert read_one_card(tmp_path / "one") == _one_embedding(_truth(MAGIC))
+
+
+@pytest.mark.parametrize("through", ["tp=1", "pp=3,sharding=4,ep=4"])
+def test_an_embedding_comes_back_on_two_stages(through: str, tmp_path: Path) -> None:
+    """The empty layers at the tail count where layers are distributed."""
+    made = tmp_path / "made"
+    paddle_reshard.convert(_case(MAGIC) / "checkpoint-3", tmp_path / "between", to=through)
+    paddle_reshard.convert(tmp_path / "between", made, **STAGES_ASKED)
+    _assert_files_of(made, MAGIC, MAGIC)
+    found = read_expert_parallel(made, _shapes(MAGIC), of_each=EXPERTS_IN_ALL // 2)
+    oracle.assert_same_tensors(found, _truth(MAGIC))
+
+
+def test_copies_of_an_embedding_that_differ_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(_case(MAGIC) / "checkpoint-3", source)
+    path = source / "optimizer.pp01_shard00.pdopt"
+    words = oracle.unpickle(path)["master_weights"]["embedding_0.w_0"][1].tobytes()
+    data = path.read_bytes()
+    assert data.count(words) == 1
+    path.chmod(0o644)
+    path.write_bytes(data.replace(words, bytes([words[0] ^ 1]) + words[1:]))
+    for signal in source.glob("saved_signal_*"):
+        signal.touch()
+    with pytest.raises(CheckpointError, match=r"ernie\.embed_tokens\.weight"):
+        paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
+
+
+@pytest.mark.parametrize("through", [None, "pp=4", "pp=2"])
+def test_layers_without_parameters_count_in_stages(through: str | None, tmp_path: Path) -> None:
+    """Tied words have a head of its own with stages, in the shape of the embedding."""
+    source, made, truth = _case(EMPTY) / "checkpoint-3", tmp_path / "made", _truth(EMPTY)
+    if through is not None:
+        paddle_reshard.convert(source, tmp_path / "between", to=through)
+        source = tmp_path / "between"
+    paddle_reshard.convert(source, made, **STAGES_ASKED)
+    _assert_files_of(made, EMPTY, EMPTY)
+    found = read_expert_parallel(made, _shapes(EMPTY), of_each=EXPERTS_IN_ALL // 2)
+    oracle.assert_same_tensors(found, truth)
+
+
+def test_a_head_of_its_own_is_not_lost_without_stages(tmp_path: Path) -> None:
+    source, truth = _case(EMPTY) / "checkpoint-3", _truth(EMPTY)
+    with pytest.raises(PlanError, match=r"lm_head.weight: .* one of the two would be lost.*--drop head"):
+        paddle_reshard.convert(source, tmp_path / "refused", to="sharding=2,ep=2")
+    assert not (tmp_path / "refused").exists()
+    paddle_reshard.convert(source, tmp_path / "made", to="tp=1", drop=["head"])
+    wanted = {key: array.tobytes() for key, array in truth.items() if not key.startswith("lm_head.weight.")}
+    wanted["lm_head.weight"] = wanted["ernie.embed_tokens.weight"]
+    assert read_one_card(tmp_path / "made") == wanted
+    with pytest.raises(PlanError, match="--drop head: it is for a head that"):
+        paddle_reshard.convert(_case(META) / "checkpoint-3", tmp_path / "refused", to="tp=1", drop=["head"])
+
+
+def test_a_head_of_its_own_starts_as_the_embedding(tmp_path: Path) -> None:
+    asked = STAGES_ASKED
+    plan = paddle_reshard.plan(_case(MTP) / "checkpoint-3", **asked)
+    assert (
+        plan.targets[0].remarks[0].startswith("lm_head.weight starts as a copy of ernie.embed_tokens.weight")
+    )
+    paddle_reshard.convert(_case(MTP) / "checkpoint-3", tmp_path / "made", **asked)
+    truth = dict(_truth(MTP))
+    words = {key: array for key, array in truth.items() if key.startswith("ernie.embed_tokens.weight.")}
+    truth |= {key.replace("ernie.embed_tokens", "lm_head"): array for key, array in words.items()}
+    shapes = {key: array.shape for key, array in truth.items()}
+    found = read_expert_parallel(tmp_path / "made", shapes, of_each=EXPERTS_IN_ALL // 2)
+    oracle.assert_same_tensors(found, truth)
+    names = json.loads((tmp_path / "made/model_meta.json").read_bytes())["sharding_metas"]["tp00_pp01_ep00"]
+    assert names["structure_name_mapping"]["lm_head.weight"] == "ernie_mo_elm_head_pipe_0.w_0"
+
+
+@pytest.mark.parametrize("case", [MTP, MAGIC, EMPTY])
+@pytest.mark.parametrize("asked", [{}, {"to": "tp=1"}])
+def test_other_formats_do_not_tell_of_stages(case: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(RuleError, match="only jobs with pipeline stages have it as a tensor of its own"):
+        paddle_reshard.plan(_case(case) / "checkpoint-3", format="flex", **asked)
+
+
+BIAS = "mlp.moe_statics.e_score_correction_bias"
+
+
+def _shared_states(found: oracle.Tensors, truth: oracle.Tensors) -> oracle.Tensors:
+    """The states of two biases of one parameter name under both keys, as in the memory of the job."""
+    twins = {f"ernie.{part}.{n}.{BIAS}": n for part in ("layers", "mtp_block") for n in (0, 1)}
+    of = {
+        (n, key.removeprefix(twin)): array
+        for twin, n in twins.items()
+        for key, array in found.items()
+        if twin in key
+    }
+    missing = {
+        f"{twin}{state}": array for (m, state), array in of.items() for twin, n in twins.items() if n == m
+    }
+    return {**missing, **found}
+
+
+@pytest.mark.parametrize("through", [None, "tp=1", "sharding=4,ep=4"])
+def test_two_biases_of_one_name_are_one_parameter_with_sharding(through: str | None, tmp_path: Path) -> None:
+    """The optimizer lists both, cuts its slices by both, and updates them twice a step."""
+    source, made, truth = _case(MTP_OF_EXPERTS) / "checkpoint-3", tmp_path / "made", _truth(MTP_OF_EXPERTS)
+    if through is not None:
+        paddle_reshard.convert(source, tmp_path / "between", to=through)
+        source = tmp_path / "between"
+    paddle_reshard.convert(source, made, **EXPERTS[META])
+    _assert_files_of(made, MTP_OF_EXPERTS, MTP_OF_EXPERTS)
+    found = read_expert_parallel(made, _shapes(MTP_OF_EXPERTS), of_each=EXPERTS_IN_ALL // 2)
+    oracle.assert_same_tensors(_shared_states(found, truth), truth)
+
+
+def test_two_biases_of_one_name_are_two_on_different_stages(tmp_path: Path) -> None:
+    """Each starts with the states of both; after that no job of one stage can have them."""
+    made, truth = tmp_path / "made", _truth(MTP_OF_EXPERTS)
+    paddle_reshard.convert(_case(MTP_OF_EXPERTS) / "checkpoint-3", made, **STAGES_ASKED)
+    found = read_expert_parallel(made, _shapes(MTP_OF_EXPERTS), of_each=EXPERTS_IN_ALL // 2)
+    oracle.assert_same_tensors(found, truth)
+    with pytest.raises(
+        PlanError, match="have the same parameter name mm_layer_0_corr_bias_0 in a job that has both"
+    ):
+        paddle_reshard.convert(made, tmp_path / "refused", **EXPERTS[META])
+
+
+def test_two_biases_of_one_name_keep_their_values_without_sharding(tmp_path: Path) -> None:
+    truth = {key: array.tobytes() for key, array in _truth(MTP_ONE_CARD).items()}
+    assert truth[f"ernie.layers.0.{BIAS}"] != truth[f"ernie.mtp_block.0.{BIAS}"]
+    paddle_reshard.convert(_case(MTP_ONE_CARD) / "checkpoint-3", tmp_path / "stages", to="pp=2")
+    paddle_reshard.convert(tmp_path / "stages", tmp_path / "made", to="tp=1")
+    assert read_one_card(tmp_path / "made") == truth
+    _assert_files_of(tmp_path / "made", MTP_ONE_CARD, MTP_ONE_CARD)
 
 
 def test_stages_with_experts_are_the_files_of_the_recipe(tmp_path: Path) -> None:
@@ -266,9 +424,8 @@ def test_tensor_parallelism_of_experts_is_refused(tmp_path: Path) -> None:
     ("entry", "value", "words"),
     [
         ("moe_expert_fusion", True, "all experts of a rank are one tensor"),
-        ("num_nextn_predict_layers", 2, "several layers of multi-token prediction"),
-        ("insert_empty_layer", [1], "empty layers count"),
-        ("num_empty_layers_add_in_tail", 2, "empty layers count"),
+        ("use_bias", True, "the names and the order of the biases"),
+        ("remove_tail_layer", True, "empty layers count"),
     ],
 )
 def test_options_of_the_recipe_that_are_not_known_are_refused(
@@ -286,38 +443,122 @@ def test_options_of_the_recipe_that_are_not_known_are_refused(
         assert listed == {key: tuple(value.shape) for key, value in held.items() if hasattr(value, "shape")}
 
 
-@pytest.mark.parametrize(("entry", "value"), [("tie_word_embeddings", True), ("num_nextn_predict_layers", 1)])
-def test_options_that_are_not_known_of_stages_are_refused_there(
-    entry: str, value: Any, tmp_path: Path
-) -> None:
-    source = _with_config(STAGES, tmp_path, **{entry: value})
-    with pytest.raises(RuleError, match=rf"config.json says {entry}=.*not supported with pp > 1"):
-        paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
-
-
 def test_of_a_flex_checkpoint_nobody_knows_whether_words_are_tied(tmp_path: Path) -> None:
     config = json.loads((_case(FLEX) / "config.json").read_bytes()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuleError, match="unless pp is 1, which the files of this format do not tell"):
+    with pytest.raises(RuleError, match="of which jobs files are, this format does not tell"):
         paddle_reshard.convert(
             _case(FLEX) / "checkpoint-3", tmp_path / "made", to="tp=1", config=tmp_path / "config.json"
         )
 
 
+# --- what one does next --------------------------------------------------------------------------------
+
+
+def _published(folder: Path) -> oracle.Tensors:
+    return {
+        key: array
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, array in oracle.read_truth(path).items()
+    }
+
+
+@pytest.mark.parametrize("case", [MAGIC, EMPTY, MTP_OF_EXPERTS])
+def test_exports_are_those_of_the_recipe_but_for_its_flaws(case: str, tmp_path: Path) -> None:
+    """It writes routers untransposed under a transposed shape, a tied head transposed, and an embedding twice."""
+    paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "made", format="huggingface")
+    found, truth = _published(tmp_path / "made"), _truth(case)
+    wanted = _published(_case(case) / "export")
+    for key in [key for key in wanted if key.endswith("mlp.gate.weight")]:
+        router = truth[key.replace("model.", "ernie.", 1)]
+        assert wanted[key].tobytes() == router.tobytes() != router.T.tobytes()
+        wanted[key] = np.ascontiguousarray(router.T)
+    if case == MAGIC:
+        twice = wanted.pop("model.embed.embed_tokens.weight")
+        assert twice.tobytes() == wanted["model.embed_tokens.weight"].tobytes()
+    if case == EMPTY:
+        assert wanted["lm_head.weight"].shape[::-1] == truth["lm_head.weight"].shape
+        wanted["lm_head.weight"] = truth["lm_head.weight"]
+        config = json.loads((tmp_path / "made/config.json").read_bytes())
+        assert config["tie_word_embeddings"] is False
+    oracle.assert_same_tensors(found, wanted)
+
+
+def _in_library(key: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """A tensor of the recipe as PaddleFormers' own model of the family has it; 4 query and 2 key-value heads of 8."""
+    if "_pow_acc" not in key and "qkv_proj" in key:
+        queries, keys, values = np.split(array, [32, 48], axis=-1)
+        groups = zip(np.split(queries, 2, -1), np.split(keys, 2, -1), np.split(values, 2, -1), strict=True)
+        array = np.concatenate([part for group in groups for part in group], axis=-1)
+    if "_pow_acc" not in key and key.startswith("lm_head"):
+        array = array.T
+    return key.replace("ernie.", "model.", 1), array
+
+
+def _library_config(folder: Path, name: str, model_type: str, **entries: Any) -> Path:
+    own = _config(name) or _case(name) / "checkpoint-3/config.json"
+    config = (
+        json.loads(own.read_bytes()) | {"model_type": model_type, "num_nextn_predict_layers": 0} | entries
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "config.json"
+
+
 @pytest.mark.parametrize(
-    ("model_type", "key", "words"),
-    [
-        (
-            "ernie",
-            "ernie.mtp_block.0.mlp.experts.0.up_gate_proj.weight",
-            "has the parameter name of another layer's",
-        ),
-        ("deepseek_v3", "deepseek_v2.embed_tokens.weight", "pre-training recipe deepseek_v3_pretrain"),
-    ],
+    ("case", "model_type"), [(SHARDED, "ernie4_5"), (META, "ernie4_5_moe"), (STAGES, "ernie4_5_moe")]
 )
-def test_keys_of_models_that_are_not_known_are_refused_in_words(
-    model_type: str, key: str, words: str
-) -> None:
-    config = {"model_type": model_type, "paddleformers_version": "1.2.0", "num_nextn_predict_layers": 1}
-    with pytest.raises(RuleError, match=f"{words}.*such checkpoints are not supported"):
-        choose_table(shipped_tables(), [key], config, degrees={"pp": 1})
+def test_the_library_goes_on_with_all_states(case: str, model_type: str, tmp_path: Path) -> None:
+    """Its model of the family never trains the correction bias, so that it has no states of it."""
+    config = _library_config(tmp_path, case, model_type)
+    source, asked = _case(case) / "checkpoint-3", {"to": "tp=1", "convention": "paddleformers"}
+    with pytest.raises(RuleError, match="recipe ernie_pretrain; give the config"):
+        paddle_reshard.plan(source, **asked)
+    paddle_reshard.convert(source, tmp_path / "made", config=config, **asked)
+    wanted = dict(_in_library(*entry) for entry in _truth(case).items())
+    states = [key for key in wanted if f"{BIAS}." in key]
+    left_out = paddle_reshard.plan(source, config=config, **asked).targets[0].not_carried
+    assert [reason for _, reason in left_out if "does not train it" in reason] == [
+        "paddleformers does not train it"
+    ] * len(states)
+    assert bool(states) == (case != SHARDED)
+    wanted = {key: array.tobytes() for key, array in wanted.items() if key not in states}
+    assert read_one_card(tmp_path / "made") == wanted
+    assert json.loads((tmp_path / "made/config.json").read_bytes())["model_type"] == model_type
+
+
+def test_the_librarys_export_is_the_recipes(tmp_path: Path) -> None:
+    """By either way to Hugging Face the tensors are the same."""
+    config = _library_config(tmp_path, META, "ernie4_5_moe")
+    given = _case(META) / "checkpoint-3"
+    paddle_reshard.convert(given, tmp_path / "one", format="huggingface")
+    paddle_reshard.convert(
+        given, tmp_path / "two", format="huggingface", convention="paddleformers", config=config
+    )
+    oracle.assert_same_tensors(_published(tmp_path / "two"), _published(tmp_path / "one"))
+    assert json.loads((tmp_path / "one/config.json").read_bytes())["model_type"] == "ernie"
+
+
+def test_a_head_of_its_own_stays_one_in_the_library(tmp_path: Path) -> None:
+    source = _case(EMPTY) / "checkpoint-3"
+    asked: dict[str, Any] = {"to": "tp=1", "convention": "paddleformers"}
+    config = _library_config(tmp_path, EMPTY, "ernie4_5_moe", num_nextn_predict_layers=1)
+    with pytest.raises(RuleError, match=r"lm_head\.weight: .*say tie_word_embeddings=false"):
+        paddle_reshard.plan(source, config=config, **asked)
+    config = _library_config(
+        tmp_path, EMPTY, "ernie4_5_moe", num_nextn_predict_layers=1, tie_word_embeddings=False
+    )
+    paddle_reshard.convert(source, tmp_path / "made", config=config, **asked)
+    found = read_one_card(tmp_path / "made")
+    for state in ("", ".w_0"):
+        assert found[f"lm_head.weight{state}"] == _truth(EMPTY)[f"lm_head.weight{state}"].tobytes()
+
+
+@pytest.mark.parametrize("case", [TP, PP, STAGES, MAGIC])
+def test_launch_names_the_arguments_of_the_recipe(case: str) -> None:
+    """Those with which the case was run; its batch, its data and the average's coefficient are the user's."""
+    found = paddle_reshard.launch(_case(case) / "checkpoint-3").arguments
+    given = json.loads((_case(case) / "case.json").read_bytes())["args"]
+    assert found["stage"] == "ernie_pretrain"
+    for name, value in given.items():
+        if name != "zcc_save_ema_coef":
+            assert found[name] == value, name

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.storage.formats.paddle_pickle import STRUCTURED_NAMES
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES
 from tests import oracle, protocol5
 from tests.conftest import case_directory
 from tests.golden.test_flex import Case, case_of, check_against_truth, unpickle

@@ -119,7 +119,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Entries]:
     return source, _quantised(source, folder / "float32")
 
 
-@pytest.mark.parametrize("through", [None, "tp=2,pp=2"])
+@pytest.mark.parametrize("through", [None, "tp=2"])
 @pytest.mark.parametrize("group_bytes", [1 << 26, 300_000])
 def test_groups_never_cut_blocks(
     through: str | None, group_bytes: int, wide: tuple[Path, Entries], tmp_path: Path

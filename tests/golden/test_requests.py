@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.convert.asked import NOT_STATED, stated_request
 from paddle_reshard.pipeline.convert.manifest import format_manifest
-from paddle_reshard.pipeline.convert.options import TARGET_OPTIONS
-from paddle_reshard.pipeline.convert.resuming import OF_ALL_TARGETS
+from paddle_reshard.pipeline.request.options import TARGET_OPTIONS
+from paddle_reshard.pipeline.request.parse import read_options
+from paddle_reshard.pipeline.request.record import NOT_STATED, OF_ALL_TARGETS, record_of
 from tests.conftest import COMMITTED, REPO
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -109,8 +109,7 @@ def test_an_average_states_its_sources_and_weights(tmp_path: Path) -> None:
 
 
 def test_it_holds_no_secrets(tmp_path: Path) -> None:
-    stated = stated_request(
-        tmp_path,
+    asked = read_options(
         {
             "format": "huggingface",
             "fill": "https://user:pa55word@host/missing.safetensors?X-Amz-Signature=5ecret",
@@ -121,6 +120,7 @@ def test_it_holds_no_secrets(tmp_path: Path) -> None:
             "allow_links": True,
         },
     )
+    stated = record_of(asked)
     assert stated == {
         "targets": [{"format": "huggingface"}],
         "fill": "https://host/missing.safetensors",

@@ -10,7 +10,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard import CoverageError, PlanError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.convert.options import TargetOptions
+from paddle_reshard.pipeline.request.options import TargetOptions
 from tests.conftest import case_directory, case_names
 from tests.golden.test_every_format import BUFFERS, config_of
 from tests.kept import Lines, check_kept, lines_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import oracle
 from tests.golden.compare_one_card import read_one_card
 from tests.golden.test_families import EXPORTS
@@ -57,7 +57,9 @@ NEVER_SEEN = "deepseek_v3.paddlenlp"
 
 
 def test_every_table_goes_there_and_back() -> None:
-    tables = {f"{table.family}.{table.convention}" for table in shipped_tables() if table.proven.huggingface}
+    """But for those of recipes, to which no way leads from published names."""
+    proven = [table for table in shipped_tables() if table.proven.huggingface and not table.recipe]
+    tables = {f"{table.family}.{table.convention}" for table in proven}
     here = {*TRAINED, *FOR_FLEET, SAVED, NEVER_SEEN}
     assert here | {f"{family}.paddlefleet" for family in (*FLEET_ONLY, *FLEET_VISION)} == tables
 

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.convert.options import TargetOptions
-from paddle_reshard.pipeline.convert.request import parse_target
 from paddle_reshard.pipeline.core.errors import CheckpointError, DriftError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
+from paddle_reshard.pipeline.request.options import TargetOptions
+from paddle_reshard.pipeline.request.parse import parse_target
 from tests.conftest import case_directory
 
 SOURCE = case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"

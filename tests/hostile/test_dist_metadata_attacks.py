@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pickle_attacks import ATTACKS, PROTO, STOP, named, payload, text
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
-from paddle_reshard.storage.formats import dist_metadata
-from paddle_reshard.storage.formats.dist_metadata import READ_AHEAD_BYTES, DistMetadata, parse_dist_metadata
+from paddle_reshard.storage.files import dist_metadata
+from paddle_reshard.storage.files.dist_metadata import READ_AHEAD_BYTES, DistMetadata, parse_dist_metadata
 from tests.dist_metadata_oracle import classes_of, dumped, entries, expected, flattened, replicated
 
 FUZZ = settings(

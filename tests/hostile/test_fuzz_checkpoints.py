@@ -114,7 +114,7 @@ def test_damaged_tensor_files_are_understood_or_refused(name: str, changes: list
 
 
 rules_text = (
-    Path(paddle_reshard.__file__).parent / "pipeline/layouts/rules/llama.paddleformers.json"
+    Path(paddle_reshard.__file__).parent / "pipeline/model/rules/llama.paddleformers.json"
 ).read_text()
 
 

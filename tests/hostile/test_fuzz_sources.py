@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.options import TargetOptions
 from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
-from paddle_reshard.storage.formats.dist_metadata import encode_dist_metadata, parse_dist_metadata
+from paddle_reshard.pipeline.request.options import TargetOptions
+from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from tests.conftest import case_directory
 from tests.golden.unified_cases import small_case
 from tests.hostile.test_fuzz_checkpoints import json_values

@@ -102,7 +102,7 @@ def test_options(source: Path) -> None:
 
 
 def test_a_shard_size_that_makes_more_files_than_names_have_room_for(source: Path, monkeypatch) -> None:
-    monkeypatch.setattr("paddle_reshard.pipeline.layouts.huggingface.target.MAX_TARGET_FILES", 10)
+    monkeypatch.setattr("paddle_reshard.pipeline.formats.huggingface.target.MAX_TARGET_FILES", 10)
     with pytest.raises(UsageError, match=r"max-shard-size 1 the model takes \d+ files; at most 10"):
         paddle_reshard.plan(source, source.with_name("target"), format="huggingface", max_shard_size="1")
 

@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.session.holder import this_process
 from paddle_reshard.storage.store import Receipt
 
 MANIFEST = "paddle_reshard.json"
@@ -135,29 +134,16 @@ def test_sizes_in_a_manifest_are_whole_numbers(bad: object, made: Path, tmp_path
         paddle_reshard.check(target)
 
 
-@pytest.mark.parametrize("field", ["target", "conversion_id"])
-def test_a_claim_that_names_another_folder_removes_nothing(field: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["../precious", "precious", "checkpoint-1/../../precious"])
+def test_a_record_that_names_another_folder_removes_nothing(target: str, tmp_path: Path) -> None:
     """A watcher completes the removal of a killed watcher: of a target next to it, and of nothing else."""
     run, out, precious = tmp_path / "run", tmp_path / "out", tmp_path / "precious"
-    for folder in (run, precious, out / ".paddle_reshard" / "claims"):
+    for folder in (run, precious, out / "precious", out / ".paddle_reshard" / "seen"):
         folder.mkdir(parents=True)
-    (precious / "work").write_text("of years")
-    holder = this_process()
-    claim = {
-        "conversion_id": "paddle-reshard-0123456789abcdef",
-        "number": 1,
-        "target": "checkpoint-1",
-        "holder": {name: getattr(holder, name) for name in holder.__slots__},
-        "nonce": "n",
-        "state": "removing",
-        "started_at": time.time(),
-        "seen_at": time.time(),
-        "source_stamp": "",
-        "target_stamp": "",
-        "version": "1",
-        field: "../precious",
-    }
-    (out / ".paddle_reshard" / "claims" / "x.json").write_text(json.dumps(claim))
+    for folder in (precious, out / "precious"):
+        (folder / "work").write_text("of years")
+    record = {"target": target, "source_stamp": "", "since": time.time(), "state": "removing"}
+    (out / ".paddle_reshard" / "seen" / "x.json").write_text(json.dumps(record))
     before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
     CliRunner().invoke(cli, ["watch", str(run), str(out), "--to", "tp=1", "--once", "--keep", "1"])
     assert (precious / "work").read_text() == "of years"

@@ -31,14 +31,14 @@ from pickle_attacks import (
 )
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
-from paddle_reshard.storage.formats import paddle_pickle
-from paddle_reshard.storage.formats.paddle_pickle import (
+from paddle_reshard.storage.files import paddle_pickle
+from paddle_reshard.storage.files.paddle_pickle import (
     READ_AHEAD_BYTES,
     ArrayRef,
     PicklePayload,
     parse_pickle,
 )
-from paddle_reshard.storage.formats.paddle_pickle_writer import encode_pickle
+from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 from tests.conftest import case_files
 
 ALLOWED_OPCODES = set(b"N\x88\x89KMJ\x8aG\x8cX\x8dCB\x8e}])(t\x85\x86\x87suae\x94qrhjc\x93R\x81b\x95.")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.formats.safetensors import (
+from paddle_reshard.storage.files.safetensors import (
     MAX_HEADER_BYTES,
     TensorSlot,
     encode_safetensors,

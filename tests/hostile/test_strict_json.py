@@ -11,14 +11,15 @@ import click
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.cli.options import read_object
-from paddle_reshard.pipeline.convert.inputs import load_config, load_layout, load_tables, load_target_names
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError
-from paddle_reshard.pipeline.watch.claims import Attempt
-from paddle_reshard.storage.formats.safetensors import parse_index, parse_safetensors
-from paddle_reshard.storage.formats.strict_json import JsonError, parse_json, parse_json_with_constants
+from paddle_reshard.pipeline.request.inputs import load_config, load_tables, load_target_names
+from paddle_reshard.pipeline.request.parse import read_layout
+from paddle_reshard.pipeline.watch.records import Record
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json, parse_json_with_constants
+from paddle_reshard.storage.files.safetensors import parse_index, parse_safetensors
 from paddle_reshard.storage.session.ledger import SessionRecord, parse_ledger
 from tests.conftest import COMMITTED
 
@@ -80,7 +81,7 @@ def _ledger(data: bytes, folder: Path) -> object:
 
 READERS: dict[str, tuple[Callable[[bytes, Path], object], type[Exception]]] = {
     "config": (_file(load_config), UsageError),
-    "layout": (_file(load_layout), UsageError),
+    "layout": (_file(read_layout), UsageError),
     "rules": (_file(load_tables), UsageError),
     "target meta": (_file(load_target_names), UsageError),
     "aoa": (lambda data, _: parse_aoa(data.decode("latin-1"), "x"), UsageError),
@@ -89,7 +90,7 @@ READERS: dict[str, tuple[Callable[[bytes, Path], object], type[Exception]]] = {
     "manifest": (lambda data, _: parse_manifest(data, "x"), CheckpointError),
     "session": (lambda data, _: SessionRecord.parse(data, "x"), TargetError),
     "ledger": (_ledger, TargetError),
-    "claim": (lambda data, _: Attempt.parse(data), ValueError),
+    "record of a watcher": (lambda data, _: Record.parse(data), ValueError),
     "safetensors header": (_safetensors, CheckpointError),
     "safetensors index": (lambda data, _: parse_index(data, "x"), CheckpointError),
 }

@@ -105,14 +105,12 @@ def test_a_tensor(tmp_path: Path) -> None:
 
 
 def test_a_log(tmp_path: Path) -> None:
-    claims = tmp_path / "out" / ".paddle_reshard" / "claims"
-    claims.mkdir(parents=True)
-    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
-    name = EVIL.replace("/", "|").replace("\r\n", "")  # a name of two lines is taken for no claim at all
-    (claims / f"{name}.json").write_text("{}")
-    told = run("watch", tmp_path / "run", tmp_path / "out", "--to", "tp=1", "--once")
-    assert "not a claim" in told
-    assert_harmless(told, SHOWN.replace("/", "|").replace(r"\r\n", ""))
+    """Of a checkpoint that is refused with a link in its folder."""
+    shutil.copytree(SOUND, tmp_path / "run" / "checkpoint-3", copy_function=shutil.copyfile)
+    name = EVIL.replace("/", "|") + ".txt"
+    (tmp_path / "run" / "checkpoint-3" / name).symlink_to("nowhere")
+    watch = ("watch", tmp_path / "run", tmp_path / "out", "--to", "tp=1", "--once", "--settle", "0")
+    assert_harmless(run(*watch), SHOWN.replace("/", "|"))
 
 
 @pytest.mark.parametrize("text", ["plain", "größer", "模型.层", "a b", "…", "é"])

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.inputs import load_tables
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, ReshardError, TargetError
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.request.inputs import load_tables
 from paddle_reshard.storage.locate import Access
 from paddle_reshard.storage.session.staging import Staging
 from tests.conftest import case_directory

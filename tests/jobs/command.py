@@ -35,12 +35,12 @@ def invoke(*arguments: object) -> Result:
 
 def run_here(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a command to its end in this process; where it sends its log ends with it."""
-    logger = logging.getLogger("paddle_reshard")
-    before = logger.handlers[:], logger.level, logger.propagate
+    root, logger = logging.getLogger(), logging.getLogger("paddle_reshard")
+    before = root.handlers[:], logger.level
     try:
         done = invoke(*arguments)
     finally:
-        logger.handlers[:], logger.level, logger.propagate = before
+        root.handlers[:], logger.level = before[0], before[1]
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointR
 def test_a_root_is_empty_until_something_is_put_there(root: CheckpointRoot) -> None:
     assert root.folders() == []
     assert root.files("checkpoint-3") == {}
-    assert root.read("claims/x.json") is None
+    assert root.read("seen/x.json") is None
     assert root.remove("checkpoint-3", bool) is None
 
 
@@ -56,13 +55,6 @@ def test_files_and_folders_are_listed_with_stamps_that_change(root: CheckpointRo
     assert after["b"] == before["b"]
     assert root.read("checkpoint-3/a") == b"another"
     assert root.at("checkpoint-3").endswith("root/checkpoint-3")
-
-
-def test_a_file_is_created_once(root: CheckpointRoot) -> None:
-    assert root.create("deep/claims/x.json", b"mine")
-    assert not root.create("deep/claims/x.json", b"yours")
-    assert root.read("deep/claims/x.json") == b"mine"
-    assert list(root.files("deep/claims")) == ["x.json"]
 
 
 def test_lines_of_a_log_keep_their_order(root: CheckpointRoot) -> None:
@@ -146,34 +138,10 @@ def test_a_removal_in_a_store_that_was_cut_short_is_finished(
     assert root.files("checkpoint-3") == {}
 
 
-@pytest.mark.parametrize("kind", ["disk", "s3"])
-def test_of_many_that_create_a_file_at_once_one_succeeds(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    location, options = str(tmp_path), {}
-    if kind == "s3":
-        location = f"s3://{request.getfixturevalue('bucket')}/root"
-        options = request.getfixturevalue("store").options
-    root, start = open_root(location, options), threading.Barrier(8)
-    won: list[int] = []
-
-    def create(number: int) -> None:
-        start.wait()
-        if root.create("claims/x.json", f"{number}".encode()):
-            won.append(number)
-
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [str(number).encode() for number in won] == [root.read("claims/x.json")]
-
-
 def test_a_store_that_refuses_is_reported_in_one_sentence(store: Store, bucket: str) -> None:
     root = open_root(f"s3://{bucket}/root", store.read_only)
     with pytest.raises(ListingError, match="access denied") as refused:
-        root.create("claims/x.json", b"mine")
+        root.replace("seen/x.json", b"mine")
     assert store.read_only["secret"] not in str(refused.value)
 
 
@@ -208,15 +176,14 @@ def test_watch_converts_in_a_store(store: Store, bucket: str, monkeypatch: pytes
     assert "0 converted, 1 converted before" in again.stderr
     keys = [entry["Key"] for entry in store.client.list_objects_v2(Bucket=bucket, Prefix="out/")["Contents"]]
     assert {key.split("/")[1] for key in keys} == {".paddle_reshard", "checkpoint-6"}
-    assert len([key for key in keys if "/claims/" in key]) == 2
+    assert len([key for key in keys if "/seen/" in key]) == 2
 
 
 def test_the_disk_keeps_no_working_files(tmp_path: Path) -> None:
     root = open_root(str(tmp_path), {})
-    root.create("claims/x.json", b"a")
-    root.create("claims/x.json", b"b")
-    root.replace("claims/x.json", b"c")
-    assert snapshot(tmp_path) == {"claims/x.json": b"c"}
+    for data in (b"a", b"b", b"c"):
+        root.replace("deep/seen/x.json", data)
+    assert snapshot(tmp_path) == {"deep/seen/x.json": b"c"}
 
 
 def test_a_root_is_there_once_something_lies_on_it(root: CheckpointRoot) -> None:

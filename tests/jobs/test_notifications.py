@@ -13,8 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paddle_reshard.pipeline.cli import notify
-from paddle_reshard.storage.formats.strict_json import parse_json
+from paddle_reshard.pipeline.progress import notify
+from paddle_reshard.storage.documents.strict_json import parse_json
 from tests.conftest import COMMITTED, REPO
 from tests.jobs.command import copy_checkpoint, run_here
 

@@ -1,6 +1,6 @@
 """Jobs on a real Ray head with token authentication, whose Python does not have this package.
 
-``make test`` runs a job to its end; ``make cluster`` shows the rest, on a head for all of it.
+``make full`` runs a job to its end; ``make cluster`` shows the rest, on a head for all of it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from paddle_reshard.clusters.ray.jobs import JobRequest, entrypoint_of, metadata
 from paddle_reshard.pipeline.cli import conversion
 from paddle_reshard.pipeline.cli.jobs import OF_ONE_PROCESS, Request
 from paddle_reshard.pipeline.cli.options import Option
-from paddle_reshard.pipeline.convert.options import Decides
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
+from paddle_reshard.pipeline.request.options import Decides
 from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
 from tests.jobs.command import invoke, run
 from tests.published import checked
@@ -58,7 +58,7 @@ DECIDES = {
         "sequence_parallel": True,
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",
-        "master_weights": "from-parameters", "card": True, "quantize": "fp8",
+        "master_weights": "from-parameters", "card": True, "quantize": "fp8", "ranks": "0",
     },
     Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_reshard.pipeline.aoa.apply import apply_aoa
-from paddle_reshard.pipeline.aoa.language import parse_aoa
+from paddle_reshard.pipeline.changes.aoa.apply import apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from tests.aoa.arrays import stored, trained
 from tests.conftest import case_directory
 

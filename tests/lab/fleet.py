@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
-RULES = REPO / "pipeline" / "layouts" / "rules"
+RULES = REPO / "pipeline" / "model" / "rules"
 DECLARED = REPO / "tests" / "golden" / "fleet" / "declared.json"
 FORWARD, INVERSE = "_gen_aoa_config", "_gen_inv_aoa_config"
 FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
-RULES = REPO / "pipeline" / "layouts" / "rules"
+RULES = REPO / "pipeline" / "model" / "rules"
 DECLARED = REPO / "tests" / "golden" / "fleet" / "vision.json"
 Row = dict[str, Any]
 

@@ -8,18 +8,26 @@ to the script where it looks; nothing is computed or changed.
 """
 
 import functools
+import json
 import logging
 import os
 import runpy
 import sys
+import time
 import types
 from pathlib import Path
+
+RECIPES = "recipes"
+"""The folder of the scripts that run a pre-training recipe's own entry function."""
 
 
 def main() -> None:
     script = Path(sys.argv[1])
-    sys.argv = sys.argv[1:]
+    node = int(os.environ.get("PADDLE_TRAINER_ID", "0")) // int(os.environ.get("RANKS_OF_A_NODE", "1"))
+    sys.argv = [argument.replace("{node}", str(node)) for argument in sys.argv[1:]]
     sys.path[0] = str(script.parent)
+    if script.parent.name == RECIPES:
+        sys.path.insert(1, str(script.parent.with_name("models")))  # whose shim they share
 
     # The order in which the script imports them: the shim patches what the rest then uses.
     import paddle
@@ -27,12 +35,64 @@ def main() -> None:
     answer_for_bfloat16(paddle, os.environ.get("CPU_HAS_BFLOAT16"))
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
+
+    if script.parent.name == RECIPES:
+        resume_recipe()
+        runpy.run_path(str(script), run_name="__main__")
+        return
     import truth
 
     truth.gather = functools.partial(show_and_gather, truth, truth.gather)
+    join_sinks(truth)
     forget_correction_biases()
+    copy_to_host()
     check_names()
+    if os.environ.get("TRAIN_ON"):
+        train_on(truth, sys.argv)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def resume_recipe() -> None:
+    """Let a recipe's own entry function resume, from zeros instead of its script's start values, and stop there."""
+    import paddle
+    import truth_recipe
+    from paddleformers.trainer import Trainer, TrainerCallback
+
+    place = sys.argv.index("--resume")
+    asked, sys.argv[place : place + 2] = sys.argv[place + 1], []
+    values = sys.argv.index("--args") + 1
+    sys.argv[values] = json.dumps({**json.loads(sys.argv[values]), "resume_from_checkpoint": asked})
+    name, out = (sys.argv[sys.argv.index(option) + 1] for option in ("--case", "--out"))
+
+    start = truth_recipe.start_values
+
+    def start_from_zero(model, *given) -> None:
+        start(model, *given)
+        for tensor in model.state_dict().values():
+            paddle.assign(paddle.zeros_like(tensor), tensor)
+
+    class AfterLoading(TrainerCallback):
+        def on_train_begin(self, *_, **__) -> None:
+            (trainer,) = trainers
+            place = types.SimpleNamespace(out=out)
+            _show_and_gather(truth_recipe, truth_recipe.gather, trainer, place, trainer.args)
+            print(f"CASE_OK {name}", flush=True)
+            if paddle.distributed.get_world_size() > 1:
+                paddle.distributed.barrier()
+                time.sleep(1 if paddle.distributed.get_rank() == 0 else 0)
+            os._exit(0)
+
+    trainers = []
+    train = Trainer.train
+
+    def train_until_loaded(trainer, *arguments, **options):
+        trainers.append(trainer)
+        trainer.add_callback(AfterLoading())
+        return train(trainer, *arguments, **options)
+
+    Trainer.train = train_until_loaded
+    truth_recipe.start_values = start_from_zero
+    check_names()
 
 
 def answer_for_bfloat16(paddle, wanted: str | None) -> None:
@@ -42,6 +102,23 @@ def answer_for_bfloat16(paddle, wanted: str | None) -> None:
 
         core.is_bfloat16_supported = paddle.amp.is_bfloat16_supported = lambda *_: wanted == "yes"
     print(f"CPU has bfloat16: {'yes' if paddle.amp.is_bfloat16_supported() else 'no'}", flush=True)
+
+
+def copy_to_host() -> None:
+    """Have a loaded average survive: the trainer copies it to the host and clears the card's; here both are one."""
+    import paddle
+    from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
+
+    convert, to_host = EMABufferFcBased._fc_to_buffer_format, paddle.Tensor.cpu
+
+    def convert_copies(buffer, loaded):
+        paddle.Tensor.cpu = lambda tensor: tensor.clone()
+        try:
+            convert(buffer, loaded)
+        finally:
+            paddle.Tensor.cpu = to_host
+
+    EMABufferFcBased._fc_to_buffer_format = convert_copies
 
 
 def forget_correction_biases() -> None:
@@ -58,6 +135,21 @@ def forget_correction_biases() -> None:
         return train(trainer, *arguments, **options)
 
     Trainer.train = train_from_zero
+
+
+def join_sinks(truth) -> None:
+    """Have the script join the attention sinks of gpt_oss, which tp cuts and the library does not mark as cut."""
+    if not hasattr(truth, "tp_axis"):  # that of Llama alone
+        return
+    axis, is_cut = truth.tp_axis, truth.is_tp
+
+    def is_sink(key: str) -> bool:
+        return key.endswith(".self_attn.sinks")
+
+    truth.tp_axis = lambda key, parameter: 0 if is_sink(key) else axis(key, parameter)
+    truth.is_tp = lambda key, parameter, arguments: (
+        (is_sink(key) and truth.tpdeg(arguments) > 1) or is_cut(key, parameter, arguments)
+    )
 
 
 def check_names() -> None:
@@ -81,6 +173,27 @@ def check_names() -> None:
         return train(trainer, resume_from_checkpoint=resume_from_checkpoint, **options)
 
     Trainer.train = train_if_names_fit
+
+
+def train_on(truth, arguments: list[str]) -> None:
+    """Have the script, which ends after loading, dump the state there and then train another step and save."""
+    from paddleformers.trainer import Trainer, TrainerCallback
+
+    place = arguments.index("--resume")
+    checkpoint = arguments[place + 1]
+    out = arguments[arguments.index("--out") + 1]
+    arguments[place : place + 2] = ["--steps", "4", "--truth", "0"]
+    train = Trainer.train
+
+    def train_from_checkpoint(trainer, **options):
+        class Dump(TrainerCallback):
+            def on_train_begin(self, *_, **__):
+                truth.gather(trainer, types.SimpleNamespace(out=out), trainer.args)
+
+        trainer.add_callback(Dump())
+        return train(trainer, **{**options, "resume_from_checkpoint": checkpoint})
+
+    Trainer.train = train_from_checkpoint
 
 
 def show_and_gather(truth, gather, trainer, asked, *arguments) -> None:

@@ -53,7 +53,7 @@ def _our_callback(trainer, resumed):
     import numpy as np
 
     before = set(sys.modules)
-    from paddle_reshard.pipeline.ema.trainer import ema_callback, weights_of
+    from paddle_reshard.pipeline.training.ema_callback import ema_callback, weights_of
 
     if heavy := (set(sys.modules) - before) & {"pyarrow", "ray"}:
         raise ImportError(f"the average beside training has imported {heavy}")

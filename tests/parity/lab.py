@@ -22,6 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 PARITY = REPO / ".parity"
 SCRIPTS = REPO / "tests" / "lab" / "dense"
 SCRIPTS_MOE = REPO / "tests" / "lab" / "models"
+SCRIPTS_RECIPES = REPO / "tests" / "lab" / "recipes"
 DRIVER = Path(__file__).resolve().parent / "driver.py"
 LOCK = REPO / "tests" / "lab" / "environments" / "requirements-pf.lock.txt"
 PYTHON = "3.11"

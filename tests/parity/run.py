@@ -11,17 +11,21 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+
 import paddle_reshard
 from tests.conftest import REPO, case_directory
-from tests.parity.lab import PARITY, SCRIPTS_MOE, Lab, LabError, open_lab, resume, say
-from tests.parity.tensors import Tensor, differences, read_tensors, write_tensors
+from tests.deepseek_names import named
+from tests.parity.lab import PARITY, SCRIPTS_MOE, SCRIPTS_RECIPES, Lab, LabError, open_lab, resume, say
+from tests.parity.tensors import ITEM_BYTES, Tensor, differences, read_tensors, write_tensors
 
 TIMEOUT_SECONDS = 300
 CHECKPOINT = "checkpoint-3"
@@ -32,12 +36,17 @@ READ_AS_IT_IS = "do not need reshard"
 EMA_IS_READ = "Load EMA checkpoint from"
 NAMES_FIT = "parameters are those of this job"
 STEP_IS_READ = "Continuing training from global step 3"
+OWN_FILES = "resumable locally, skipping reshard"
+FOLDERS = ("model_state", "master_weight", "optimizer_state")
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4_VPP2 = {"pipeline_model_parallel_size": 4, "_vpp": 2}
+PP3 = {"pipeline_model_parallel_size": 3}
 SHARDING2 = {"sharding_parallel_size": 2}
+SHARDING4 = {"sharding_parallel_size": 4}
 EP2 = {"use_expert_parallel": True, "expert_model_parallel_size": 2}
+EP4 = {"use_expert_parallel": True, "expert_model_parallel_size": 4}
 V1 = {"sharding": "stage1", "split_param": False}
 V2 = {"sharding": "stage1", "split_param": True}
 SHARDED_FILES = {
@@ -50,11 +59,16 @@ EMA = {"zcc_save_ema_coef": 0.9}
 COLD = {"ignore_load_lr_and_optim": True}
 # A FlexCheckpoint has no config.json; these cases train such a model, with other sizes where the case says so.
 SAME_MODEL = {"llama": "states/fp16_single", "qwen3_moe": "moe/moe_single"}
+RECIPES = {"dsv3": "train_dsv3.py", "ernie": "train_ernie.py"}
+"""Family of a case → the script that runs the recipe's own entry function."""
+ERNIE_MOE = {"use_moe": True, "moe_group": "ep"}
 MUON = {"optim": "muon", **FLEX}
 # The buffer size, in whole MiB for a job, that decides over how many ranks a model's matrices are spread.
 MUON_ON_BOTH_RANKS = {"SHIM_MUON_BUF_MB": "0.02"}
 TIED = {"_tie": True}
 FLOAT32 = {"max_grad_norm": 0.0, "bf16": False, "fp16_opt_level": "O1", "amp_master_grad": False}
+
+FLOAT16 = {"bf16": False, "fp16": True, "scale_loss": 256}
 
 
 @dataclass(frozen=True)
@@ -73,10 +87,22 @@ class Row:
     """Start from the source's parameters alone, which pass through a Hugging Face checkpoint."""
     masters: bool = False
     """Give a cold start master weights, made from the parameters."""
+    to_library: bool = False
+    """Give a recipe's model the names of the library's own, which goes on with it."""
+    through: str | None = None
+    """A topology into which the source is converted first."""
     fill: bool = False
     """Supply the correction biases, which sharded saving loses, from the truth."""
+    nodes: int = 1
+    """Convert only the files of its ranks on each of so many nodes, into a folder of the node."""
     drifted: bool = False
     """Whether copies of a tensor had drifted apart in the source; the truth has the first."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """What the job's model config says beside that of the source."""
+    qkv: tuple[int, int, int] | None = None
+    """Columns of q, k and v in a rank's part of a fused projection, which the laboratory's script joins as they are."""
+    trains_on: bool = False
+    """Train a step after the comparison, and save: a job may load what it cannot train."""
 
     @property
     def needs_muon(self) -> bool:
@@ -84,15 +110,26 @@ class Row:
         return self.arguments.get("optim") == "muon"
 
     @property
+    def by_rank(self) -> bool:
+        """Whether it is a FlexCheckpoint of which every rank reads its own files."""
+        return self.format == "flex" and self.to is not None
+
+    @property
     def log_must_say(self) -> tuple[str, ...]:
         """What each rank reports when it took our files for its own."""
         says = [] if self.cold else [STEP_IS_READ]
         if "load_sharded_model" in self.arguments:
             says.append(READ_AS_IT_IS)
-        if "zcc_save_ema_coef" in self.arguments:
+        averaged = "zcc_save_ema_coef" in self.arguments
+        if self.by_rank:
+            folders = (*FOLDERS, "ema_state") if averaged else FOLDERS
+            says += [f"{folder}' {OWN_FILES}" for folder in folders]
+        elif averaged:
             says.append(EMA_IS_READ)
-        if self.to is not None:
+        if self.to is not None and not self.by_rank:
             says.append(NAMES_FIT)
+        if self.trains_on:
+            says.append("TRAIN_DONE")
         if answer := self.environment.get("CPU_HAS_BFLOAT16"):
             says.append(f"CPU has bfloat16: {answer}")
         return tuple(says)
@@ -198,6 +235,70 @@ ROWS = {
         format="hybrid-plain",
         cold=True,
     ),
+    "ranks-single-to-mp2sh2-v2": Row(
+        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex"
+    ),
+    "ranks-8ranks-to-pp2sh2-v1": Row(
+        ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **FLEX}, "stage1v1", "flex"
+    ),
+    "ranks-8ranks-to-mp2pp2": Row(ALL_AXES, "tp=2,pp=2", 4, {**TP2, **PP2, **FLEX}, format="flex"),
+    "ranks-tied-single-to-pp2sh2-v2": Row(
+        "single_tied", "pp=2,sharding=2", 4, {**PP2, **V2, **SHARDING2, **FLEX, **TIED}, "stage1v2", "flex"
+    ),
+    "ranks-ema-8ranks-to-mp2sh2-v2": Row(
+        ALL_AXES, "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX, **EMA}, "stage1v2", "flex"
+    ),
+    "ranks-mtp-pp2-to-ep2sh2-v2": Row(
+        "states/dsv3_mtp_pp2", "ep=2,sharding=2", 2, {**EP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex"
+    ),
+    "ranks-mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2", 2, {**PP2, **FLEX}, format="flex"),
+    "ranks-lora-mp2-to-sh2-v2": Row(
+        "states/lora_fc_mp2", "sharding=2", 2, {**V2, **SHARDING2, **FLEX}, "stage1v2", "flex"
+    ),
+    "ranks-single-to-pp4vpp2": Row("single_l8", "pp=4,vpp=2", 4, {**PP4_VPP2, **FLEX}, format="flex"),
+    "ranks-single-to-mp2dp2": Row("single", "tp=2,dp=2", 4, {**TP2, **FLEX, "sharding": ""}, format="flex"),
+    "ranks-experts-single-to-ep2pp2sh2-v2": Row(
+        "moe/moe_single",
+        "pp=2,ep=2,sharding=2",
+        4,
+        {**PP2, **EP2, **V2, **SHARDING2, **FLEX},
+        "stage1v2",
+        "flex",
+    ),
+    "ranks-float16-to-mp2": Row("states/fp16_single", "tp=2", 2, {**FLOAT16, **TP2, **FLEX}, format="flex"),
+    "ranks-float32-to-mp2": Row("sh2_s1v1_meta_fp32", "tp=2", 2, {**FLOAT32, **TP2, **FLEX}, format="flex"),
+    "nodes-single-to-mp2sh2-v2": Row(
+        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex", nodes=2
+    ),
+    "nodes-ema-8ranks-to-pp2sh2-v1": Row(
+        ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **FLEX, **EMA}, "stage1v1", "flex", nodes=2
+    ),
+    "nodes-mtp-pp2-to-ep2sh2-v2": Row(
+        "states/dsv3_mtp_pp2",
+        "ep=2,sharding=2",
+        2,
+        {**EP2, **V2, **SHARDING2, **FLEX},
+        "stage1v2",
+        "flex",
+        nodes=2,
+    ),
+    "nodes-single-to-mp2sh2-v2-sharded": Row(
+        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **SHARDED_FILES}, "stage1v2", nodes=2
+    ),
+    "nodes-ema-8ranks-to-pp2sh2-v1-sharded": Row(
+        ALL_AXES,
+        "pp=2,sharding=2",
+        4,
+        {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **EMA},
+        "stage1v1",
+        nodes=2,
+    ),
+    "nodes-single-to-pp2sh2-v2-plain": Row(
+        "single", "pp=2,sharding=2", 4, {**PP2, **V2, **SHARDING2}, "stage1v2", "hybrid-plain", nodes=2
+    ),
+    "nodes-8ranks-to-sh2-stage3": Row(
+        ALL_AXES, "sharding=2", 2, {**SHARDING2, "sharding": "stage3"}, "stage3", nodes=2
+    ),
     # Neighbouring experts of the source are on different tp ranks.
     "experts-ep4mp2pp2sh2-to-single": Row("moe/ep4_mp2pp2sh2_s1v2_meta", "tp=1", 1, drifted=True),
     "experts-ep4mp2pp2sh2-to-mp2": Row(
@@ -224,6 +325,71 @@ ROWS = {
     # Not with load_sharded_model, under which this trainer gives the adapters to the first rank alone.
     "lora-mp2pp2-to-sh2-v2-plain": Row(
         "states/lora_mp2pp2_sp", "sharding=2", 2, {**V2, **SHARDING2}, "stage1v2", "hybrid-plain"
+    ),
+    "dsv3-to-library-ep2sh2": Row(
+        "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
+        "ep=2,sharding=2",
+        2,
+        {**EP2, **V2, **SHARDING2, **SHARDED_FILES},
+        "stage1v2",
+        to_library=True,
+    ),
+    # DeepSeek's recipe starts no job without pp and ep.
+    "dsv3-pp3-to-pp2ep2sh2": Row(
+        "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
+        "pp=2,ep=2,sharding=2",
+        4,
+        {**PP2, **EP2, **V2, **SHARDING2, **SHARDED_FILES},
+        "stage1v2",
+        through="pp=3,ep=4,sharding=4",
+    ),
+    "dsv3-pp2ep2-to-pp3ep2": Row(
+        "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
+        "pp=3,ep=2,sharding=2",
+        6,
+        {**PP3, **EP2, **V2, **SHARDING2, **SHARDED_FILES},
+        "stage1v2",
+    ),
+    "dsv3-mtp-ema-to-pp2ep4": Row(
+        "recipes/dsv3_ep2_pp2sh2_s1v2_meta_mtp_ema",
+        "pp=2,ep=4,sharding=4",
+        8,
+        {**PP2, **EP4, **V2, **SHARDING4, **SHARDED_FILES, **EMA, "num_nextn_predict_layers": 1},
+        "stage1v2",
+    ),
+    "ranks-dsv3-pp3-to-pp2ep2sh2": Row(
+        "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
+        "pp=2,ep=2,sharding=2",
+        4,
+        {**PP2, **EP2, **V2, **SHARDING2, **FLEX},
+        "stage1v2",
+        "flex",
+        through="pp=3,ep=4,sharding=4",
+    ),
+    "ernie-dense-single-to-pp2": Row("recipes/ernie_dense_single", "pp=2", 2, PP2),
+    "ernie-dense-pp2-to-sh2": Row(
+        "recipes/ernie_dense_pp2", "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"
+    ),
+    "ernie-ep2-to-ep4": Row(
+        "recipes/ernie_ep2_sh2_s1v2_meta",
+        "ep=4,sharding=4",
+        4,
+        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **ERNIE_MOE},
+        "stage1v2",
+    ),
+    "ernie-pp2ep2-to-ep2": Row(
+        "recipes/ernie_ep2_pp2sh2_s1v2_meta",
+        "ep=2,sharding=2",
+        2,
+        {**EP2, **V2, **SHARDING2, **SHARDED_FILES, **ERNIE_MOE},
+        "stage1v2",
+    ),
+    "ernie-ema-ep2-to-ep4": Row(
+        "recipes/ernie_ep2_sh2_s1v2_meta_ema_rms",
+        "ep=4,sharding=4",
+        4,
+        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **EMA, **ERNIE_MOE},
+        "stage1v2",
     ),
     "muon-pp2-to-mp2": Row("states/muon_fc_pp2", None, 2, {**MUON, **TP2}, format="flex"),
     "muon-mp2-to-sh2": Row(
@@ -286,7 +452,7 @@ def alone(folder: Path = PARITY) -> Iterator[None]:
 def _report(lab: Lab, name: str, row: Row) -> bool:
     started = time.monotonic()
     try:
-        compared, found = _check(lab, name, row)
+        compared, found = check(lab, name, row)
     except (LabError, paddle_reshard.ReshardError) as error:
         compared, found = 0, [str(error)]
     seconds = time.monotonic() - started
@@ -304,7 +470,7 @@ def _report(lab: Lab, name: str, row: Row) -> bool:
     return True
 
 
-def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
+def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     """Convert, resume, compare; return how many tensors were compared and what is wrong."""
     source, work = case_directory(row.source), PARITY / "work" / name
     shutil.rmtree(work, ignore_errors=True)
@@ -313,47 +479,75 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     if row.cold:
         checkpoint = work / "model"
         paddle_reshard.convert(source / CHECKPOINT, checkpoint, format="huggingface")
+    if row.through is not None:
+        paddle_reshard.convert(checkpoint, work / "between", to=row.through)
+        checkpoint = work / "between"
     case = json.loads((source / "case.json").read_bytes())
     all_of_truth = read_tensors(source / "truth.safetensors")
     if row.fill:
         biases = {key: tensor for key, tensor in all_of_truth.items() if key.endswith(CORRECTION_BIAS)}
         write_tensors(biases, work / "fill.safetensors")
-    paddle_reshard.convert(
-        checkpoint,
-        work / CHECKPOINT,
-        to=row.to,
-        sharding_strategy=row.strategy,
-        format=row.format,
-        layout=row.layout or None,
-        master_weights="from-parameters" if row.masters else "stored",
-        fill=work / "fill.safetensors" if row.fill else None,
-        config=_config_like(case, work) if row.needs_muon else None,
-        allow_replica_drift=row.drifted,
-    )
-    lab, script, options = script_of(lab, case)
+    each = row.ranks // row.nodes
+    of_nodes = [range(node * each, (node + 1) * each) for node in range(row.nodes)]
+    made = [
+        paddle_reshard.convert(
+            checkpoint,
+            work / f"node{node}" / CHECKPOINT,
+            ranks=ranks if row.nodes > 1 else None,
+            to=row.to,
+            sharding_strategy=row.strategy,
+            format=row.format,
+            layout=row.layout or None,
+            master_weights="from-parameters" if row.masters else "stored",
+            fill=work / "fill.safetensors" if row.fill else None,
+            config=None if (checkpoint / "config.json").exists() else _config_like(case, work),
+            convention="paddleformers" if row.to_library else None,
+            allow_replica_drift=row.drifted,
+        )
+        for node, ranks in enumerate(of_nodes)
+    ]
+    if len({one.plan.portion and one.plan.portion.digest for one in made}) > 1:
+        return 0, ["the nodes did not make portions of one whole"]
+    if row.to_library:
+        case, all_of_truth = in_the_library(case, source), renamed(all_of_truth)
+    lab, script, options = script_of(lab, case, row.trains_on)
     logs = resume(
         lab,
         name,
-        work / CHECKPOINT,
+        work / "node{node}" / CHECKPOINT,
         work / "out",
         ranks=row.ranks,
         arguments=row.arguments,
-        model=case["model"] or {},
+        model={**(case["model"] or {}), **row.model},
         timeout_seconds=TIMEOUT_SECONDS,
-        environment=row.environment | ({} if row.to is None else {"PYTHONPATH": str(REPO / "src")}),
+        environment={
+            **row.environment,
+            "RANKS_OF_A_NODE": str(each),
+            **({"PYTHONPATH": str(REPO / "src")} if NAMES_FIT in row.log_must_say else {}),
+            **({"TRAIN_ON": "yes"} if row.trains_on else {}),
+        },
         script=script,
         options=options,
     )
     with_ema = "zcc_save_ema_coef" in row.arguments
     truth = {key: tensor for key, tensor in all_of_truth.items() if with_ema or not key.endswith(EMA_STATES)}
     loaded = read_tensors(work / "out" / "truth.safetensors")
+    if row.qkv is not None:
+        loaded = {
+            key: _in_order(tensor, row.qkv) if ".qkv_proj." in key else tensor
+            for key, tensor in loaded.items()
+        }
     if row.cold:
         truth = at_the_start(truth, row.masters)
         found = differences({key: tensor for key, tensor in loaded.items() if key in truth}, truth)
         found += states_that_are_not_new(loaded.keys() - truth.keys(), loaded)
     else:
         found = differences(loaded, truth)
-        found += differences_of_reports(work / "out" / "truth_report.json", source / "truth_report.json")
+        found += differences_of_reports(
+            work / "out" / "truth_report.json",
+            source / "truth_report.json",
+            {key: tensor.shape for key, tensor in loaded.items()} if row.format == "flex" else {},
+        )
     found += [
         f"the log of rank {rank} does not say {line!r}"
         for rank, log in enumerate(logs)
@@ -363,12 +557,48 @@ def _check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     return len(truth), found
 
 
+def _in_order(tensor: Tensor, widths: tuple[int, int, int]) -> Tensor:
+    """``[q_0 | k_0 | v_0 | q_1 | …]`` as ``[q | k | v]``; what has no columns, as it is."""
+    if tensor.shape[-1] % sum(widths):
+        return tensor
+    starts = [sum(widths[:part]) for part in range(3)]
+    parts = range(0, tensor.shape[-1], sum(widths))
+    order = [
+        rank + start + column
+        for start, width in zip(starts, widths, strict=True)
+        for rank in parts
+        for column in range(width)
+    ]
+    items = np.frombuffer(tensor.data, f"V{ITEM_BYTES[tensor.dtype]}").reshape(tensor.shape)
+    return tensor._replace(data=items[..., order].tobytes())
+
+
 def _config_like(case: dict[str, Any], folder: Path) -> Path:
     """``config.json`` of the model of a case."""
     like = case_directory(SAME_MODEL[case["family"]]) / CHECKPOINT / "config.json"
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(like.read_bytes()), **(case["model"] or {})}))
     return path
+
+
+def in_the_library(case: dict[str, Any], source: Path) -> dict[str, Any]:
+    """A case of the library's deepseek_v3 with the sizes of the recipe's model."""
+    config = json.loads((source / CHECKPOINT / "config.json").read_bytes())
+    sizes = {name: value for name, value in config.items() if type(value) is int and not name.endswith("_id")}
+    return {**case, "family": "deepseek_v3", "model": sizes}
+
+
+def renamed(truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of DeepSeek's recipe under the names of the library, whose head is transposed."""
+    arrays = {
+        name: np.frombuffer(tensor.data, f"u{ITEM_BYTES[tensor.dtype]}").reshape(tensor.shape)
+        for name, tensor in truth.items()
+    }
+    dtypes = {2: "BF16", 4: "F32"}
+    return {
+        name: Tensor(dtypes[array.itemsize], array.shape, array.tobytes())
+        for name, array in named(arrays, "lm_head").items()
+    }
 
 
 def at_the_start(truth: dict[str, Tensor], masters: bool) -> dict[str, Tensor]:
@@ -394,11 +624,15 @@ def states_that_are_not_new(names: Iterable[str], loaded: dict[str, Tensor]) -> 
     return [f"{name}: not zero in a job that starts" for name in moments if any(loaded[name].data)]
 
 
-def script_of(lab: Lab, case: dict[str, Any]) -> tuple[Lab, str, list[str]]:
+def script_of(lab: Lab, case: dict[str, Any], any_family: bool = False) -> tuple[Lab, str, list[str]]:
     """Choose the laboratory's script that builds the model of a case, and its options."""
     if "family" not in case:
         return lab, "train_pf.py", []
     options = ["--family", case["family"]]
+    if case["family"] in RECIPES:
+        return replace(lab, scripts=SCRIPTS_RECIPES), RECIPES[case["family"]], options
+    if any_family:
+        return replace(lab, scripts=SCRIPTS_MOE), "train_new.py", options
     if "--lora" in case["cmd"]:
         options += ["--lora", case["cmd"][case["cmd"].index("--lora") + 1]]
     if (case["args"] or {}).get("optim") == "muon":
@@ -406,10 +640,26 @@ def script_of(lab: Lab, case: dict[str, Any]) -> tuple[Lab, str, list[str]]:
     return replace(lab, scripts=SCRIPTS_MOE), "train_states.py", options
 
 
-def differences_of_reports(loaded: Path, saved: Path) -> list[str]:
-    """Compare what is no tensor, and let replicas and padding speak up."""
+def differences_of_reports(
+    loaded: Path, saved: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> list[str]:
+    """Compare what is no tensor, and let replicas and padding speak up.
+
+    Of a slice that is all padding the trainer asks a FlexCheckpoint for nothing, so that its beta powers stay those of
+    a job that begins: ``shapes``, of a row with such a checkpoint, tell which slices these are.
+    """
     mine, real = json.loads(loaded.read_bytes()), json.loads(saved.read_bytes())
-    found = [f"replicas that disagree: {mismatch}" for mismatch in mine["replica_mismatch"]]
+    empty = {
+        (key, piece[0])
+        for key, pieces in mine.get("slices", {}).items()
+        for piece in pieces
+        if shapes and piece[5] >= prod(shapes[key])
+    }
+    found = [
+        f"replicas that disagree: {mismatch}"
+        for mismatch in mine["replica_mismatch"]
+        if not ("_pow_acc" in mismatch[1] and (mismatch[0], mismatch[2]["rank"]) in empty)
+    ]
     found += [f"padding that is not zero: {place}" for place in mine["padding_nonzero"]]
     if mine["lr"] != real["lr"]:
         found.append(f"learning rate: {mine['lr']}, not {real['lr']}")

@@ -14,7 +14,7 @@ import sys
 import types
 from pathlib import Path
 
-from driver import show_and_gather
+from driver import copy_to_host, show_and_gather
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     from paddleformers.trainer import Trainer
 
     moe_models.get = functools.partial(_model, moe_models.get)
-    _keep_on_cpu(paddle)
+    copy_to_host()
     own_gather = truth.gather
     truth.gather = functools.partial(show_and_gather, truth, own_gather)
     train = Trainer.train
@@ -43,23 +43,6 @@ def main() -> None:
 
     Trainer.train = go_on
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _keep_on_cpu(paddle):
-    """An average read from a FlexCheckpoint is copied to the CPU and cleared on the device, which here is the CPU."""
-    from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
-
-    to_buffer = EMABufferFcBased._fc_to_buffer_format
-
-    def without_clearing(buffer, loaded):
-        clear = paddle.Tensor._clear
-        paddle.Tensor._clear = lambda tensor: None
-        try:
-            return to_buffer(buffer, loaded)
-        finally:
-            paddle.Tensor._clear = clear
-
-    EMABufferFcBased._fc_to_buffer_format = without_clearing
 
 
 def _model(known, family, sequence):

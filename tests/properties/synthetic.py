@@ -184,7 +184,8 @@ def logical_tensors(model: Model) -> Tensors:
         else:
             tensors[key] = values
         tensors |= {f"{key}.{state}": bits(shape) for state in MOMENTS}
-        tensors |= {f"{key}.{state}": bits((1,)) for state in POWERS}
+        # Negative, for a positive value may happen to be a power of some beta, and then all of them have to be.
+        tensors |= {f"{key}.{state}": np.copysign(bits((1,)), np.float32(-1)) for state in POWERS}
         if model.ema:
             tensors[f"{key}.ema_w_0" if model.has_master(key) else f"{key}.ema"] = bits(shape)
     return tensors

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 import paddle_reshard
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.formats.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.hybrid.target import layout_hybrid
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import GroupWork, plan_work

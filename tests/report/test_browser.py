@@ -14,8 +14,8 @@ import pytest
 import paddle_reshard
 from benchmarks.planning import job
 from benchmarks.synthetic import LLAMA_70B
-from paddle_reshard.pipeline.convert.diff import DiffReport
 from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.examine.diff import DiffReport
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.report.describe import describe_comparison, describe_plan, picture_of
 from paddle_reshard.pipeline.report.writing import save_report

@@ -21,14 +21,13 @@ from safetensors import deserialize
 import paddle_reshard
 from benchmarks.planning import job
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, EmptySource, catalog_of, files_of
-from paddle_reshard.pipeline.convert.diff import DiffReport, TensorDifference
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint, read_request
-from paddle_reshard.pipeline.convert.verify import VerifyReport
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint
 from paddle_reshard.pipeline.core.events import GroupEnded, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.part_limits import PartLimits
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.examine.diff import DiffReport, TensorDifference
+from paddle_reshard.pipeline.examine.verify import VerifyReport
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.compare import Difference
-from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.describe import (
     describe_comparison,
@@ -39,6 +38,7 @@ from paddle_reshard.pipeline.report.describe import (
 from paddle_reshard.pipeline.report.html_report import HtmlReport
 from paddle_reshard.pipeline.report.run_record import MOST_SAMPLES, MOST_STRETCHES, RunRecord
 from paddle_reshard.pipeline.report.writing import save_report
+from paddle_reshard.pipeline.request.parse import read_options, read_request
 from paddle_reshard.storage.s3 import target as s3
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import load, read_one_card
@@ -144,7 +144,7 @@ LIMITS = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
 
 def synthetic(dims: Any, source: HybridTarget, to: str, limits: PartLimits) -> ConversionPlan:
     store = EmptySource(files_of(dims, source), json.dumps(dims.config).encode())
-    request = read_request(("nowhere",), None, {"to": to}, PlanSizes())
+    request = read_request(("nowhere",), (), read_options({"to": to}))
     return plan_checkpoint(store, catalog_of(dims, source), request, limits)
 
 

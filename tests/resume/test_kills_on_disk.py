@@ -1,6 +1,6 @@
 """A kill before every effect of a conversion to a disk; each is resumed to the very same bytes.
 
-``make test`` kills at every seventh effect, ``make exhaustive`` at those between.
+``make full`` kills at every seventh effect, ``make exhaustive`` at those between.
 """
 
 import shutil

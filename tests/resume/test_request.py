@@ -14,10 +14,10 @@ import pytest
 
 from paddle_reshard.pipeline.cli.conversion import convert as convert_command
 from paddle_reshard.pipeline.cli.options import decides
-from paddle_reshard.pipeline.convert.options import CONVERSION_OPTIONS, Decides
-from paddle_reshard.pipeline.convert.resuming import KEPT, LARGEST_KEPT_BYTES
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
+from paddle_reshard.pipeline.request.options import CONVERSION_OPTIONS, Decides
+from paddle_reshard.pipeline.request.record import KEPT, LARGEST_KEPT_BYTES
 from tests.jobs.command import run_here as run
 from tests.resume.conftest import GROUP_BYTES, Driver
 from tests.sized import in_groups

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, for
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
 from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
-from paddle_reshard.pipeline.watch.claims import Policy
+from paddle_reshard.pipeline.watch.decisions import Policy
 from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.runners import Conversion
 from paddle_reshard.pipeline.watch.watcher import open_watcher
@@ -390,7 +390,7 @@ def test_a_watcher_resumes_where_it_can_and_restarts_otherwise(
             to=before,
             workers=1,
         )
-    conversion = Conversion(SMALL.settings(to="tp=1", workers=1), lambda one, other: "an-id")
+    conversion = Conversion(SMALL.settings(None, {"to": "tp=1", "workers": 1}), lambda one, other: "an-id")
     with caplog.at_level("INFO"):
         results = open_watcher(str(run), str(out), conversion, Policy(settle_seconds=0)).once()
     assert results == {"checkpoint-3": Result.CONVERTED}

@@ -349,6 +349,19 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Have a server answer, in a thread of this process."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
 def running_proxy(store_url: str, certificate: Path | None = None) -> Iterator[Proxy]:
     """A proxy before a store, in this process; over TLS if it has a certificate."""
     proxy = Proxy()
@@ -358,13 +371,9 @@ def running_proxy(store_url: str, certificate: Path | None = None) -> Iterator[P
         context.load_cert_chain(certificate)
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     server.proxy, server.upstream = proxy, store_url.removeprefix("http://")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
     proxy.url = f"{'https' if certificate else 'http'}://{HOST}:{server.server_address[1]}"
-    try:
-        yield proxy
-    finally:
-        proxy.closing.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(server):
+        try:
+            yield proxy
+        finally:
+            proxy.closing.set()

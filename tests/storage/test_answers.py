@@ -22,7 +22,7 @@ from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.uploads import PartCheck
 from paddle_reshard.storage.store import Read
 from tests.storage.contents import ONE_CARD, SMALL, assert_same_checkpoint, in_bucket
-from tests.storage.servers import HOST, Proxy, Store, first
+from tests.storage.servers import HOST, Proxy, Store, first, serving
 
 CONTENT = random.Random(3).randbytes(1000)
 TAG = '"0123456789abcdef0123456789abcdef"'
@@ -97,14 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
 def liar() -> Iterator[_Liar]:
     server = _Liar((HOST, 0), _Handler)
     server.asked, server.alone = [], threading.Lock()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with serving(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _with(**headers: str) -> Callable[[Told, int, int], Told]:

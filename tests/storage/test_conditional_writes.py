@@ -1,7 +1,6 @@
 """The record of a session is replaced on condition; not every store reads the condition as it is written."""
 
 import hashlib
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.storage.s3.folder import S3Folder
-from tests.storage.servers import CHANGED
+from tests.storage.servers import CHANGED, serving
 
 MISSING = b"<Error><Code>NoSuchKey</Code><Message>There is no such key.</Message></Error>"
 
@@ -71,14 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
 def server(request: pytest.FixtureRequest) -> Iterator[_Object]:
     server = _Object(("127.0.0.1", 0), _Handler)
     server.quoted, server.asked = request.param, []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with serving(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.options import TargetOptions
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Event, StepEnded
+from paddle_reshard.pipeline.request.options import TargetOptions
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3 import target as s3
 from tests.sampling import exhaustive

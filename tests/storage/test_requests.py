@@ -41,7 +41,7 @@ def test_files_of_any_name(store: Store, bucket: str) -> None:
         assert requests.list_uploads(folder) == [(f"{name} whole", upload_id)]
         taken = requests.upload_part(folder, f"{name} whole", upload_id, 1, memoryview(b"part"))
         assert requests.list_parts(folder, f"{name} whole", upload_id) == {
-            1: requests.Part(4, taken.tag.strip('"'))
+            1: requests.UploadedPart(4, taken.tag.strip('"'))
         }
         receipt = Receipt(name, 0, 4, taken.tag)
         requests.complete_upload(folder, f"{name} whole", upload_id, [receipt])

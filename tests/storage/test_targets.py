@@ -10,7 +10,7 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
 from paddle_reshard.storage.locate import open_source, open_target
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Target, WritePart
+from paddle_reshard.storage.store import Identity, NewFile, Receipt, TargetStore, WritePart
 from tests.storage.contents import in_bucket, in_memory, uploads, visible
 from tests.storage.servers import Store
 
@@ -32,7 +32,7 @@ CONTENTS = {
 assert [len(CONTENTS[new.path]) for new in FILES] == [new.size_bytes for new in FILES]
 
 
-def _begin(target: Target) -> WritePart:
+def _begin(target: TargetStore) -> WritePart:
     return target.begin(FILES, Identity("plan", "version", "source", {}))[0]
 
 
@@ -44,7 +44,7 @@ def _write(writer: WritePart, backwards: bool = True) -> list[Receipt]:
     return receipts[::-1] if backwards else receipts
 
 
-def _open(scheme: str, store: Store, bucket: str, overwrite: bool = False) -> Target:
+def _open(scheme: str, store: Store, bucket: str, overwrite: bool = False) -> TargetStore:
     options = store.options if scheme == "s3" else {}
     return open_target(f"{scheme}://{bucket}/c", overwrite, options)
 

@@ -84,9 +84,9 @@ def test_options_of_one_side_replace_those_of_both(
     paddle_reshard.convert(
         small_source, target, storage_options=store.options, target_storage_options=other.options, **ONE_CARD
     )
-    paddle_reshard.verify(
+    assert paddle_reshard.verify(
         SMALL, target, storage_options={"key": "wrong"}, target_storage_options=other.options
-    )
+    ).equal
 
 
 def test_on_the_command_line(

@@ -14,9 +14,9 @@ import pytest
 import paddle_reshard
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.run import run_conversion
-from paddle_reshard.pipeline.convert.verify import read_verify_request, verify_request
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.layouts import rules
+from paddle_reshard.pipeline.examine.verify import read_verify_request, verify_request
+from paddle_reshard.pipeline.model import rules
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import COMMITTED, REPO
@@ -77,5 +77,5 @@ def test_every_section_is_in_the_list_and_names_its_files() -> None:
 def test_the_option_that_is_shown_is_declared_so() -> None:
     shown = re.search(r"^```python\n(allow_reread: .*?)^```", ADDING, re.DOTALL | re.MULTILINE)
     assert shown is not None
-    declared = (REPO / "pipeline/convert/options.py").read_text("utf-8")
+    declared = (REPO / "pipeline/request/options.py").read_text("utf-8")
     assert " ".join(shown[1].split()) in " ".join(declared.split())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import LLAMA_7B, catalog_of
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -13,8 +14,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
-from paddle_reshard.pipeline.layouts.files import TargetFiles
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, op_volumes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion

@@ -6,7 +6,7 @@ from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of, files_of
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
 from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.storage.s3 import target as s3

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 import paddle_reshard
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor
-from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning import coverage
 from paddle_reshard.pipeline.planning.ops import MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE

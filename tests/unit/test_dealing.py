@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from paddle_reshard.clusters.ray.dealing import Dealer, Member, Table, Waiting
+from paddle_reshard.clusters.ray.dealing import Dealer, Member, NextGroup, Table
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 
 MIB = 1 << 20
 DEALER = Dealer(FOOTPRINT_BYTES + 100 * MIB, "auto", side_by_side=True, most_object_bytes=200 * MIB)
 IDLE, STARTING = Member(ready=True, there=True), Member(ready=False, there=False)
-GROUP = Waiting("w", 40 * MIB, bands=6, parts=3, object_bytes=50 * MIB)
+GROUP = NextGroup("w", 40 * MIB, bands=6, parts=3, object_bytes=50 * MIB)
 
 
 def busy(*mib: int, alone: bool = False) -> Member:
     return Member(ready=True, there=True, peaks=tuple(peak * MIB for peak in mib), alone=alone)
 
 
-def table(*members: Member, group: Waiting = GROUP, others: int = 0, **known: object) -> Table:
+def table(*members: Member, group: NextGroup = GROUP, others: int = 0, **known: object) -> Table:
     """The last groups of a run unless ``exhausted=False``; ``others`` wait behind the next one and are as large."""
     peaks = (group.peak_bytes,) * (1 + others)
     defaults = {"exhausted": True, "patient": True, "object_bytes": 0}

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.formats import dist_metadata_rows
-from paddle_reshard.storage.formats.dist_metadata import (
+from paddle_reshard.storage.files import dist_metadata_rows
+from paddle_reshard.storage.files.dist_metadata import (
     GENERATIONS,
     READ_AHEAD_BYTES,
     DistMetadata,

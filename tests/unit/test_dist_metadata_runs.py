@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.formats import dist_metadata_rows, dist_metadata_stencils
-from paddle_reshard.storage.formats.dist_metadata import DistMetadata, parse_dist_metadata
+from paddle_reshard.storage.files import dist_metadata_rows, dist_metadata_stencils
+from paddle_reshard.storage.files.dist_metadata import DistMetadata, parse_dist_metadata
 from tests.conftest import case_files
 from tests.dist_metadata_oracle import classes_of, dumped, entries, expected, flattened, loaded, replicated
 

@@ -12,7 +12,8 @@ import paddle_reshard
 PURE = (
     "_import_path",
     "pipeline",
-    "storage.formats",
+    "storage.files",
+    "storage.documents",
     "clusters.ray.capacity",
     "clusters.ray.dealing",
     "clusters.ray.environment",
@@ -47,6 +48,6 @@ def test_examples_are_found_in_the_modules_that_carry_the_rules() -> None:
     assert {
         "pipeline.core.geometry",
         "pipeline.core.topology",
-        "pipeline.layouts.hybrid.names",
+        "pipeline.formats.hybrid.names",
         "tasks.cast",
     } <= names

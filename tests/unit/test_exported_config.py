@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.transformers_config import agreed_config, exported_config
+from paddle_reshard.pipeline.model.transformers_config import agreed_config, exported_config
 
 GEMMA = {
     "model_type": "gemma3_text",

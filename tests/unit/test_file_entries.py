@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.layouts.hybrid.entries import MASTER_WEIGHTS, SPECIAL, FileEntries
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef
+from paddle_reshard.pipeline.formats.hybrid.entries import MASTER_WEIGHTS, SPECIAL, FileEntries
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
 NAMES = st.one_of(st.sampled_from(SPECIAL), st.text(max_size=3), st.just("\ud800"))
 ARRAYS = st.builds(

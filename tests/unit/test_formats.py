@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save
 
-from paddle_reshard.pipeline.layouts.formats import FORMATS, format_of
-from paddle_reshard.pipeline.layouts.reading import SourceFiles
+from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
+from paddle_reshard.pipeline.formats.registry import FORMATS, format_of
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.tasks.index import index_here
 
@@ -50,18 +50,18 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {Path(inspect.getfile(type(format))).parent.name for format in FORMATS.values()}
 ABOUT_SOMETHING_ELSE = {
     "pipeline/core/suggest.py": "words of other tools, and which of ours they may mean",
-    "pipeline/layouts/forms.py": "the entry of a rule that says what a tensor is in transformers",
-    "pipeline/layouts/weights.py": "the entry of a rule that says what a tensor is called in transformers",
-    "pipeline/layouts/formats.py": "the table",
-    "pipeline/layouts/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
+    "pipeline/model/forms.py": "the entry of a rule that says what a tensor is in transformers",
+    "pipeline/model/weights.py": "the entry of a rule that says what a tensor is called in transformers",
+    "pipeline/formats/registry.py": "the table",
+    "pipeline/model/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/cli/conversion.py": "an example in the help of a command",
     "pipeline/cli/ema.py": "an example in the help of a command",
-    "pipeline/live/names.py": "names of parameters in a running job, which only files of its ranks tell",
+    "pipeline/training/names.py": "names of parameters in a running job, which only files of its ranks tell",
     "pipeline/versions/publish.py": "publishes exports, because engines read nothing else",
     "pipeline/indexing/as_stored.py": "degrees in names of files that no format could read",
-    "pipeline/ema/async_ema.py": "writes the averages of a running job, as its trainer does",
-    "pipeline/ema/flex.py": "writes the averages of a running job, as its trainer does",
-    "pipeline/ema/paddle_objects.py": "describes tensors of a running job by the boxes of a dist checkpoint",
+    "pipeline/training/async_ema.py": "writes the averages of a running job, as its trainer does",
+    "pipeline/training/flex.py": "writes the averages of a running job, as its trainer does",
+    "pipeline/training/paddle_objects.py": "describes tensors of a running job by the boxes of a dist checkpoint",
 }
 
 
@@ -70,7 +70,7 @@ def named(module: Path) -> list[str]:
     tree = ast.parse(module.read_text("utf-8"))
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     words = re.compile(rf"(?<![\w./-])({'|'.join(map(re.escape, FORMATS))})(?![\w./-])")
-    folders = re.compile(rf"\.layouts\.({'|'.join(FOLDERS)})(\.|$)")
+    folders = re.compile(rf"\.formats\.({'|'.join(FOLDERS)})(\.|$)")
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in texts:
@@ -106,7 +106,7 @@ def test_every_exception_is_needed(path: str) -> None:
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
 def test_no_format_is_made_of_another(folder: str) -> None:
     others = FOLDERS - {folder}
-    for module in (ROOT / "pipeline/layouts" / folder).glob("*.py"):
+    for module in (ROOT / "pipeline/formats" / folder).glob("*.py"):
         imported = [
             n.module or "" for n in ast.walk(ast.parse(module.read_text())) if isinstance(n, ast.ImportFrom)
         ]

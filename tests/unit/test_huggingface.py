@@ -13,13 +13,13 @@ from paddle_reshard.pipeline.cli.conversion import convert
 from paddle_reshard.pipeline.cli.jobs import Request
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.huggingface.parts import Part, model_parts
-from paddle_reshard.pipeline.layouts.huggingface.source import read_huggingface
-from paddle_reshard.pipeline.layouts.huggingface.target import HuggingFaceTarget
-from paddle_reshard.pipeline.layouts.model import Model, ModelTensor
-from paddle_reshard.pipeline.layouts.rules.parse import parse_rule_table
-from paddle_reshard.pipeline.layouts.rules.table import RuleTable
-from paddle_reshard.storage.formats.safetensors import (
+from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
+from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface
+from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.storage.files.safetensors import (
     Index,
     SafetensorsPayload,
     TensorSlot,
@@ -27,7 +27,7 @@ from paddle_reshard.storage.formats.safetensors import (
     parse_safetensors,
 )
 from paddle_reshard.tasks.cast import cast, cast_in_range
-from paddle_reshard.tasks.device import Box, PaddleMover
+from paddle_reshard.tasks.device import DeviceBox, PaddleMover
 
 F4, F2, BITS = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")
 QKV = {
@@ -323,8 +323,8 @@ def test_paddle_gives_the_same_bits(one: np.dtype, two: np.dtype) -> None:
     made = mover.zeros(24 * two.itemsize)
     extents = (6, 4)
     mover.move(
-        Box(mover.load(source), 0, one, extents, (one.itemsize, 6 * one.itemsize)),
-        Box(made, 0, two, extents, (4 * two.itemsize, two.itemsize)),
+        DeviceBox(mover.load(source), 0, one, extents, (one.itemsize, 6 * one.itemsize)),
+        DeviceBox(made, 0, two, extents, (4 * two.itemsize, two.itemsize)),
     )
     expected = cast(source.view(one), two).reshape(4, 6).T
     assert mover.fetch(made).tobytes() == np.ascontiguousarray(expected).tobytes()

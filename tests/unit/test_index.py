@@ -10,8 +10,8 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from paddle_reshard.pipeline.checkpoint.reading import Readable
 from paddle_reshard.pipeline.core.events import Event
-from paddle_reshard.pipeline.layouts.reading import Readable
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.tasks.index import FILES_IN_FLIGHT, LATE_SECONDS, index_here
 

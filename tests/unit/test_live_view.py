@@ -21,9 +21,8 @@ import click
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.cli.live_view import ASCII, MOST_WORKERS, LiveView
+from paddle_reshard.pipeline.cli.command import running
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.cli.observers import observing
 from paddle_reshard.pipeline.core.events import (
     Event,
     FilesRead,
@@ -35,6 +34,7 @@ from paddle_reshard.pipeline.core.events import (
     WorkerAssigned,
 )
 from paddle_reshard.pipeline.core.run_state import RunState
+from paddle_reshard.pipeline.progress.live_view import ASCII, MOST_WORKERS, LiveView
 from tests.conftest import COMMITTED, REPO
 from tests.sized import in_groups
 
@@ -210,21 +210,21 @@ def run_of(workers: int, *further: Event) -> tuple[LiveView, Clock]:
     """A run whose every worker has ended a group, and runs the next since as many seconds as it has a number."""
     clock = Clock()
     view = LiveView(RunState(clock=clock), lambda: 300 << 20)
-    view(StepStarted("plan"))
-    view(FilesRead(12, 48))
+    view.state(StepStarted("plan"))
+    view.state(FilesRead(12, 48))
     clock.seconds = 2.0
-    view(StepEnded("plan", "9 groups"))
-    view(StepStarted("move", 1000 << 20, 400, 1 << 30))
-    view(Waiting("Ray and its workers"))
+    view.state(StepEnded("plan", "9 groups"))
+    view.state(StepStarted("move", 1000 << 20, 400, 1 << 30))
+    view.state(Waiting("Ray and its workers"))
     for number in reversed(range(workers)):
         clock.seconds += 1.0
         name = f"worker {number} on node"
-        view(WorkerAssigned(name, (range(number, number + 1),), 64 << 20))
-        view(GroupEnded(number, name, 1.0, 0.0, 64 << 20, 2 << 20, 3 << 20, 1 << 20))
-        view(Progress(3 << 20))
-        view(WorkerAssigned(name, (range(number + 100, number + 102),), 96 << 20))
+        view.state(WorkerAssigned(name, (range(number, number + 1),), 64 << 20))
+        view.state(GroupEnded(number, name, 1.0, 0.0, 64 << 20, 2 << 20, 3 << 20, 1 << 20))
+        view.state(Progress(3 << 20))
+        view.state(WorkerAssigned(name, (range(number + 100, number + 102),), 96 << 20))
     for event in further:
-        view(event)
+        view.state(event)
     return view, clock
 
 
@@ -268,10 +268,10 @@ def test_the_start_of_a_cluster_does_not_count_for_the_rate() -> None:
     view, clock = run_of(0)
     assert "waiting for Ray and its workers" in " ".join(drawn(view, 80, 24))
     clock.seconds += 60.0
-    view(WorkerAssigned("worker 0 on node", (range(9),), 1 << 20))
+    view.state(WorkerAssigned("worker 0 on node", (range(9),), 1 << 20))
     assert "waiting" not in " ".join(drawn(view, 80, 24))
     clock.seconds += 2.0
-    view(Progress(100 << 20))
+    view.state(Progress(100 << 20))
     assert "100.0 MiB of 1000.0 MiB · 50.0 MiB/s · 18.0 s left" in " ".join(drawn(view, 80, 24))
 
 
@@ -279,11 +279,11 @@ def test_retries_and_a_store_that_has_stopped_stand_out() -> None:
     retries = {"SlowDown": 2}
     clock = Clock()
     view = LiveView(RunState(lambda: retries, clock), lambda: 1, ASCII)
-    view(StepStarted("comparing", 1000, 4, 1 << 30))
+    view.state(StepStarted("comparing", 1000, 4, 1 << 30))
     retries["SlowDown"] = 5
     for _ in range(40):
         clock.seconds += 0.5
-        view(Progress(10))
+        view.state(Progress(10))
         lines = drawn(view, 80, 24)
     assert "  400 B of 1000 B | 20 B/s | 30.0 s left | 0 of 4 groups | 3 x SlowDown retried" in lines
     for _ in range(25):
@@ -320,7 +320,7 @@ def test_what_is_printed_while_it_draws_goes_where_it_went(monkeypatch: pytest.M
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr(sys, "stdout", piped)
         monkeypatch.setenv("TERM", "xterm-256color")
-        with click.Context(click.Command("move")), observing(silent=False) as observe:
+        with click.Context(click.Command("move")), running() as observe:
             observe(StepStarted("move", 100))
             observe(Progress(40))
             sys.stdout.write("an answer\n")

@@ -10,9 +10,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.metrics import LOOPBACK, Address, serving
 from paddle_reshard.pipeline.core.events import Event, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.run_state import RunState
+from paddle_reshard.pipeline.progress.metrics import (
+    LOOPBACK,
+    Address,
+    CheckpointFigures,
+    RunFigures,
+    serving,
+)
+from paddle_reshard.pipeline.progress.stream import Checked
 from tests.conftest import COMMITTED
 from tests.jobs.command import copy_checkpoint, run_here
 
@@ -33,7 +41,7 @@ def samples(port: int) -> dict[str, float]:
 def test_figures_can_be_read_while_a_conversion_runs(tmp_path: Path) -> None:
     state = RunState(dict)
     read: dict[str, dict[str, float]] = {}
-    with serving(state, Address(LOOPBACK, 0)) as port:
+    with serving(RunFigures(state), Address(LOOPBACK, 0)) as port:
 
         def observe(event: Event) -> None:
             state(event)
@@ -55,6 +63,22 @@ def test_figures_can_be_read_while_a_conversion_runs(tmp_path: Path) -> None:
     assert after["paddle_reshard_busy_seconds_total"] > 0
     with pytest.raises(ConnectionRefusedError), socket.create_connection((LOOPBACK, port)):
         pass
+
+
+def test_those_of_a_watch_count_checkpoints() -> None:
+    figures = CheckpointFigures()
+    with serving(figures, Address(LOOPBACK, 0)) as port:
+        assert "paddle_reshard_last_success_timestamp_seconds" not in samples(port)
+        for event, at in (("converted", 100.0), ("failed", 200.0), ("refused", 300.0), ("converted", 400.5)):
+            figures(Outcome(event, "run/checkpoint-3", "out/checkpoint-3", at, "me@here"))
+        figures(Checked({"checkpoint-3": "converted", "checkpoint-4": "waiting", "checkpoint-5": "waiting"}))
+        found = {name: value for name, value in samples(port).items() if name.startswith("paddle_reshard_")}
+    assert found == {
+        "paddle_reshard_checkpoints_converted_total": 2,
+        "paddle_reshard_checkpoints_failed_total": 2,
+        "paddle_reshard_checkpoints_waiting": 2,
+        "paddle_reshard_last_success_timestamp_seconds": 400.5,
+    }
 
 
 def test_commands_listen_on_this_machine_alone_and_refuse_an_address_in_use(tmp_path: Path) -> None:

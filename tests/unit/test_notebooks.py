@@ -9,9 +9,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from paddle_reshard.pipeline.convert.notebook import line
 from paddle_reshard.pipeline.core.events import Progress, StepStarted
 from paddle_reshard.pipeline.core.run_state import RunState
+from paddle_reshard.pipeline.request.notebook import line
 from tests.conftest import COMMITTED, REPO
 
 NOTEBOOKS = sorted((REPO / "examples/notebooks").glob("*.ipynb"))
@@ -28,7 +28,7 @@ def test_notebooks_print_what_they_show(notebook: Path) -> None:
 CALL = """
 import tempfile
 import paddle_reshard
-from paddle_reshard.pipeline.convert import notebook
+from paddle_reshard.pipeline.request import notebook
 notebook.PATIENCE_SECONDS = 0
 report = paddle_reshard.convert({source!r}, tempfile.mkdtemp() + "/made", to="tp=1"{more})
 """

@@ -16,7 +16,11 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, SECTIONS, given
-from paddle_reshard.pipeline.convert.options import (
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.tensors import DROPPABLE
+from paddle_reshard.pipeline.formats.jobs.request import LayoutOptions
+from paddle_reshard.pipeline.formats.registry import FORMATS, FormatName
+from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
     TARGET_OPTIONS,
     ConvertOptions,
@@ -25,11 +29,7 @@ from paddle_reshard.pipeline.convert.options import (
     declarations,
     flag_of,
 )
-from paddle_reshard.pipeline.convert.request import RunSettings, check_options
-from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.tensors import DROPPABLE
-from paddle_reshard.pipeline.layouts.formats import FORMATS, FormatName
-from paddle_reshard.pipeline.layouts.jobs.request import LayoutOptions
+from paddle_reshard.pipeline.request.parse import RunSettings, check_options
 from tests.jobs.command import invoke
 
 CONVERT = cli.commands["convert"]
@@ -42,7 +42,7 @@ OF_COMMANDS = {
     "as_json",
     "quiet",
     "progress",
-    "log_file",
+    "events",
     "metrics_port",
     "notify",
     *LAYOUT_FLAGS,

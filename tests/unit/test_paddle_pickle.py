@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.pipeline.core.geometry import strides_in_order
-from paddle_reshard.storage.formats.paddle_pickle import (
+from paddle_reshard.storage.files.paddle_pickle import (
     BIG_PARAM_INFO,
     MAX_NESTING,
     READ_AHEAD_BYTES,
@@ -30,7 +30,7 @@ from paddle_reshard.storage.formats.paddle_pickle import (
     SplitArray,
     parse_pickle,
 )
-from paddle_reshard.storage.formats.paddle_pickle_writer import ArraySlot, EncodedFile, encode_pickle
+from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, EncodedFile, encode_pickle
 from tests import protocol5
 from tests.conftest import case_directory, case_files, case_names
 

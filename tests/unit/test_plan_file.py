@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.errors import FormatError, PlanError, UsageErr
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
-from paddle_reshard.pipeline.layouts.files import TargetFiles
 from paddle_reshard.pipeline.planning.groups import _gathered
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE

@@ -6,7 +6,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.sharding import (
+from paddle_reshard.pipeline.formats.sharding import (
     Parameter,
     cut_buffer,
     possible_buffer_bytes,

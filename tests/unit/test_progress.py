@@ -5,21 +5,34 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.progress import ProgressLines
 from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
+from paddle_reshard.pipeline.core.run_state import RunState
+from paddle_reshard.pipeline.progress.lines import ProgressLines
+from paddle_reshard.pipeline.progress.stream import Stream
 from tests.conftest import COMMITTED
 
 SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 MANIFEST = "paddle_reshard.json"
 
 
+def lines_of(write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Stream:
+    """A stream of events that one observer writes as lines."""
+    stream = Stream(RunState(clock=clock))
+    lines = ProgressLines(stream.state, write)
+    stream.observers.append(lines)
+    stream.clocks.append(lines.tick)
+    return stream
+
+
 def test_a_long_step_reports_its_progress_periodically() -> None:
     told: list[str] = []
     now = [100.0]
-    observe = ProgressLines(told.append, lambda: now[0])
+    observe = lines_of(told.append, lambda: now[0])
     observe(StepStarted("plan"))
     observe(Progress(7))
     observe(StepEnded("plan", "3 groups"))
@@ -46,7 +59,7 @@ def test_a_silent_step_is_reported() -> None:
         told.append(line)
         first.set()
 
-    lines = ProgressLines(tell)
+    lines = lines_of(tell)
     with lines.ticking():
         lines(StepStarted("reading headers"))
         assert first.wait(60)
@@ -57,7 +70,7 @@ def test_a_silent_step_is_reported() -> None:
 def test_steps_that_move_nothing_report_files_read_or_what_they_wait_for() -> None:
     told: list[str] = []
     now = [0.0]
-    observe = ProgressLines(told.append, lambda: now[0])
+    observe = lines_of(told.append, lambda: now[0])
     observe(StepStarted("plan"))
     now[0] = 3.0
     observe(FilesRead(120, 4096))

@@ -9,7 +9,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paddle_reshard.pipeline.cli.progress_events import ProgressEvents
 from paddle_reshard.pipeline.core.events import (
     FilesRead,
     GroupEnded,
@@ -19,6 +18,7 @@ from paddle_reshard.pipeline.core.events import (
     Waiting,
 )
 from paddle_reshard.pipeline.core.run_state import RunState
+from paddle_reshard.pipeline.progress.events_as_json import ProgressEvents
 from tests.conftest import COMMITTED, REPO
 from tests.jobs.command import run_here
 
@@ -27,12 +27,22 @@ SCHEMA = json.loads((REPO / "docs" / "schemas" / "progress-1.json").read_text())
 
 
 def events_of(stderr: str) -> list[dict[str, Any]]:
-    """Every line, each as the published schema says; only the last is the end."""
-    events = [json.loads(line) for line in stderr.splitlines()]
-    for event in events:
-        jsonschema.validate(event, SCHEMA, format_checker=jsonschema.FormatChecker())
-    assert [event["event"] == "ended" for event in events] == [False] * (len(events) - 1) + [True]
+    """Every line of one command, each as the published schema says; only the last is the end."""
+    (events,) = commands_of(stderr)
     return events
+
+
+def commands_of(text: str) -> list[list[dict[str, Any]]]:
+    """The same for several commands, one after the other."""
+    commands: list[list[dict[str, Any]]] = [[]]
+    for line in text.splitlines():
+        event = json.loads(line)
+        jsonschema.validate(event, SCHEMA, format_checker=jsonschema.FormatChecker())
+        commands[-1].append(event)
+        if event["event"] == "ended":
+            commands.append([])
+    assert not commands.pop()
+    return commands
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ def test_other_commands_report_too_whatever_else_they_print(
     events = events_of(done.stderr)
     assert (done.returncode, done.stdout) == (0, "")
     assert events[0]["event"] == "step_started"
-    read = [event for event in events[:-1] if event["done_bytes"]]
+    read = [event for event in events[:-1] if event.get("done_bytes")]
     assert all(event["done_bytes"] <= event["total_bytes"] for event in read)
     assert bool(read) == (command != "plan")
     if command in ("verify", "diff", "fingerprint"):

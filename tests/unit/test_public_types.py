@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.options import Kind, declarations
 from paddle_reshard.pipeline.core import errors
 from tests.conftest import COMMITTED, REPO
 from tests.sampling import exhaustive
@@ -26,19 +25,13 @@ EXAMPLES = sorted(set((REPO / "examples").glob("*.py")) - ORCHESTRATED)
 """All but those whose libraries are not among those that the tests install."""
 PUBLIC = {name: getattr(paddle_reshard, name) for name in paddle_reshard.__all__ if name != "__version__"}
 ALIASES = {"Event", "Observer", "PathLike", "StorageOptions"}
-KINDS_OF_OPTIONS = ("Average", "Conversion", "Convert", "Target")
 OWN_VALUES = {
     "AsyncEma.progress",  # of an average, not the event of that name
     "AsyncEma.save",  # FlexRank: ema_callback makes it
     "HtmlReport.command",  # the command line makes it
     "HtmlReport.show_plan",  # as the estimates
-    *(  # KeptFile: a session keeps small files as such
-        f"{kind}Options.{name}"
-        for kind in KINDS_OF_OPTIONS
-        for name, option in declarations().items()
-        if option.kind is Kind.FILE
-    ),
     "ConversionPlan.limits",
+    "ConversionPlan.portion",  # what --ranks makes
     "ConversionPlan.source",
     "ConversionPlan.store",
     "Fingerprints.tensors",

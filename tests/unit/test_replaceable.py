@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
-from paddle_reshard.storage.replaceable import Entry, Kind, changed, objection, removal_order
+from paddle_reshard.storage.replaceable import Entry, EntryKind, changed, objection, removal_order
 from tests.conftest import CORPUS
 
 MANIFEST = json.dumps(
@@ -16,7 +16,7 @@ MANIFEST = json.dumps(
 
 
 def _files(*paths: str) -> list[Entry]:
-    return [Entry(path, Kind.FILE) for path in paths]
+    return [Entry(path, EntryKind.FILE) for path in paths]
 
 
 def _real_checkpoints() -> dict[str, list[Entry]]:
@@ -29,7 +29,7 @@ def _real_checkpoints() -> dict[str, list[Entry]]:
                 steps = [i for i, part in enumerate(parts) if part.startswith("checkpoint-")]
                 if steps and len(parts) > steps[0] + 1:
                     path = "/".join(parts[steps[0] + 1 :])
-                    kind = Kind.FOLDER if member.isdir() else Kind.FILE
+                    kind = EntryKind.FOLDER if member.isdir() else EntryKind.FILE
                     folder = f"{archive.name}:{'/'.join(parts[: steps[0] + 1])}"
                     found.setdefault(folder, []).append(Entry(path, kind))
     return found
@@ -44,19 +44,19 @@ def test_every_real_checkpoint_may_be_replaced() -> None:
 @pytest.mark.parametrize(
     ("entry", "named"),
     [
-        (Entry("optimizer.py", Kind.FILE), "optimizer.py"),
-        (Entry("model_state.py", Kind.FILE), "model_state.py"),
-        (Entry("model_state.best.pdparams", Kind.FILE), "model_state.best.pdparams"),
-        (Entry("notes.txt", Kind.FILE), "notes.txt"),
-        (Entry(".git", Kind.FOLDER), ".git/"),
-        (Entry("runs", Kind.FOLDER), "runs/"),
-        (Entry("checkpoint-100", Kind.FOLDER), "checkpoint-100/"),
-        (Entry("model_state/old", Kind.FOLDER), "model_state/old/"),
-        (Entry("model_state/diary.txt", Kind.FILE), "model_state/diary.txt"),
-        (Entry("optimizer.pdopt", Kind.LINK), "optimizer.pdopt (a link)"),
-        (Entry("optimizer.pdopt", Kind.OTHER), "optimizer.pdopt (a special file)"),
-        (Entry("model.safetensors", Kind.FOLDER), "model.safetensors/"),
-        (Entry("a\x1b[2Jb", Kind.FILE), "a\\x1b[2Jb"),
+        (Entry("optimizer.py", EntryKind.FILE), "optimizer.py"),
+        (Entry("model_state.py", EntryKind.FILE), "model_state.py"),
+        (Entry("model_state.best.pdparams", EntryKind.FILE), "model_state.best.pdparams"),
+        (Entry("notes.txt", EntryKind.FILE), "notes.txt"),
+        (Entry(".git", EntryKind.FOLDER), ".git/"),
+        (Entry("runs", EntryKind.FOLDER), "runs/"),
+        (Entry("checkpoint-100", EntryKind.FOLDER), "checkpoint-100/"),
+        (Entry("model_state/old", EntryKind.FOLDER), "model_state/old/"),
+        (Entry("model_state/diary.txt", EntryKind.FILE), "model_state/diary.txt"),
+        (Entry("optimizer.pdopt", EntryKind.LINK), "optimizer.pdopt (a link)"),
+        (Entry("optimizer.pdopt", EntryKind.OTHER), "optimizer.pdopt (a special file)"),
+        (Entry("model.safetensors", EntryKind.FOLDER), "model.safetensors/"),
+        (Entry("a\x1b[2Jb", EntryKind.FILE), "a\\x1b[2Jb"),
     ],
 )
 def test_what_no_trainer_writes_is_named(entry: Entry, named: str) -> None:
@@ -81,7 +81,7 @@ def test_a_manifest_says_exactly_what_may_go() -> None:
         assert objection([*made, *_files(other)], MANIFEST) == (
             f"there is also {other}, which the manifest there does not list"
         )
-    many = [*made, Entry("finetuned", Kind.FOLDER), *_files("a", "b", "c")]
+    many = [*made, Entry("finetuned", EntryKind.FOLDER), *_files("a", "b", "c")]
     assert "there is also finetuned/, a, b and 1 more," in str(objection(many, MANIFEST))
 
 
@@ -95,14 +95,14 @@ def test_what_is_no_manifest_of_ours_allows_nothing(manifest: bytes) -> None:
 
 
 def test_a_file_of_another_size_is_not_what_was_made() -> None:
-    made = [Entry("model.safetensors", Kind.FILE, 7), Entry("notes.txt", Kind.FILE, 3)]
+    made = [Entry("model.safetensors", EntryKind.FILE, 7), Entry("notes.txt", EntryKind.FILE, 3)]
     assert changed(made, MANIFEST) is None
-    assert "the size of notes.txt" in str(changed([made[0], Entry("notes.txt", Kind.FILE, 4)], MANIFEST))
+    assert "the size of notes.txt" in str(changed([made[0], Entry("notes.txt", EntryKind.FILE, 4)], MANIFEST))
 
 
 def test_what_is_left_after_any_number_of_removals_may_still_go() -> None:
     for entries in _real_checkpoints().values():
-        files = [entry.path for entry in entries if entry.kind is Kind.FILE]
+        files = [entry.path for entry in entries if entry.kind is EntryKind.FILE]
         order = removal_order(files)
         assert sorted(order) == sorted(files)
         assert is_tensor_file(order[-1])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.layouts.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
 from tests.documents.blocks import blocks_of
 from tests.rule_tables import DIGESTS, FOLDER, digest, names, stated, whole
 

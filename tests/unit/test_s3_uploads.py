@@ -6,7 +6,7 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.storage.s3.target import Leftovers, find_leftovers, kept_records
-from paddle_reshard.storage.s3.uploads import Part, Taken, Upload, joined_etag
+from paddle_reshard.storage.s3.uploads import Taken, Upload, UploadedPart, joined_etag
 from paddle_reshard.storage.session.holder import Holder
 from paddle_reshard.storage.session.ledger import Lock, Phase, SessionRecord
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
@@ -46,7 +46,7 @@ def test_a_part_is_found_by_where_it_starts() -> None:
 
 
 FILES = {"a": NewFile("a", 25, (0, 10, 20)), "b": NewFile("b", 4, (0,))}
-LISTED = {"a": {1: Part(10, "x"), 2: Part(10, "y")}, "b": None}
+LISTED = {"a": {1: UploadedPart(10, "x"), 2: UploadedPart(10, "y")}, "b": None}
 IN_FIRST, IN_SECOND, IN_THIRD, IN_B = (
     Receipt("a", 0, 10, '"x"'),
     Receipt("a", 10, 10, '"y"'),

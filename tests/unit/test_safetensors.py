@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.formats.paddle_pickle_writer import EncodedFile
-from paddle_reshard.storage.formats.safetensors import (
+from paddle_reshard.storage.files.paddle_pickle_writer import EncodedFile
+from paddle_reshard.storage.files.safetensors import (
     MAX_HEADER_BYTES,
     TAGS,
     Index,

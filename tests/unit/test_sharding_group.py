@@ -6,10 +6,10 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, dtype_named
-from paddle_reshard.pipeline.layouts.hybrid.arrays import StoredArray
-from paddle_reshard.pipeline.layouts.hybrid.ranks import Cell
-from paddle_reshard.pipeline.layouts.hybrid.sharding_group import ShardingGroup, common_dtype, one_number
-from paddle_reshard.storage.formats.paddle_pickle import ArrayRef, SplitArray
+from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
+from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell
+from paddle_reshard.pipeline.formats.hybrid.sharding_group import ShardingGroup, common_dtype, one_number
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 
 KEY = "w"
 SHAPE = (2, 3)
@@ -19,8 +19,8 @@ def stored(shard: int, shape: tuple[int, ...], at: int = 0, copy: int = 0, dtype
     return StoredArray(shard, f"rank{shard}", ArrayRef(at, dtype, shape, None, None), copy)
 
 
-def cell(**facts: object) -> Cell:
-    return Cell(0, 0, shapes={KEY: SHAPE}, dtypes={KEY: dtype_named("bfloat16")}, **facts)
+def cell(**facts: object) -> StoredCell:
+    return StoredCell(0, 0, shapes={KEY: SHAPE}, dtypes={KEY: dtype_named("bfloat16")}, **facts)
 
 
 CUT = {0: (0, 4), 1: (4, 256)}

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
-from paddle_reshard.pipeline.layouts.jobs.segments import segment
-from paddle_reshard.pipeline.layouts.padding import stage3_slice_elements
-from paddle_reshard.pipeline.layouts.rules.items import Item
-from paddle_reshard.pipeline.layouts.sharding import (
+from paddle_reshard.pipeline.formats.jobs.segments import segment
+from paddle_reshard.pipeline.formats.padding import stage3_slice_elements
+from paddle_reshard.pipeline.formats.sharding import (
     FlatSlice,
     Parameter,
     ShardingOptions,
@@ -29,6 +28,7 @@ from paddle_reshard.pipeline.layouts.sharding import (
     stage1_v1_owners,
     stage1_v2_slices,
 )
+from paddle_reshard.pipeline.model.rules.items import Item
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:nccl reduce_avg requires paddle compiled with cuda:UserWarning"

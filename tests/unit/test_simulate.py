@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget, layout_hybrid
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, PART
 from paddle_reshard.pipeline.planning.plan import BAND, FOOTPRINT_BYTES, Plan, plan_conversion

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.synthetic import Dims, catalog_of
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.format import Staged
+from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.layouts.checkpoint import Checkpoint
-from paddle_reshard.pipeline.layouts.format import Staged
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.staged import check_tensors
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
 
 
 @pytest.fixture(scope="module")

@@ -95,27 +95,27 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
     assert not modules & {*STORES, "rich", "html", "difflib", "socket", "secrets", "hashlib", "tempfile"}
     assert "numpy.typing" not in modules
     ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
-    assert "pipeline.convert.inspection" in ours
+    assert "pipeline.examine.inspection" in ours
     assert not ours & {
         "clusters",
         "pipeline.cli.conversion",  # the options of other commands
-        "pipeline.convert.request",
+        "pipeline.request.parse",
         "pipeline.core.mixture",
         "pipeline.core.part_limits",
         "pipeline.indexing.optimizer_steps",
         "pipeline.indexing.pair",
         "storage.space",
-        "pipeline.aoa",
+        "pipeline.changes.aoa",
         "pipeline.api",
         "pipeline.convert.run",
         "pipeline.planning.plan",
         "storage.session.ledger",
         "storage.local.target",
-        "pipeline.layouts.flex.index",
+        "pipeline.formats.flex.index",
     }
     formats = {"flex.source", "unified.source", "huggingface.source", "hybrid.source", "hybrid.target"}
-    assert {name for name in formats if f"pipeline.layouts.{name}" in ours} == {"hybrid.source"}
-    assert not ours & {"storage.formats.safetensors", "storage.formats.dist_metadata"}
+    assert {name for name in formats if f"pipeline.formats.{name}" in ours} == {"hybrid.source"}
+    assert not ours & {"storage.files.safetensors", "storage.files.dist_metadata"}
 
 
 def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
     ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
     assert "pipeline.convert.conversion" in ours
     assert not ours & {
-        "pipeline.aoa",
+        "pipeline.changes.aoa",
         "pipeline.convert.series",
-        "pipeline.layouts.flex.target",
-        "pipeline.layouts.huggingface.target",
-        "storage.formats.safetensors",
+        "pipeline.formats.flex.target",
+        "pipeline.formats.huggingface.target",
+        "storage.files.safetensors",
         "storage.views",
     }
 
@@ -144,11 +144,7 @@ def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_loads_no_further_command(command: str) -> None:
     declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
-    shared = (
-        {"paddle_reshard.pipeline.cli.conversion"}
-        if command in ("ema", "explain", "submit", "watch")
-        else set()
-    )
+    shared = {"paddle_reshard.pipeline.cli.conversion"} if command in ("submit", "watch") else set()
     own = f"paddle_reshard.pipeline.cli.{COMMANDS[command]}"
     assert loaded(command, "--help") & declaring == {own, *shared}
 

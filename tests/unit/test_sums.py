@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from paddle_reshard.pipeline.core import crc
 from paddle_reshard.tasks import sums
 from paddle_reshard.tasks.cast import cast
-from paddle_reshard.tasks.device import Box
-from paddle_reshard.tasks.sums import Piece, Sums, Whole, better
+from paddle_reshard.tasks.device import DeviceBox
+from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, better
 
 DTYPES = (np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i8"), np.dtype("u1"))
 
@@ -113,8 +113,8 @@ def test_boxes_add_up_to_the_tensor(
             if stored == "one after the other":
                 of_boxes[end : end + len(buffer)] = buffer
                 buffer, first_byte, end = of_boxes, end + 3, end + len(buffer)
-            box = Box(buffer, first_byte, tensor.dtype, tuple(extents), strides)
-            added.add((7, 1), whole, [Piece.of(box, buffer, offset, tensor.ndim)])
+            box = DeviceBox(buffer, first_byte, tensor.dtype, tuple(extents), strides)
+            added.add((7, 1), whole, [SummedBox.of(box, buffer, offset, tensor.ndim)])
         (found,) = added.found()
     finally:
         sums.CALL_BYTES, sums.SCRATCH_BYTES = before
@@ -127,8 +127,10 @@ def test_a_box_is_cast_before_it_is_added() -> None:
     added = Sums()
     for first in (0, 200):
         half = np.ascontiguousarray(master[first : first + 200 - first // 2])
-        box = Box(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
-        added.add((0, 0), Whole.of(master.shape, np.dtype("<u2")), [Piece.of(box, box.buffer, (first, 0), 2)])
+        box = DeviceBox(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
+        added.add(
+            (0, 0), Whole.of(master.shape, np.dtype("<u2")), [SummedBox.of(box, box.buffer, (first, 0), 2)]
+        )
     (found,) = added.found()
     rounded = cast(master, np.dtype("<u2"))
     assert crc.checksum_of(found.remainder, rounded.nbytes) == crc64nvme(rounded.tobytes())
@@ -142,9 +144,9 @@ def test_long_and_short_runs(columns: tuple[int, ...], monkeypatch: pytest.Monke
     added, dtypes = Sums(), [np.dtype(name) for name in ("<f4", "<u2")]
     for first, last in pairwise(columns):
         part = np.ascontiguousarray(master[:, :, first:last])
-        box = Box(part.view(np.uint8).reshape(-1), 0, part.dtype, part.shape, part.strides)
+        box = DeviceBox(part.view(np.uint8).reshape(-1), 0, part.dtype, part.shape, part.strides)
         for number, dtype in enumerate(dtypes):
-            piece = Piece.of(box, box.buffer, (0, 0, first, 0), 4)
+            piece = SummedBox.of(box, box.buffer, (0, 0, first, 0), 4)
             added.add((0, number), Whole.of(master.shape, dtype), [piece])
     for found, dtype in zip(added.found(), dtypes, strict=True):
         values = cast(master, dtype).copy()
@@ -158,8 +160,10 @@ def test_zeros_are_those_of_the_runs_at_hand() -> None:
     for number, (first, last) in enumerate([(0, 30), (20, 24), (5, 35), (0, 7)]):
         values = np.zeros((90, 40), np.uint8)
         values[:, first:last] = stored[: 90 * (last - first)].reshape(90, -1)
-        box = Box(stored, 0, values.dtype, (90, last - first), (last - first, 1))
-        added.add((number, 0), Whole.of(values.shape, values.dtype), [Piece.of(box, stored, (0, first), 2)])
+        box = DeviceBox(stored, 0, values.dtype, (90, last - first), (last - first, 1))
+        added.add(
+            (number, 0), Whole.of(values.shape, values.dtype), [SummedBox.of(box, stored, (0, first), 2)]
+        )
         expected.append(crc64nvme(values.tobytes()))
     assert [crc.checksum_of(one.remainder, 3600) for one in added.found()] == expected
 
@@ -168,9 +172,11 @@ def test_values_are_added_up_where_their_runs_are_longer() -> None:
     whole = Whole.of((4, 6), np.dtype("<u2"))
     buffers = [np.zeros(48, np.uint8) for _ in range(3)]
 
-    def pieces(strides: tuple[int, int], starts: list[tuple[int, int]], dtype: str = "<u2") -> list[Piece]:
-        boxes = [Box(buffers[n], at, np.dtype(dtype), (4, 3), strides) for n, at in starts]
-        return [Piece.of(box, box.buffer, (0, 3 * n), 2) for n, box in enumerate(boxes)]
+    def pieces(
+        strides: tuple[int, int], starts: list[tuple[int, int]], dtype: str = "<u2"
+    ) -> list[SummedBox]:
+        boxes = [DeviceBox(buffers[n], at, np.dtype(dtype), (4, 3), strides) for n, at in starts]
+        return [SummedBox.of(box, box.buffer, (0, 3 * n), 2) for n, box in enumerate(boxes)]
 
     together, apart = pieces((12, 2), [(0, 0), (0, 6)]), pieces((6, 2), [(1, 0), (2, 0)])
     transposed, wide = pieces((2, 8), [(0, 0), (0, 24)]), pieces((12, 4), [(1, 0), (2, 0)], "<f4")

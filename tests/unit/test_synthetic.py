@@ -11,10 +11,10 @@ import pytest
 from benchmarks.synthetic import Dims, EmptySource, catalog_of, files_of
 from paddle_reshard.pipeline.core.catalog import Catalog, check_catalog
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.formats.sharding import ShardingOptions
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.layouts.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.layouts.rules.tables import shipped_tables
-from paddle_reshard.pipeline.layouts.sharding import ShardingOptions
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.local.source import LocalSource
 from tests.conftest import case_directory
 
@@ -68,6 +68,6 @@ def test_a_catalog_is_that_of_a_real_checkpoint() -> None:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     numbers = [config[name] for name in (*names, "num_key_value_heads", "vocab_size")]
     real = index_checkpoint(LocalSource(Path(folder)), shipped_tables())
-    made = catalog_of(Dims(*numbers, ema=True), HybridTarget(real.topology, "stage1v2"))
+    made = catalog_of(Dims(*numbers, ema=True), HybridTarget(real.job.topology, "stage1v2"))
     assert described(made.catalog, with_places=False) == described(real.catalog, with_places=False)
     assert implied(made.catalog) == implied(real.catalog)

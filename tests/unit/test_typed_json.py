@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
-from paddle_reshard.storage.formats.strict_json import parse_json
-from paddle_reshard.storage.formats.typed_json import Bounds, EntryError, typed
+from paddle_reshard.storage.documents.strict_json import parse_json
+from paddle_reshard.storage.documents.typed_json import Bounds, EntryError, typed
 from paddle_reshard.storage.session.holder import this_process
 from paddle_reshard.storage.session.ledger import Lock, Phase, SessionRecord, parse_ledger
 from paddle_reshard.storage.store import Identity

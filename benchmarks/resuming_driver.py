@@ -1,0 +1,64 @@
+"""Runs in the trainer's Python: the laboratory's script, which loads from ``RESUME_FROM`` and ends after one step.
+
+Without ``RESUME_FROM`` it is run as it is. ``{node}`` in it is the number of the rank's node. Every rank says how long
+loading and the first step took.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.parent)
+    import paddle
+
+    paddle.set_device("cpu")
+    import cpu_gloo_shim  # noqa: F401
+
+    if "RESUME_FROM" in os.environ:
+        go_on(os.environ["RESUME_FROM"], sys.argv[sys.argv.index("--case") + 1])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def go_on(checkpoint: str, name: str) -> None:
+    """Have the trainer resume, and end when the first step is done."""
+    from paddle import distributed
+    from paddleformers.trainer import Trainer, TrainerCallback
+
+    node = int(os.environ["PADDLE_TRAINER_ID"]) // int(os.environ["RANKS_OF_A_NODE"])
+    told: dict[str, float] = {}
+    load, train = Trainer._load_flex_checkpoint, Trainer.train
+
+    def timed_load(trainer, *arguments, **options):
+        distributed.barrier()
+        began = time.perf_counter(), time.process_time()
+        found = load(trainer, *arguments, **options)
+        told["load_cpu_seconds"] = time.process_time() - began[1]
+        told["loaded"] = time.perf_counter()
+        told["load_seconds"] = told["loaded"] - began[0]
+        return found
+
+    class FirstStep(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            distributed.barrier()
+            told["step_seconds"] = time.perf_counter() - told.pop("loaded")
+            sys.stdout.write(f"\nRESUMED {json.dumps(told)}\nCASE_OK {name}\n")
+            sys.stdout.flush()
+            distributed.barrier()
+            time.sleep(1 if distributed.get_rank() == 0 else 0)
+            os._exit(0)
+
+    def train_on(trainer, *_, **__):
+        trainer.callback_handler.callbacks.insert(0, FirstStep())
+        return train(trainer, resume_from_checkpoint=checkpoint.replace("{node}", str(node)))
+
+    Trainer._load_flex_checkpoint, Trainer.train = timed_load, train_on
+
+
+main()

@@ -1,0 +1,84 @@
+"""Apply an AOA program to a catalog.
+
+The result is a new catalog; no value is touched. Statements name keys: a parameter, its optimizer states and its
+averages are transformed alike. Boxes are cut, moved and transposed. A cast gives the parameter a dtype that differs
+from that of its fragments; master weights, moments and averages keep their dtypes.
+
+A scalar that an optimizer keeps for each parameter (``beta1_pow_acc``) goes to every part of a split. The scalars of
+concatenated tensors become copies of a single one, which the plan compares bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.changes.aoa.follow import target_catalog
+from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
+from paddle_reshard.pipeline.changes.aoa.run import Interpreter
+from paddle_reshard.pipeline.changes.aoa.sources import SourceTensors
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.tensors import Cast
+
+
+@dataclass(frozen=True)
+class AoaOutcome:
+    """The result of applying a program."""
+
+    catalog: Catalog
+    """The tensors of the target, with fragments in the source's files."""
+    created: tuple[str, ...]
+    """Keys of the target without values in any file (``_ -> key``). They are not in ``catalog``."""
+    dropped: tuple[str, ...]
+    """Names that statements drop (``name -> _``)."""
+    idle: tuple[str, ...]
+    """File and line of each statement that matches no tensor of the source."""
+    casts: frozenset[Cast]
+    """Pairs of stored and resulting dtype."""
+    statements: Mapping[str, tuple[str, ...]]
+    """Key of the target → the statements that made it, in order, with file and line."""
+
+
+def apply_aoa(
+    catalog: Catalog,
+    program: AoaProgram,
+    *,
+    wanted: Collection[str] | None = None,
+    source_blocks: Mapping[str, int] | None = None,
+    target_blocks: Mapping[str, int] | None = None,
+    untied: Collection[str] = (),
+    allow_created: bool = False,
+) -> AoaOutcome:
+    """Make the catalog of the target from that of the source.
+
+    Keys that no statement names are kept. Names that end up with the same values become a single tensor with aliases.
+
+    Parameters
+    ----------
+    wanted
+        Exactly the keys of the target, if known.
+    source_blocks, target_blocks
+        Key of a fused tensor → its number of blocks (``[gate_r | up_r]``), which is that of tensor-parallel shards;
+        default 1.
+    untied
+        Keys that get a tensor of their own even if an alias has the same values.
+    allow_created
+        Whether the target may have tensors without values in any file.
+
+    Raises
+    ------
+    UsageError
+        If a statement cannot be reversed or expanded, with its line.
+    PlanError
+        If a tensor does not exist, is made twice, is not used, or does not fit the operation, or if a cast would round
+        twice; with file, line and tensor.
+    UnsupportedError
+        If tensors of the source are mixed.
+    """
+    source = SourceTensors(catalog)
+    run = Interpreter(source, program, wanted, source_blocks or {}, target_blocks or {})
+    run.all()
+    outputs = run.outputs(allow_created)
+    made = target_catalog(source, outputs, frozenset(untied))
+    followed = run.statements(outputs.keys())
+    return AoaOutcome(made, tuple(run.created), tuple(run.dropped), tuple(run.idle), made.casts(), followed)

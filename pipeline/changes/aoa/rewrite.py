@@ -1,0 +1,80 @@
+"""Apply an AOA program to a whole checkpoint: rename, split, concatenate, transpose or cast its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
+from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.model.model import read_model
+from paddle_reshard.pipeline.model.rules.choose import choose_table
+from paddle_reshard.pipeline.model.rules.literal import literal_table
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+
+def rewrite(
+    source: Checkpoint,
+    program: AoaProgram,
+    tables: RuleTables | None,
+    config: Mapping[str, Any] | None,
+) -> Checkpoint:
+    """The checkpoint that results from a program.
+
+    Parameters
+    ----------
+    tables
+        Rule tables, one of which must describe the resulting keys, for targets that need a table. ``None`` for targets
+        that write tensors exactly as the program makes them.
+    config
+        The ``config.json`` of the resulting model, if it differs from the source's.
+
+    Raises
+    ------
+    UsageError, PlanError
+        If the program is wrong or does not fit the checkpoint, with file, line and tensor.
+    """
+    config = source.model.config if config is None else config
+    outcome = apply_aoa(source.catalog, program)
+    table = _table(outcome, source, tables, config)
+    if own := _own_tensors(outcome, table, config):
+        outcome = apply_aoa(source.catalog, program, untied=own)
+    model = read_model(outcome.catalog.tensors, table, config)
+    return replace(
+        source,
+        catalog=outcome.catalog,
+        model=model,
+        job=replace(source.job, sequence_parallel=None),
+        history=replace(source.history, statements=outcome.statements),
+        not_carried=(
+            *source.not_carried,
+            *((name, f"dropped by {program.where}") for name in outcome.dropped),
+            *((where, "this statement matches no tensor of the source") for where in outcome.idle),
+        ),
+    )
+
+
+def _table(
+    outcome: AoaOutcome,
+    source: Checkpoint,
+    tables: RuleTables | None,
+    config: Mapping[str, Any],
+) -> RuleTable:
+    """The table that describes all names of the resulting model."""
+    keys = dict.fromkeys(key for tensor in outcome.catalog.tensors for key in (tensor.key, *tensor.aliases))
+    if tables is None:
+        return literal_table(keys, source.model.table)
+    return choose_table(tables, keys, config)
+
+
+def _own_tensors(outcome: AoaOutcome, table: RuleTable, config: Mapping[str, Any]) -> set[str]:
+    """Aliases that the model does not tie to their tensor: they are written as tensors of their own."""
+    return {
+        alias
+        for tensor in outcome.catalog.tensors
+        for alias in tensor.aliases
+        if table.find(alias, config)[0].twin(config, alias) != tensor.key
+    }

@@ -1,0 +1,279 @@
+"""Describe a tensor as boxes of source tensors.
+
+No data is moved: a slice, a concatenation or a transpose only changes the offsets of boxes. The concatenation of
+``a`` (2 × 3) and ``b`` (2 × 3) along axis 1, split in two, is ``a`` and ``b`` again; split in three, the second part is
+columns [2, 3) of ``a`` at offset (0, 0) and columns [0, 1) of ``b`` at offset (0, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import NamedTuple
+
+from paddle_reshard.pipeline.changes.aoa.language import Fused
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A box of a source tensor, and its offset in the value."""
+
+    source: str
+    """Key of the source tensor."""
+    start: Shape
+    """First element of the box in the source tensor."""
+    extents: Shape
+    """Extents in the order of the source tensor's dims."""
+    order: Shape
+    """Dim ``i`` of the value is dim ``order[i]`` of the source tensor."""
+    offset: Shape
+    """First element of the box in the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The value of a name."""
+
+    shape: Shape
+    dtype: DType | None
+    """Dtype of the parameter; ``None`` if the checkpoint holds only further states of it."""
+    segments: tuple[Segment, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Keys of the source tensors that it is made from."""
+        return tuple(dict.fromkeys(segment.source for segment in self.segments))
+
+
+def source_value(key: str, shape: Shape, dtype: DType | None) -> Value:
+    """An unchanged tensor of the source."""
+    zeros = (0,) * len(shape)
+    return Value(shape, dtype, (Segment(key, zeros, shape, tuple(range(len(shape))), zeros),))
+
+
+def permuted(value: Value, order: Shape | None) -> Value:
+    """The value with permuted dims; ``None`` reverses them.
+
+    Raises
+    ------
+    PlanError
+        If ``order`` has a different number of dims.
+    """
+    dims = len(value.shape)
+    if order is None:
+        order = tuple(reversed(range(dims)))
+    if len(order) != dims:
+        raise PlanError(f"permute has {len(order)} dims, but the tensor has shape {value.shape}")
+    segments = tuple(
+        replace(s, order=_picked(s.order, order), offset=_picked(s.offset, order)) for s in value.segments
+    )
+    return replace(value, shape=_picked(value.shape, order), segments=segments)
+
+
+def _picked(values: Shape, order: Shape) -> Shape:
+    return tuple(values[dim] for dim in order)
+
+
+class Span(NamedTuple):
+    """``[start, stop)`` of the ``number``-th value along the axis, in units."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def split(value: Value, axis: int, parts: int) -> list[Value]:
+    """``parts`` equal parts along an axis.
+
+    Raises
+    ------
+    PlanError
+        If there is no such axis, or its extent is not a multiple of ``parts``.
+    """
+    return [assembled([value], [parts], [Span(0, part, part + 1)], axis) for part in range(parts)]
+
+
+def concatenated(values: Sequence[Value], axis: int) -> Value:
+    """The values, concatenated along an axis.
+
+    Raises
+    ------
+    PlanError
+        If there is no such axis, or the values differ in dtype or along a further axis.
+    """
+    pieces = [Span(number, 0, 1) for number in range(len(values))]
+    return assembled(values, [1] * len(values), pieces, axis)
+
+
+def assembled(values: Sequence[Value], units: Sequence[int], pieces: Sequence[Span], axis: int) -> Value:
+    """Pieces of values, concatenated along an axis.
+
+    Parameters
+    ----------
+    units
+        The number of equal units into which each value is divided along the axis.
+
+    Raises
+    ------
+    PlanError
+        If there is no such axis, an extent is not a multiple of its units, or the values differ in dtype or along a
+        further axis.
+    """
+    first = values[0]
+    lengths = []
+    for value, count in zip(values, units, strict=True):
+        unit = _unit(value, axis, count)
+        if _without(value.shape, axis) != _without(first.shape, axis):
+            raise PlanError(
+                f"tensors of shapes {first.shape} and {value.shape} cannot be concatenated along axis {axis}"
+            )
+        if value.dtype != first.dtype:
+            raise PlanError(
+                f"tensors of dtypes {_dtype_name(first)} and {_dtype_name(value)} cannot be concatenated without a cast"
+            )
+        lengths.append(unit)
+    segments: list[Segment] = []
+    filled = 0
+    for number, start, stop in pieces:
+        unit = lengths[number]
+        segments += _slice(values[number], axis, start * unit, stop * unit, filled)
+        filled += (stop - start) * unit
+    shape = (*first.shape[:axis], filled, *first.shape[axis + 1 :])
+    return Value(shape, first.dtype, _merged(segments, axis))
+
+
+def _dtype_name(value: Value) -> str:
+    return "none" if value.dtype is None else value.dtype.name
+
+
+def _without(values: Shape, dim: int) -> Shape:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _slice(value: Value, axis: int, start: int, stop: int, filled: int) -> Iterator[Segment]:
+    """The segments within ``[start, stop)`` along an axis, shifted so that ``start`` becomes ``filled``."""
+    for segment in value.segments:
+        dim, at = segment.order[axis], segment.offset[axis]
+        low, high = max(at, start), min(at + segment.extents[dim], stop)
+        if low < high:
+            yield replace(
+                segment,
+                start=_with(segment.start, dim, segment.start[dim] + low - at),
+                extents=_with(segment.extents, dim, high - low),
+                offset=_with(segment.offset, axis, low - start + filled),
+            )
+
+
+def _with(values: Shape, dim: int, value: int) -> Shape:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
+    """The same boxes, joining neighbours along the axis that are also neighbours in their source."""
+    found: dict[tuple[object, ...], Segment] = {}
+    for segment in sorted(segments, key=lambda s: s.offset[axis]):
+        dim = segment.order[axis]
+        length, begins = segment.extents[dim], (segment.start[dim], segment.offset[axis])
+        same = (
+            segment.source,
+            segment.order,
+            _without(segment.start, dim),
+            _without(segment.extents, dim),
+            _without(segment.offset, axis),
+        )
+        before = found.pop((same, begins), None)
+        if before is not None:
+            segment = replace(before, extents=_with(before.extents, dim, before.extents[dim] + length))
+        found[same, (begins[0] + length, begins[1] + length)] = segment
+    return tuple(sorted(found.values(), key=lambda s: (s.offset, s.source)))
+
+
+def regrouped(values: Sequence[Value], fused: Fused, results: int, before: int, after: int) -> list[Value]:
+    """Fuse parts into a tensor, split a fused tensor into its parts, or change its number of blocks.
+
+    Parameters
+    ----------
+    results
+        Number of resulting tensors.
+    before, after
+        Number of blocks of the given and of the resulting fused tensor; ignored for ``fused_qkv``.
+
+    Raises
+    ------
+    PlanError
+        If heads, blocks and shapes do not fit together.
+    """
+    if fused.macro == "fused_qkv":
+        before = after = fused.groups
+    elif len(values) > 1:
+        before = after
+    elif results > 1:
+        after = before
+    parts: Shape = (lcm(before, after),) * 2
+    if fused.macro != "fused_ffn":
+        parts = (fused.heads, fused.groups, fused.groups)
+    for blocks in (before, after):
+        if any(part % blocks for part in parts):
+            raise PlanError(
+                f"{fused.heads} heads and {fused.groups} key-value groups do not divide into {blocks} blocks, "
+                "one for each tensor-parallel shard"
+            )
+    if len(values) > 1:
+        return [_interleaved(values, fused.axis, parts, after)]
+    _unit(values[0], fused.axis, sum(parts))  # refuse an absurd number of units before listing them
+    stored = {unit: position for position, unit in enumerate(_interleaving(parts, before))}
+    if results == 1:
+        orders: list[list[tuple[int, int]]] = [list(_interleaving(parts, after))]
+    else:
+        orders = [[(part, unit) for unit in range(count)] for part, count in enumerate(parts)]
+    return [
+        assembled(values, [sum(parts)], _runs((0, stored[unit]) for unit in order), fused.axis)
+        for order in orders
+    ]
+
+
+def _interleaved(values: Sequence[Value], axis: int, parts: Shape, blocks: int) -> Value:
+    sizes = [_unit(value, axis, count) for value, count in zip(values, parts, strict=True)]
+    if len(set(sizes)) > 1:
+        raise PlanError(
+            f"the parts of a fused tensor must have units of equal size, found {sizes} elements along axis {axis}"
+        )
+    return assembled(values, parts, _runs(_interleaving(parts, blocks)), axis)
+
+
+def _unit(value: Value, axis: int, count: int) -> int:
+    """Extent of one of ``count`` equal parts along an axis."""
+    if axis >= len(value.shape):
+        raise PlanError(f"axis {axis} does not exist in a tensor of shape {value.shape}")
+    if value.shape[axis] == 0 or value.shape[axis] % count:
+        raise PlanError(
+            f"axis {axis} of a tensor of shape {value.shape} cannot be divided into {count} equal parts"
+        )
+    return value.shape[axis] // count
+
+
+def _interleaving(parts: Shape, blocks: int) -> Iterator[tuple[int, int]]:
+    """``(part, unit of it)`` in the order of a fused tensor.
+
+    >>> list(_interleaving((2, 2), 2))
+    [(0, 0), (1, 0), (0, 1), (1, 1)]
+    """
+    for block in range(blocks):
+        for part, count in enumerate(parts):
+            length = count // blocks
+            yield from ((part, unit) for unit in range(block * length, (block + 1) * length))
+
+
+def _runs(units: Iterable[tuple[int, int]]) -> list[Span]:
+    """Join neighbouring units into pieces."""
+    pieces: list[Span] = []
+    for number, unit in units:
+        if pieces and (pieces[-1].number, pieces[-1].stop) == (number, unit):
+            pieces[-1] = pieces[-1]._replace(stop=unit + 1)
+        else:
+            pieces.append(Span(number, unit, unit + 1))
+    return pieces

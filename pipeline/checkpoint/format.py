@@ -1,0 +1,329 @@
+"""The interface of a checkpoint format.
+
+Code outside a format's folder never checks which format it deals with: all differences are methods and properties here.
+``formats.py`` lists the formats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from paddle_reshard.pipeline.core.topology import STRATEGIES
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
+    from paddle_reshard.pipeline.checkpoint.files import LaidOut
+    from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
+    from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
+    from paddle_reshard.pipeline.core.catalog import Catalog
+    from paddle_reshard.pipeline.core.topology import Topology
+    from paddle_reshard.pipeline.model.model import Model
+    from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+
+class FormatOption(NamedTuple):
+    """An option of a target, with the meaning that a format gives it."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    """Possible values, if they can be listed."""
+
+
+TARGET_META = FormatOption("model_meta.json of a job of the target topology, which supplies parameter names.")
+"""Shared by all formats that store parameter names."""
+SHARDING_STRATEGY = FormatOption(
+    "sharding strategy of the target job. Default: the source's if the target's topology "
+    "allows it, otherwise the trainer's default: PaddleFormers stage1v2, PaddleNLP stage1v1.",
+    STRATEGIES,
+)
+LAYOUT = FormatOption(
+    "JSON with settings of the target job that its topology does not determine: "
+    "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
+    "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention."
+)
+"""Shared by all formats with files of ranks."""
+
+
+class Format(ABC):
+    """A format: its name and options, and how its checkpoints are recognised and read.
+
+    The defaults are those of a format with whole tensors of parameters and states, in files that say nothing of ranks.
+
+    The module of a format does not import NumPy, and its methods import what reads and writes files: the command line
+    needs the names and options of all formats, but a command rarely uses more than two.
+    """
+
+    name: str
+    """Name, as users give it."""
+    help: str
+    """Description for the command line's help."""
+
+    @property
+    def options(self) -> Mapping[str, FormatOption]:
+        """Name → option, for the options that apply to a target of this format."""
+        return {}
+
+    @property
+    def needs_topology(self) -> bool:
+        """Whether a target must be given the topology of its job (``to``)."""
+        return False
+
+    @property
+    def average_options(self) -> Mapping[str, str]:
+        """Options that export the moving average as a model; empty if the format stores it along with the weights."""
+        return {}
+
+    @property
+    def model_only(self) -> bool:
+        """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
+        return False
+
+    @property
+    def starts_with(self) -> str:
+        """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
+        return ""
+
+    @property
+    def starts_with_masters(self) -> str:
+        """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
+        return ""
+
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
+        """Arguments with which a library's trainer reads it, and goes on saving it, under a sharding strategy.
+
+        ``None`` if the trainer cannot, or how is not known.
+        """
+        return None
+
+    @property
+    def cannot_hold(self) -> tuple[str, ...]:
+        """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
+        return ()
+
+    @property
+    def holds_lora(self) -> bool:
+        """Whether its files can hold LoRA."""
+        return False
+
+    @property
+    def special_optimizers(self) -> tuple[str, ...]:
+        """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
+        return ()
+
+    @property
+    def by_table(self) -> bool:
+        """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
+        return False
+
+    @property
+    def loses_tensors(self) -> bool:
+        """Whether its trainers lose tensors, which ``--fill`` can supply."""
+        return False
+
+    @property
+    def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
+        """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
+        return None
+
+    @property
+    def read_donor(self) -> Callable[[SourceFiles], Donor] | None:
+        """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
+        return None
+
+    def rank_of(self, path: str) -> Mapping[str, int] | None:
+        """Axis → coordinate of the rank that writes a file, as far as its name tells.
+
+        ``None`` if ranks have no files of their own.
+        """
+        return None
+
+    def process_of(self, path: str) -> int | None:
+        """Number of the process that wrote a file, for formats whose file names hold no coordinates; else ``None``."""
+        return None
+
+    @abstractmethod
+    def recognises(self, files: SourceFiles) -> bool:
+        """Whether files have this format, provided that no later format in the table recognises them."""
+
+    @abstractmethod
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
+        """Interpret a checkpoint from its metadata.
+
+        Raises
+        ------
+        CheckpointError, PlanError
+            If it is incomplete or inconsistent, or no rule covers a tensor.
+        """
+
+    @abstractmethod
+    def request(self, asked: Mapping[str, Any]) -> Request:
+        """Parse the options of a target.
+
+        ``asked`` contains some of ``options``. Files have already been read: ``layout`` is :class:`Entries`, and
+        ``target_meta`` maps cell → structured key → parameter name.
+
+        Raises
+        ------
+        UsageError
+            If a value is invalid.
+        """
+
+
+class Entries(NamedTuple):
+    """Entries of a small file, not yet validated, and its name."""
+
+    values: Mapping[str, Any]
+    where: str
+
+
+class Request(Protocol):
+    """A requested target, with all values parsed and in range."""
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+
+    @property
+    def of_average(self) -> bool:
+        """Whether it exports the moving average as a model."""
+
+    def target_for(self, source: Checkpoint) -> Target:
+        """The target, with open choices taken from the source or from the trainer's defaults."""
+
+
+class Decision(NamedTuple):
+    """A choice of a target that was taken from the source or from the trainer's defaults."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A target whose files are written but not yet published."""
+
+    files: SourceFiles
+    wanted: Checkpoint
+    """The source with all requested changes applied."""
+    states_not_carried: Collection[str]
+    """States that the target omits."""
+    index: Callable[[], Checkpoint]
+    """Reads it as a source."""
+
+
+class Target(Protocol):
+    """A target with all choices made: a frozen value that lays out, describes and checks its files."""
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Choices that a plan reports."""
+
+    def in_words(self) -> str:
+        """One-line description of the target."""
+
+    def facts(self) -> dict[str, str]:
+        """Facts that distinguish it from other targets of the same source, for its manifest."""
+
+    def data(self) -> dict[str, Any]:
+        """Its options and choices, as plain data with stable names."""
+
+    def cannot_hold_lora(self, model: Model) -> str | None:
+        """Why this target cannot hold the LoRA tensors of ``model``; ``None``: it can.
+
+        Asked only of formats with ``holds_lora``.
+        """
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """Lay out every file, byte for byte, and decide about the source's small files.
+
+        Parameters
+        ----------
+        source, wanted
+            The source without states that the format cannot hold, and the same with all requested changes applied.
+        sizes, folders
+            Path of every file of the source → size in bytes; names of its folders.
+
+        Raises
+        ------
+        PlanError
+            If the source cannot become this target.
+        """
+
+    def check_staged(self, staged: Staged) -> None:
+        """Check that the staged files read back as the planned checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+        """
+
+
+class RankBytes(NamedTuple):
+    """What a rank of a job holds, in bytes by state."""
+
+    parameters: int
+    """As the rank trains with them, whether or not its files hold them."""
+    master_weights: int
+    moments: int
+    """All states of the optimizer but the master weights."""
+    ema: int
+
+    @property
+    def on_card(self) -> int:
+        """Without the average, which the trainer keeps in the memory of the host."""
+        return self.parameters + self.master_weights + self.moments
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of a target without laying out a file."""
+
+    fullest: RankBytes
+    """The rank with most bytes on its card."""
+    tensor_bytes: int
+    """Bytes of all tensors in its files, padding included."""
+    not_carried: tuple[tuple[str, str], ...]
+    """``(path, why it is not in the target)``."""
+    states_not_carried: tuple[str, ...] = ()
+    """States that its format cannot hold."""
+
+
+@runtime_checkable
+class JobTarget(Target, Protocol):
+    """A target for a job of one topology, in which every rank reads files of its own."""
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the job."""
+
+    @property
+    def strategy(self) -> str:
+        """Its sharding strategy."""
+
+    @property
+    def strategy_reason(self) -> str:
+        """Why it has this strategy, for users."""
+
+    def job(self, source: Checkpoint) -> TrainingJob:
+        """The job that goes on training the source in this topology."""
+
+    def outline(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> Outline:
+        """What :meth:`lay_out` would make of the same arguments, without the files.
+
+        Raises
+        ------
+        PlanError
+            If the source cannot become this target.
+        """

@@ -1,0 +1,38 @@
+"""Check that a staged target of any format holds the planned tensors."""
+
+from __future__ import annotations
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.format import Staged
+from paddle_reshard.pipeline.core.errors import CheckpointError
+
+
+def check_tensors(staged: Staged, found: Checkpoint) -> None:
+    """Check that the tensors ``found`` in a staged target are the planned ones.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the first tensor that differs.
+    """
+    catalog, read = staged.wanted.catalog, found.catalog.tensors
+    wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
+
+    def kept(number: int) -> bool:
+        return number < content and wanted.identity(number)[1] not in staged.states_not_carried
+
+    def same(number: int, other: int) -> bool:
+        return wanted.dtype(number) == read.dtype(other) and wanted.shape(number) == read.shape(other)
+
+    lacking, added = [], []
+    for number in filter(kept, range(content)):
+        found_number = read.find(*wanted.identity(number))
+        if found_number is None or not same(number, found_number):
+            lacking.append(wanted.identity(number))
+    for identity in found.catalog.index():
+        origin = wanted.find(*identity)
+        if origin is None or not kept(origin):
+            added.append(identity)
+    if lacking or added:
+        key, state = min(lacking + added)
+        raise CheckpointError(f"{key} ({state}): not the same in the source and the staged target")

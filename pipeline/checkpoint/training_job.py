@@ -1,0 +1,91 @@
+"""The job that reads a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.model.model import ModelTensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """What a job must know to read a checkpoint."""
+
+    library: str
+    """``paddleformers`` or ``paddlenlp``."""
+    format: str
+    topology: Topology
+    strategy: str
+    """One of :data:`paddle_reshard.pipeline.core.topology.STRATEGIES`."""
+    comm_overlap: bool = False
+    sequence_parallel: bool = False
+    muon: bool = False
+    experts_over_dp: bool = False
+    """Whether data-parallel ranks share the experts out, as PaddleNLP does."""
+    recipe: str = ""
+    """The pre-training recipe that the library starts, as its argument ``stage`` calls it; empty: none."""
+    switches: tuple[str, ...] = ()
+    """Arguments of the recipe that are on."""
+
+
+def coordinates_of(rank: int, topology: Topology, library: str) -> tuple[int, int, int, int]:
+    """The tp, pp, sharding and dp rank of a global rank, with the trainer's default order of axes.
+
+    From the fastest: tp, pp, sharding, dp in PaddleFormers 1.2 (``sharding_first``, seen of jobs), where under ``ep``
+    the neighbours of a sharding group that share the experts of a layer come before pp (Paddle 3.3
+    ``fleet/base/topology.py``, ``EPHybridCommunicateGroup``); tp, sharding, pp, dp in PaddleNLP 3.0 (``pp_first``,
+    ``trainer/training_args.py``).
+
+    >>> topology = Topology(tp=2, pp=2, sharding=2)
+    >>> coordinates_of(2, topology, "paddleformers"), coordinates_of(2, topology, "paddlenlp")
+    ((0, 1, 0, 0), (0, 0, 1, 0))
+    >>> [coordinates_of(rank, Topology(pp=2, sharding=2, ep=2), "paddleformers")[1:3] for rank in range(4)]
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    rest, tp = divmod(rank, topology.tp)
+    if library == "paddlenlp":
+        rest, shard = divmod(rest, topology.sharding)
+        dp, pp = divmod(rest, topology.pp)
+        return tp, pp, shard, dp
+    rest, neighbour = divmod(rest, topology.dense_sharding)
+    rest, pp = divmod(rest, topology.pp)
+    dp, group = divmod(rest, topology.moe_sharding)
+    return tp, pp, group * topology.dense_sharding + neighbour, dp
+
+
+def naming_arguments(topology: Topology, sequence_parallel: bool) -> str:
+    """The arguments of the trainer that are not its defaults and that parameter names depend on; empty: there are none.
+
+    The sizes of axes are in the names of the files too, so that no job mistakes them.
+
+    >>> naming_arguments(Topology(tp=2, sharding=2, ep=2), sequence_parallel=True)
+    '--sequence_parallel true --use_expert_parallel true'
+    """
+    of_sequence = ["--sequence_parallel true"] if topology.tp > 1 and sequence_parallel else []
+    return " ".join([*of_sequence, *(["--use_expert_parallel true"] if topology.ep > 1 else [])])
+
+
+def takes_from_masters(tensor: ModelTensor, strategy: str, with_lora: bool) -> bool:
+    """Whether PaddleFormers 1.2 takes a parameter from its master weight alone, and asks no FlexCheckpoint for it.
+
+    Under stage 1 v2 it skips everything in bfloat16, but for LoRA (``trainer/trainer.py``, ``enable_bf16_opt``).
+    """
+    return strategy == "stage1v2" and not with_lora and tensor.dtype.name == "bfloat16"
+
+
+def never_restored(tensors: Iterable[ModelTensor], strategy: str, with_lora: bool) -> str | None:
+    """What PaddleFormers 1.2 leaves as the job was built when it resumes from a FlexCheckpoint; ``None``: nothing."""
+    held = [tensor for tensor in tensors if not tensor.missing and tensor.tied_to is None]
+    if not any(tensor.master for tensor in held):
+        return None
+    lost = [t.key for t in held if not t.master and takes_from_masters(t, strategy, with_lora)]
+    if not lost:
+        return None
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return (
+        f"{lost[0]}{more}: under {strategy} this trainer never restores bfloat16 parameters that have no master weight "
+        "(frozen ones) from a FlexCheckpoint: they keep the values that the job was built with; begin from the same "
+        "values, or resume with stage1v1 (--split_param false)"
+    )

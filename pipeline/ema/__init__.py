@@ -1,1 +1,0 @@
-"""Exponential moving averages during training."""

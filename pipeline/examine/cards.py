@@ -1,0 +1,389 @@
+"""``plan --cards``: the topologies of a number of cards that a checkpoint can be converted to, and what each costs.
+
+Every division of the cards among the axes is offered to the code that makes targets, which refuses what the trainer
+could not train; there are no rules of divisibility here. Nothing is laid out, so that hundreds of topologies of a large
+model take seconds to minutes.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import log2
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
+from paddle_reshard.pipeline.convert.conversion import read_source
+from paddle_reshard.pipeline.convert.plan import (
+    Requested,
+    as_requested,
+    by_reason,
+    source_in_words,
+)
+from paddle_reshard.pipeline.core.catalog import Catalog, volumes
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.limits import MAX_RANKS
+from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, readable_seconds
+from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.trainer_files import is_marker
+from paddle_reshard.pipeline.core.units import PathLike, texts_of
+from paddle_reshard.pipeline.examine.launch import Launch, remarks_on_change
+from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
+from paddle_reshard.pipeline.formats.targets import outline, starts_anew
+from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
+from paddle_reshard.pipeline.planning.simulate import least_seconds
+from paddle_reshard.pipeline.request.options import ConversionOptions, Decides, Kind, declarations, flag_of
+from paddle_reshard.pipeline.request.parse import Asked, Values, read_options, read_request, read_target
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.index import index_here
+
+TARGET = "TARGET"
+"""Stands for the location of a target in commands."""
+NOT_COUNTED = (
+    "gradients, activations and communication buffers are not counted, and the average is in host memory"
+)
+HOW_LONG = "one worker that reads and writes 1 GB/s at once; plan --workers estimates it for many"
+NEAREST = "keeps tp, then pp, ep, dp and sharding, as closely as possible; resumes at once and loses no state"
+_AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
+"""In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and
+holds; ranks that read different samples can be replaced by accumulating gradients."""
+DROPPED = "dropped, as requested"
+_OF_READING = frozenset(
+    {"format", "sharding_strategy", "rules", "config", "lora_config", "allow_missing", "allow_links"}
+)
+"""Options with which a checkpoint can be of the topology already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A topology to which the checkpoint can be converted."""
+
+    topology: Topology
+    strategy: str
+    """Sharding strategy."""
+    strategy_reason: str
+    """Why the strategy was chosen."""
+    fullest: RankBytes
+    """What the rank with most bytes on its card holds."""
+    read_bytes: int
+    """Bytes of the tensors in the source; 0 if nothing needs converting."""
+    written_bytes: int
+    """Bytes of the tensors in the target."""
+    lost: tuple[tuple[str, str], ...]
+    """``(state or file, why it is not in the target)``."""
+    states_lost: tuple[str, ...]
+    """States among them."""
+    arguments: Arguments
+    """Arguments with which the trainer starts; empty if they are not known."""
+    not_resumed: str
+    """Why the trainer does not go on at once, with optimizer and schedule; empty if it does."""
+    remarks: tuple[str, ...]
+    """What the job does differently because its topology is another."""
+    command: str
+    """The command that converts; empty if the checkpoint is for this topology already."""
+    nearest: bool = False
+    """Whether it is the one that changes least."""
+
+    @property
+    def seconds(self) -> float:
+        """Time that one worker needs to read and write at 1 GB/s."""
+        return least_seconds(self.read_bytes, self.written_bytes)
+
+    @property
+    def launch_line(self) -> str:
+        """The trainer's arguments, quoted for a shell; empty if they are not known."""
+        return Launch("", "", 0, self.arguments, (), ()).command_line()
+
+
+class RefusedTopology(NamedTuple):
+    """A division of the cards among the axes that is not possible."""
+
+    topology: Topology
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class CardsPlan(Shown):
+    """What a checkpoint can become on a number of cards."""
+
+    path: str
+    source: str
+    """Format and topology of the checkpoint, in words."""
+    cards: int
+    format: str
+    """Format of the targets."""
+    alternatives: tuple[Alternative, ...]
+    """The nearest first."""
+    refused: tuple[RefusedTopology, ...]
+    any_topology: bool
+    """Whether the trainer reads the checkpoint in any of these topologies as it is."""
+
+    @property
+    def nearest(self) -> Alternative | None:
+        """The alternative that changes least; ``None`` if the source is not for any topology."""
+        return next((one for one in self.alternatives if one.nearest), None)
+
+    def _in_short(self) -> str:
+        return f"{self.path}: {counted(len(self.alternatives), 'topology').replace('ys', 'ies')} for {self.cards} cards"
+
+    def facts(self) -> Facts:
+        """Every topology in a line, with what it needs, and how a job starts from it."""
+        facts = [("checkpoint", self.path), ("from", self.source), ("cards", str(self.cards))]
+        if self.any_topology:
+            facts.append(("as it is", f"the trainer reads it in each of these topologies: {self._launch()}"))
+        for one in self.alternatives:
+            mark = ", nearest" if one.nearest else ""
+            facts.append((str(one.topology), f"{self._in_line(one)}{mark}"))
+            if one.command:
+                facts.append(("", one.command))
+            if one.launch_line:
+                facts.append(("", one.launch_line))
+        return [*facts, *self.notes()]
+
+    def notes(self) -> Facts:
+        """What is lost, what differs, why topologies are refused, and what the figures mean."""
+        facts = [("on a card", f"the fullest rank; {NOT_COUNTED}"), ("time", HOW_LONG)]
+        if self.nearest is not None:
+            facts.append(("nearest", NEAREST))
+        facts += _shared(
+            self.alternatives, "lost", lambda one: [f"{names}: {why}" for why, names in by_reason(one.lost)]
+        )
+        facts += _shared(self.alternatives, "note", lambda one: one.remarks)
+        facts += _shared(
+            self.alternatives, "not resumed", lambda one: [one.not_resumed] if one.not_resumed else []
+        )
+        return facts + [("refused", f"{one.topology}: {one.reason}") for one in self.refused]
+
+    def _launch(self) -> str:
+        return shlex.join(["paddle-reshard", "launch", self.path, "--to"]) + " TOPOLOGY"
+
+    def _in_line(self, one: Alternative) -> str:
+        held = one.fullest
+        return (
+            f"{sharding_in_words(one.strategy)}; on a card {readable_bytes(held.on_card)} "
+            f"(parameters {readable_bytes(held.parameters)}, master weights {readable_bytes(held.master_weights)}, "
+            f"moments {readable_bytes(held.moments)}); average {readable_bytes(held.ema)}; to read "
+            f"{readable_bytes(one.read_bytes)}, to write {readable_bytes(one.written_bytes)}, "
+            f"{readable_seconds(one.seconds)}; {'does not resume' if one.not_resumed else 'resumes'} at once"
+        )
+
+
+def _shared(alternatives: tuple[Alternative, ...], name: str, of_one: Callable[[Alternative], Any]) -> Facts:
+    """What alternatives have in common, each sentence once, with the topologies of which it is true."""
+    said: dict[str, list[str]] = {}
+    for one in alternatives:
+        for sentence in of_one(one):
+            said.setdefault(sentence, []).append(str(one.topology))
+    every = len(alternatives)
+    return [
+        (name, sentence if len(of) == every else f"{'; '.join(of)}: {sentence}")
+        for sentence, of in said.items()
+    ]
+
+
+def plan_cards(
+    source: PathLike, cards: int, options: ConversionOptions, observe: Observer = ignore_events
+) -> CardsPlan:
+    """:func:`paddle_reshard.plan` for a number of cards instead of one topology.
+
+    Raises
+    ------
+    UsageError
+        If a topology or several targets are given too, or the format has no topology.
+    PlanError
+        If no topology is possible, with the reasons.
+    """
+    format = options.get("format") or DEFAULT
+    _check(cards, format, options)
+    asked = read_options({**options, "to": Topology(dp=cards)})
+    request = read_request((source,), (), asked)
+    store, checkpoint, donor = read_source(request, partial(index_here, observe=observe))
+    offer = _Offer(store, checkpoint, as_requested(store, checkpoint, request, donor), asked)
+    found, refused = [], []
+    for topology in _topologies(cards, checkpoint):
+        try:
+            found.append(offer.alternative(topology))
+        except PlanError as error:
+            refused.append(RefusedTopology(topology, str(error)))
+    if not found:
+        reasons = "; ".join(dict.fromkeys(one.reason for one in refused))
+        raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")
+    return CardsPlan(
+        store.location,
+        source_in_words(checkpoint),
+        cards,
+        format,
+        tuple(_by_nearness(found, offer.before)),
+        tuple(refused),
+        _any_topology(checkpoint),
+    )
+
+
+def _check(cards: int, format: str, options: ConversionOptions) -> None:
+    """Refuse what leaves nothing to choose, or a format that has no topology."""
+    if not 1 <= cards <= MAX_RANKS:
+        raise UsageError(f"--cards {cards}: a job has 1 to {MAX_RANKS} cards")
+    if options.get("to"):
+        raise UsageError("--cards lists topologies, and --to gives one; use only one of the two")
+    if options.get("ranks"):
+        raise UsageError("--cards lists topologies, and --ranks are those of one; use only one of the two")
+    if format in FORMATS and "to" not in FORMATS[format].options:
+        having = names_of([other for other in FORMATS.values() if "to" in other.options], "or")
+        raise UsageError(f"--format {format} has no topology, any job reads it; --cards is for {having}")
+
+
+def _topologies(cards: int, checkpoint: Checkpoint) -> Iterator[Topology]:
+    """Every division of the cards among the axes, those without expert parallelism first.
+
+    Virtual stages are as in the source, or none: any other number would be a choice of the job.
+    """
+    sizes = [size for size in range(1, cards + 1) if cards % size == 0]
+    experts = any(tensor.rule.of_expert for tensor in checkpoint.model.tensors)
+    virtual = {1, 1 if checkpoint.job.topology is None else checkpoint.job.topology.vpp}
+    for ep, vpp in product(sizes if experts else (1,), sorted(virtual)):
+        for tp, pp, sharding in product(sizes, repeat=3):
+            if cards % (tp * pp * sharding) == 0 and (vpp == 1 or pp > 1):
+                yield Topology(tp, pp, vpp, sharding, ep, cards // (tp * pp * sharding))
+
+
+def _any_topology(checkpoint: Checkpoint) -> bool:
+    """Whether the trainer of the checkpoint reads its format in any topology."""
+    if checkpoint.job.topology is not None:
+        return False
+    return FORMATS[checkpoint.format].loaded_with(checkpoint.model.table.library, "none") is not None
+
+
+def _by_nearness(found: Sequence[Alternative], source: Topology | None) -> list[Alternative]:
+    """The alternatives, those that change least first, and the nearest marked."""
+    if source is None:
+        return sorted(found, key=lambda one: one.fullest.on_card)
+
+    def distance(one: Alternative) -> tuple[float, ...]:
+        return tuple(abs(log2(getattr(one.topology, axis) / getattr(source, axis))) for axis in _AXES)
+
+    ordered = sorted(found, key=distance)
+    nearest = next((one for one in ordered if not one.not_resumed and not one.states_lost), None)
+    return [replace(one, nearest=one is nearest) for one in ordered]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A checkpoint that can be converted."""
+
+    store: Source
+    checkpoint: Checkpoint
+    requested: Requested
+    asked: Asked
+
+    @property
+    def before(self) -> Topology | None:
+        """The topology of the checkpoint, as ``to`` gives it: ``ep`` also where data-parallel ranks share experts."""
+        found = self.checkpoint.job.topology
+        return replace(found, ep=found.dp) if found and self.checkpoint.job.expert_axis == "dp" else found
+
+    @property
+    def options(self) -> Values:
+        """The options without the topology."""
+        return {
+            name: value
+            for name, value in {**self.asked.targets[0], **self.asked.shared}.items()
+            if name != "to"
+        }
+
+    def alternative(self, topology: Topology) -> Alternative:
+        """What a topology costs.
+
+        Raises
+        ------
+        PlanError
+            If it is not possible.
+        """
+        source, wanted = self.requested.source, self.requested.wanted
+        target = read_target({**self.options, "to": topology}).target_for(source)
+        if not isinstance(target, JobTarget):
+            raise UsageError(f"--format {target.format} has no topology, any job reads it")
+        found = outline(source, wanted, target, self.store.sizes(), self.store.folders)
+        is_already = self._is_already(topology, target)
+        anew = starts_anew(source, target) or source.history.masters_made
+        arguments, not_resumed = self._arguments(target, is_already, anew)
+        lost = [(state, f"the format {target.format} cannot hold it") for state in found.states_not_carried]
+        lost += [(path, why) for path, why in found.not_carried if not is_marker(path)]
+        before, library = self.before, self.checkpoint.model.table.convention
+        return Alternative(
+            topology=topology,
+            strategy=target.strategy,
+            strategy_reason=target.strategy_reason,
+            fullest=found.fullest,
+            read_bytes=0 if is_already else _stored_bytes(source.catalog),
+            written_bytes=0 if is_already else found.tensor_bytes,
+            states_lost=(*self.requested.dropped, *found.states_not_carried),
+            lost=() if is_already else (*((s, DROPPED) for s in self.requested.dropped), *lost),
+            arguments=arguments,
+            not_resumed=not_resumed,
+            remarks=() if before is None else tuple(remarks_on_change(before, topology, library)),
+            command="" if is_already else self._command(topology),
+        )
+
+    def _is_already(self, topology: Topology, target: JobTarget) -> bool:
+        """Whether the checkpoint is for this job as it is, in a format that was not asked for to be another."""
+        before, format = self.before, self.checkpoint.format
+        if (
+            before is not None and self.checkpoint.job.expert_axis != "dp"
+        ):  # data-parallel ranks write no files
+            before = replace(before, dp=topology.dp)
+        return (
+            topology == before
+            and target.strategy == self.checkpoint.job.strategy
+            and self.options.get("format") in (None, format)
+            and not any(
+                value and declarations()[name].changes_bytes and name not in _OF_READING
+                for name, value in self.options.items()
+            )
+        )
+
+    def _arguments(self, target: JobTarget, is_already: bool, anew: bool) -> tuple[Arguments, str]:
+        """The trainer's arguments, and why it does not go on at once."""
+        job = target.job(self.requested.wanted)
+        if is_already:
+            job = replace(job, format=self.checkpoint.format, comm_overlap=self.checkpoint.job.comm_overlap)
+        try:
+            known = trainer_arguments(job)
+        except UnsupportedError as error:
+            return {}, str(error)
+        arguments = {"resume_from_checkpoint": self.store.location if is_already else TARGET, **known}
+        if not anew:
+            return arguments, ""
+        return arguments | {"ignore_load_lr_and_optim": True}, "the source has no optimizer states"
+
+    def _command(self, topology: Topology) -> str:
+        words = ["paddle-reshard", "convert", self.store.location, TARGET, "--to", str(topology)]
+        for name, value in self.options.items():
+            words += _spelled(name, value)
+        return shlex.join(words)
+
+
+def _spelled(name: str, value: Any) -> list[str]:
+    """An option as it is given to a command; nothing of stores, whose options may hold secrets."""
+    option = declarations()[name]
+    if option.decides is Decides.ACCESS or option.default == value or not value:
+        return []
+    if option.kind is Kind.FLAG:
+        return [flag_of(name)]
+    if isinstance(value, Mapping):
+        value = f"{name.upper()}.json"
+    values = texts_of(value) if option.kind is Kind.LIST else (value,)
+    return [word for one in values for word in (flag_of(name), str(one))]
+
+
+def _stored_bytes(catalog: Catalog) -> int:
+    """Bytes of all arrays in the files."""
+    itemsizes = np.array([dtype.itemsize for dtype in DTYPES])
+    return int((volumes(catalog.fragments) * itemsizes[catalog.fragments["dtype"]]).sum())

@@ -1,0 +1,151 @@
+"""Run the comparisons of a plan, wherever groups run, and continue where an earlier run was interrupted.
+
+An interrupted comparison leaves a *progress file*: a line that says what is compared, and a line for every batch of
+finished groups. All lines are JSON; a torn last line does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from paddle_reshard.clusters.engine import Engine
+from paddle_reshard.pipeline.core import version
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted
+from paddle_reshard.pipeline.planning.compare import Difference
+from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.documents.typed_json import typed
+from paddle_reshard.storage.store import ReadRange, Source
+from paddle_reshard.tasks.group import GroupReport
+from paddle_reshard.tasks.groups_ended import groups_ended
+
+FORMAT = "paddle_reshard verify"
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The first line of a progress file."""
+
+    format: str
+    version: str
+    plan_id: str
+    files: str
+    """Hash of the names, sizes and versions of all files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The result of comparing one group: a line's entry."""
+
+    group: int
+    elements: int
+    read_bytes: int
+    differences: tuple[tuple[str, str], ...]
+    """Tensor and detail of each."""
+
+
+def run_comparisons(
+    plan: Plan,
+    source: ReadRange,
+    stores: Sequence[Source],
+    engine: Engine,
+    observe: Observer,
+    resume: Path | None,
+) -> list[Compared]:
+    """Compare all groups of a plan; the results in the order of the groups.
+
+    ``resume`` is a progress file. It is created if it does not exist, and removed when everything is compared.
+
+    Raises
+    ------
+    UsageError
+        If the file belongs to another comparison, or cannot be written.
+    """
+    with ExitStack() as stack:
+        done, log = dict[int, Compared](), None
+        if resume is not None:
+            head = _Head(FORMAT, version.__version__, plan.plan_id, _hash_of(stores))
+            done = _finished_earlier(resume, _line(astuple(head)))
+            log = stack.enter_context(resume.open("ab", buffering=0))
+        observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
+        read_bytes = sum(group.read_bytes for group in done.values())
+        observe(Progress(read_bytes, before=True, groups=len(done)))
+        batches = stack.enter_context(closing(engine.compare(plan_work(plan, done), source)))
+        for reports in batches:
+            found = [compared(report) for report in reports]
+            done |= {group.group: group for group in found}
+            if log is not None:
+                log.write(_line([[g.group, g.elements, g.read_bytes, g.differences] for g in found]))
+            for ended in groups_ended(plan, reports):
+                observe(ended)
+            observe(Progress(sum(group.read_bytes for group in found)))
+    if resume is not None:
+        resume.unlink()
+    return [done[group] for group in sorted(done)]
+
+
+def compared(report: GroupReport) -> Compared:
+    """The result of comparing a group."""
+    differences = tuple((d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences)
+    return Compared(report.group, report.compared_elements, report.read_bytes, differences)
+
+
+def differences_of(groups: Collection[Compared]) -> tuple[Difference, ...]:
+    """All differences."""
+    return tuple(Difference(*found) for group in groups for found in group.differences)
+
+
+def _hash_of(stores: Sequence[Source]) -> str:
+    """A hash that changes with any file."""
+    files: list[Mapping[str, object]] = []
+    for store in stores:
+        files += [dict(store.sizes()), dict(store.versions())]
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _finished_earlier(path: Path, first: bytes) -> dict[int, Compared]:
+    """The finished groups in a progress file, which then has only complete lines, the ``first`` at least."""
+    try:
+        path.touch()
+        data = path.read_bytes()
+        done, lines = _finished(data, first, path)
+        if lines != data:
+            with path.open("r+b") as file:
+                file.write(lines)
+                file.truncate()
+    except OSError as error:
+        raise UsageError(f"--resume {path}: {error.strerror or error}") from error
+    return done
+
+
+def _finished(data: bytes, first: bytes, path: Path) -> tuple[dict[int, Compared], bytes]:
+    """The finished groups, and all complete lines."""
+    lines = data.splitlines(keepends=True)
+    if not first.startswith(data) and lines[0] != first:
+        raise UsageError(
+            f"--resume {path}: it does not belong to this comparison; the checkpoints, the options or the version of "
+            "this package differ from when it was started. Remove it to compare everything"
+        )
+    done: dict[int, Compared] = {}
+    good = [first]
+    for line in lines[1:]:
+        try:
+            if not line.endswith(b"\n"):
+                break
+            groups = typed(parse_json(line), tuple[tuple[int, int, int, tuple[tuple[str, str], ...]], ...])
+        except JsonError:
+            break
+        done |= {group[0]: Compared(*group) for group in groups}
+        good.append(line)
+    return done, b"".join(good)
+
+
+def _line(values: object) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode() + b"\n"

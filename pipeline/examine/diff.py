@@ -1,0 +1,300 @@
+"""How far two checkpoints of any topologies and formats are apart, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+
+from paddle_reshard.clusters.inline import InlineEngine
+from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
+from paddle_reshard.pipeline.core.heap import trim_heap
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.indexing.pair import index_pair
+from paddle_reshard.pipeline.planning.compare import SIDE_A, SIDE_B, Comparison, Difference, plan_differences
+from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
+from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.planning.settings import PlanSettings
+from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.request.inputs import given_inputs
+from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.read_options import DiffOptions
+from paddle_reshard.storage.locate import is_local, source_access, target_access
+from paddle_reshard.storage.store import Source
+from paddle_reshard.storage.views import JoinedSource, Mount
+from paddle_reshard.tasks.groups_ended import groups_ended
+from paddle_reshard.tasks.index import index_here
+from paddle_reshard.tasks.statistics import Statistics, Tolerance, combined
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+NO_LAYER = "outside of layers"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How far a tensor of two checkpoints is apart."""
+
+    key: str
+    state: str
+    dtypes: tuple[str, str]
+    """In A and in B."""
+    elements: int
+    changed: int
+    """Elements that differ."""
+    outside: int
+    """Elements that differ by more than the tolerance."""
+    nans: int
+    """Elements that are NaN on one side only; the figures that follow leave them out."""
+    largest: float
+    """Largest difference."""
+    mean: float
+    """Mean difference of all elements."""
+    ulps: int
+    """Largest difference in units in the last place of the coarser dtype, after rounding to it."""
+    relative: float
+    """Largest difference, divided by the larger of the two absolute values."""
+    first: tuple[int, ...]
+    """Index of the first element that differs."""
+    values: tuple[float, float]
+    """The two values there."""
+
+    @property
+    def changed_share(self) -> float:
+        """Share of elements that differ."""
+        return self.changed / max(self.elements, 1)
+
+    @property
+    def layer(self) -> str:
+        """Number of its layer."""
+        match = _LAYER.search(self.key)
+        return match[1] if match else NO_LAYER
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceSummary:
+    """How far several tensors are apart: those of a layer, or of a state."""
+
+    name: str
+    tensors: int
+    """Tensors that differ."""
+    changed: int
+    largest: float
+    mean: float
+    """Mean difference of all elements of these tensors."""
+    ulps: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DiffReport(Shown):
+    """The result of :func:`diff`."""
+
+    tensors: int
+    """Tensors that both checkpoints have."""
+    elements: int
+    read_bytes: int
+    differing: tuple[TensorDifference, ...]
+    """The tensors that differ, the largest relative difference first."""
+    unmatched: tuple[Difference, ...] = field(default=())
+    """Tensors that only one side has, or that have different shapes."""
+
+    @property
+    def agree(self) -> bool:
+        """Whether all tensors are on both sides and agree within the tolerance."""
+        return not self.unmatched and not any(found.outside for found in self.differing)
+
+    def __bool__(self) -> bool:
+        """The same."""
+        return self.agree
+
+    def by_layer(self) -> tuple[DifferenceSummary, ...]:
+        """One summary for each layer with differences, and one for tensors outside of layers."""
+        found = _summaries(self.differing, lambda one: one.layer)
+        return tuple(sorted(found, key=lambda one: (one.name == NO_LAYER, len(one.name), one.name)))
+
+    def by_state(self) -> tuple[DifferenceSummary, ...]:
+        """One summary for each state with differences."""
+        return tuple(sorted(_summaries(self.differing, lambda one: one.state), key=lambda one: one.name))
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line."""
+        changed = sum(found.changed for found in self.differing)
+        extent = f"{self.tensors} tensors compared ({readable_bytes(self.read_bytes)} read)"
+        if not self.differing and not self.unmatched:
+            return f"no difference; {extent}"
+        within = "within the tolerance" if self.agree else "outside of the tolerance"
+        alone = f"; {len(self.unmatched)} tensors have no counterpart" if self.unmatched else ""
+        return f"{len(self.differing)} tensors differ in {changed:,} elements, {within}{alone}; {extent}"
+
+    def _in_short(self) -> str:
+        return self.verdict
+
+    def facts(self) -> Facts:
+        """The result and the tensors that differ most."""
+        shown = [
+            (f"{found.key} ({found.state})", f"largest {found.largest:g}, {found.ulps} ulps")
+            for found in self.differing[:SHOWN_DIFFERENCES]
+        ]
+        return [("result", self.verdict), *shown]
+
+
+def _summaries(
+    differing: Iterable[TensorDifference], name_of: Callable[[TensorDifference], str]
+) -> Iterable[DifferenceSummary]:
+    named = defaultdict(list)
+    for found in differing:
+        named[name_of(found)].append(found)
+    for name, alike in named.items():
+        total = math.fsum(one.mean * one.elements for one in alike)
+        yield DifferenceSummary(
+            name,
+            len(alike),
+            sum(one.changed for one in alike),
+            max(one.largest for one in alike),
+            total / max(1, sum(one.elements for one in alike)),
+            max(one.ulps for one in alike),
+        )
+
+
+@takes(DiffOptions)
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    states: Sequence[str] | None = None,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    observe: Observer = ignore_events,
+    **options: Unpack[DiffOptions],
+) -> DiffReport:
+    """Measure how far two checkpoints of any topologies, formats and dtypes are apart.
+
+    Tensors of different dtypes are compared as numbers; differences in units in the last place are those of the coarser
+    dtype, after rounding to it: 0 if the finer side is rounded to the other. Of copies the first is read.
+
+    Parameters
+    ----------
+    states
+        States to compare. ``"master_weight:param"`` compares master weights of ``a`` with parameters of ``b``.
+    atol, rtol
+        Values agree if they differ by at most ``atol + rtol * abs(value in b)``.
+    observe
+        Called with events that report progress, as in :func:`convert`.
+    options
+        :class:`DiffOptions`.
+
+    Raises
+    ------
+    ReshardError
+        If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
+    """
+    check_names(options, DiffOptions)
+    if not (atol >= 0 and rtol >= 0 and math.isfinite(atol + rtol)):
+        raise UsageError(f"atol {atol} and rtol {rtol}: tolerances cannot be negative or infinite")
+    locations = os.fspath(a), os.fspath(b)
+    access = source_access(options), target_access(options)
+    stores = [open_checkpoint(*one) for one in zip(locations, access, strict=True)]
+    spare = spare_bytes(all(map(is_local, locations)))
+    comparison = _planned(stores, states, options, spare, observe)
+    plan = comparison.plan
+    statistics = _measured(plan, stores, Tolerance(atol, rtol), spare, observe)
+    for store in stores:
+        store.check_unchanged()
+    differing = sorted(
+        _differing(plan, statistics), key=lambda one: (-one.relative, -one.largest, one.key, one.state)
+    )
+    elements = sum(found.elements for found in statistics.values())
+    return DiffReport(comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences)
+
+
+def _planned(
+    stores: Sequence[Source],
+    states: Sequence[str] | None,
+    options: DiffOptions,
+    spare: int,
+    observe: Observer,
+) -> Comparison:
+    """Index both checkpoints and plan their comparison, within the memory that metadata may take."""
+    missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
+    inputs = given_inputs(options.get("rules"), options.get("config"))
+    one, two = index_pair(stores[0], stores[1], *inputs, missing, partial(index_here, observe=observe))
+    pairs = (
+        None if states is None else _pairs(states, one.catalog.tensors.states | two.catalog.tensors.states)
+    )
+    settings = PlanSettings(budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)))
+    tensors = max(len(side.catalog.tensors) for side in (one, two))
+    pieces = max(len(side.catalog.fragments) for side in (one, two))
+    check_metadata(tensors, pieces, 0, settings.budget_bytes, spare)
+    return plan_differences(one.catalog, two.catalog, settings, pairs)
+
+
+def _measured(
+    plan: Plan, stores: Sequence[Source], tolerance: Tolerance, spare: int, observe: Observer
+) -> dict[int, Statistics]:
+    """Tensor of the plan → how far its values are apart."""
+    trim_heap()
+    engine = InlineEngine(plan.budget_bytes, observe=observe)
+    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare)
+    pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
+    observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
+    parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
+    with closing(engine.measure(plan_work(plan), pair, tolerance)) as reports:
+        for report in reports:
+            for number, found in report.statistics:
+                parts[number].append((report.group, found))
+            for ended in groups_ended(plan, [report]):
+                observe(ended)
+            observe(Progress(report.read_bytes))
+    return {number: combined(part for _, part in sorted(parts[number])) for number in sorted(parts)}
+
+
+def _differing(plan: Plan, statistics: Mapping[int, Statistics]) -> Iterator[TensorDifference]:
+    """The tensors with any element that differs."""
+    for number, found in statistics.items():
+        if found.first is None:
+            continue
+        tensor = plan.tensors[number]
+        dtype_b = (plan.measured or {}).get(number, tensor.dtype)
+        yield TensorDifference(
+            key=tensor.key,
+            state=tensor.state,
+            dtypes=(tensor.dtype.name, dtype_b.name),
+            elements=found.elements,
+            changed=found.changed,
+            outside=found.outside,
+            nans=found.nans,
+            largest=found.largest,
+            mean=found.mean,
+            ulps=found.ulps,
+            relative=found.relative,
+            first=found.first,
+            values=found.values,
+        )
+
+
+def _pairs(states: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """State of A → state of B, as asked for."""
+    pairs = dict(map(_pair, texts_of(states)))
+    if unknown := {*pairs, *pairs.values()} - set(known):
+        raise UsageError(
+            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
+            f"{did_you_mean(min(unknown), known)}"
+        )
+    return pairs
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """The states that ``STATE`` or ``STATE:STATE`` compares."""
+    one, _, two = text.strip().partition(":")
+    return one, two or one

@@ -1,0 +1,167 @@
+"""Fingerprints of a checkpoint of any topology and format: its tensors are read once, wherever groups run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
+from paddle_reshard.pipeline.core import version
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.fingerprints import Fingerprints
+from paddle_reshard.pipeline.core.heap import trim_heap
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.planning.metadata import spare_bytes
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
+from paddle_reshard.pipeline.planning.sums import plan_sums
+from paddle_reshard.pipeline.request.inputs import given_inputs
+from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.read_options import FingerprintOptions
+from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
+from paddle_reshard.storage.documents.manifest import own_manifest
+from paddle_reshard.storage.locate import absolute, is_local, source_access
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FingerprintReport(Shown):
+    """The fingerprints of a checkpoint, and what it took."""
+
+    path: str
+    fingerprints: Fingerprints
+    read_bytes: int
+
+    @property
+    def root(self) -> str:
+        """The fingerprint of the whole checkpoint."""
+        return self.fingerprints.root
+
+    def _in_short(self) -> str:
+        return self.root
+
+    def facts(self) -> Facts:
+        """The roots and what was read."""
+        states = [(f"root of {state}", root) for state, root in self.fingerprints.states.items()]
+        extent = f"{len(self.fingerprints)} tensors, {readable_bytes(self.read_bytes)} read"
+        return [("root", self.root), *states, ("extent", extent)]
+
+
+@takes(FingerprintOptions)
+def fingerprint(
+    source: PathLike,
+    *,
+    output: PathLike | None = None,
+    observe: Observer = ignore_events,
+    **options: Unpack[FingerprintOptions],
+) -> FingerprintReport:
+    """Compute the fingerprint of every tensor of a checkpoint, and the root over all of them.
+
+    They do not depend on topology and format. Each tensor is read once, within the memory budget; of copies, the first
+    is read.
+
+    Parameters
+    ----------
+    output
+        A local file to write the fingerprints to.
+    observe
+        Called with events that report progress, as in :func:`convert`.
+    options
+        :class:`FingerprintOptions`.
+
+    Raises
+    ------
+    ReshardError
+        If it is not a complete, consistent checkpoint, or ``memory`` is too small.
+    TargetError
+        If ``output`` cannot be written.
+    """
+    check_names(options, FingerprintOptions)
+    return fingerprint_with(os.fspath(source), output, options, observe)
+
+
+def fingerprint_with(
+    source: str,
+    output: PathLike | None,
+    options: FingerprintOptions,
+    observe: Observer = ignore_events,
+    sizes: PlanSizes = PlanSizes(),
+) -> FingerprintReport:
+    """:func:`fingerprint`, with its options as a value."""
+    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
+    cluster, workers = options.get("cluster", "inline"), options.get("workers")
+    selector = texts_of(options.get("label_selector", ()))
+    engine = choose_engine(cluster, workers, budget_bytes, label_selector=selector)
+    engine = engine.observed(observe)
+    store = open_checkpoint(source, source_access(options))
+    missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
+    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    checkpoint = index_checkpoint(store, tables, config, missing, engine.indexing(observe))
+    settings = PlanSettings(budget_bytes=budget_bytes, sizes=sizes)
+    plan = plan_sums(checkpoint.catalog, settings)
+    tensors = checkpoint.catalog.tensors
+    del checkpoint
+    trim_heap()
+    sums = run_sums(plan, store, engine, spare_bytes(is_local(source)), observe)
+    store.check_unchanged()
+    found = fingerprints_of(tensors, sums)
+    report = FingerprintReport(store.location, found, plan.read_bytes)
+    if output is not None:
+        write_fingerprints(report, Path(output))
+    return report
+
+
+def write_fingerprints(report: FingerprintReport, path: Path) -> None:
+    """Write the fingerprints of a checkpoint to a local file.
+
+    Raises
+    ------
+    TargetError
+        If it cannot be written.
+    """
+    facts = {"version": version.__version__, "checkpoint": absolute(report.path)}
+    try:
+        path.write_bytes(format_fingerprints(report.fingerprints, facts))
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_document(path: PathLike) -> bytes:
+    """The content of a local file with fingerprints.
+
+    Raises
+    ------
+    CheckpointError
+        If it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
+
+
+def parse_document(data: bytes, path: PathLike) -> Fingerprints:
+    """The fingerprints in a file: one written by :func:`fingerprint`, or the manifest of a target.
+
+    Raises
+    ------
+    CheckpointError
+        If it holds no fingerprints.
+    """
+    if own_manifest(data) is None:
+        return parse_fingerprints(data, os.fspath(path))
+    manifest = parse_manifest(data, os.fspath(path))
+    if manifest.fingerprints is None or manifest.unknown_fingerprints:
+        raise CheckpointError(
+            f"{os.fspath(path)}: the manifest does not record the fingerprints of all tensors"
+        )
+    if manifest.changed:
+        raise CheckpointError(f"{os.fspath(path)}: the manifest {manifest.changed}")
+    return manifest.fingerprints

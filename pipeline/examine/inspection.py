@@ -1,0 +1,332 @@
+"""Describe a checkpoint from its metadata alone, importing only what that needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
+from paddle_reshard.pipeline.checkpoint.sidecars import lacking_files
+from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, RuleError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.stored import StoredTensor
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    DTYPES,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    EMA_STATES,
+    MASTER_WEIGHT,
+    PARAM,
+)
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.registry import FORMATS, format_of
+from paddle_reshard.pipeline.indexing.detect import index_source
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.model.lora_config import Adapter
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.model.optimizers import muon_parameters
+from paddle_reshard.pipeline.model.rules.choose import choose_table, is_beyond, is_known
+from paddle_reshard.pipeline.model.rules.libraries import library_of
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.pipeline.request.inputs import given_inputs
+from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.read_options import InspectOptions
+from paddle_reshard.storage.locate import source_access
+from paddle_reshard.tasks.index import index_here
+
+
+@dataclass(frozen=True, slots=True)
+class StateSummary:
+    """Totals over all tensors of one state."""
+
+    state: str
+    tensors: int
+    elements: int
+    dtypes: tuple[str, ...]
+    implied: int
+    """How many are not stored because they are the cast of their master weight."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Shown):
+    """The description of a checkpoint."""
+
+    path: str
+    format: str
+    convention: str
+    family: str
+    topology: Topology | None
+    """``None`` if the format does not record it."""
+    sharding_strategy: str | None
+    comm_overlap: bool
+    sequence_parallel: bool | None
+    has_ema: bool
+    states: tuple[StateSummary, ...]
+    tensors: tuple[ModelTensor, ...]
+    tensor_files: int
+    tensor_bytes: int
+    other_files: tuple[str, ...]
+    adapter: Adapter | None = None
+    """The contents of ``lora_config.json``, if there is one."""
+    newer: str = ""
+    """Entries of its files that are newer than the tested library versions; they change no value."""
+    unproven: str = ""
+    """What nothing in its files proves."""
+    library: str = ""
+    """The library with its version, if its files tell an earlier one by their keys."""
+    rules: str | None = None
+    """Why no rule table is used, and what follows; ``None`` if a table describes the model."""
+    recipe: str = ""
+    """The pre-training recipe whose own model it is, as the library's argument ``stage`` calls it; empty: none."""
+    recipe_switches: tuple[str, ...] = ()
+    """Switches that are on in the model's config, and that a job of the recipe has to be told."""
+    stored: tuple[StoredTensor, ...] = ()
+    """The arrays in the files, if nothing more is known; ``tensors`` is then empty."""
+    lacking: tuple[str, ...] = ()
+    """Small files that an inference engine reads beside a model and that are not there, in words."""
+
+    def _in_short(self) -> str:
+        topology = self.topology or "topology not recorded"
+        size = readable_bytes(self.tensor_bytes)
+        return f"{self.path}: {self.format}, {self.family}, {topology}; {self.tensor_files} files, {size}"
+
+    def facts(self) -> Facts:
+        """The description, line by line."""
+        facts = [
+            ("checkpoint", self.path),
+            (
+                "format",
+                f"{self.format}, written by {self.library or self.convention}"
+                f"{f' ({self.recipe})' if self.recipe else ''}, model family {self.family}",
+            ),
+            ("topology", str(self.topology or "not recorded by this format")),
+        ]
+        if self.rules is not None:
+            facts.append(("rules", self.rules))
+        if self.sharding_strategy is not None:
+            overlap = ", comm overlap" if self.comm_overlap else ""
+            several = self.topology is not None and self.topology.sharding > 1
+            cp = (
+                "; ranks of context parallelism are sharding ranks"
+                if several and self.convention != "paddlenlp"
+                else ""
+            )
+            facts.append(("sharding", f"{self.sharding_strategy}{overlap}{cp}"))
+        if self.sequence_parallel is not None:
+            facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
+        if self.topology and (arguments := naming_arguments(self.topology, bool(self.sequence_parallel))):
+            facts.append(("names", f"of a job with {arguments}"))
+        if by_muon := muon_parameters(self.tensors):
+            facts.append(("optimizer", f"Muon, with moment1 only for {len(by_muon)} parameters"))
+        facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))
+        facts.append(("other files", f"{len(self.other_files)}"))
+        if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
+            more = [f"and {len(tied) - _SHOWN_TIED} more"] if len(tied) > _SHOWN_TIED else []
+            facts.append(("tied", ", ".join([*tied[:_SHOWN_TIED], *more])))
+        if self.adapter is not None:
+            base = self.adapter.base or "not recorded"
+            lora = f"rank {self.adapter.rank}, scaling {self.adapter.scaling:g}, base model {base}"
+            facts.append(("LoRA", lora))
+        if self.newer:
+            facts.append(("newer", self.newer))
+        if self.unproven:
+            facts.append(("not proven", self.unproven))
+        if self.lacking:
+            words = f"{' and '.join(self.lacking)}: an inference engine may need it; see --like of convert"
+            facts.append(("lacks", words))
+        if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
+            facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
+        return facts
+
+
+@takes(InspectOptions)
+def inspect(
+    source: PathLike,
+    *,
+    observe: Observer = ignore_events,
+    **options: Unpack[InspectOptions],
+) -> Inspection:
+    """Describe a checkpoint from its metadata alone. Missing tensors are reported, not refused.
+
+    Parameters
+    ----------
+    source
+        Path or URL of the checkpoint.
+    observe
+        Called with events that report progress, as in :func:`convert`.
+    options
+        :class:`InspectOptions`.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not a single, complete, consistent checkpoint, or the rules for its family contradict it. For a family
+        without a rule table, only files that cannot be parsed are an error.
+    """
+    check_names(options, InspectOptions)
+    store = open_checkpoint(os.fspath(source), source_access(options))
+    index_files = partial(index_here, observe=observe)
+    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    files = SourceFiles(store, config, index_here, index_files)
+    try:
+        checkpoint = index_source(files, tables, MissingPolicy(allowed=("*",)))
+    except (CheckpointError, PlanError) as error:
+        if isinstance(error, FormatError):
+            raise
+        if _is_unknown(files, tables):
+            return _as_stored(files, index_files, str(error))
+        if isinstance(error, RuleError) and (
+            found := _beyond_the_rules(files, index_files, tables, str(error))
+        ):
+            return found
+        raise
+    sizes = store.sizes()
+    own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
+    return Inspection(
+        path=store.location,
+        format=checkpoint.format,
+        convention=checkpoint.model.table.convention,
+        family=checkpoint.model.table.family,
+        topology=checkpoint.job.topology,
+        sharding_strategy=checkpoint.job.strategy,
+        comm_overlap=checkpoint.job.comm_overlap,
+        sequence_parallel=checkpoint.job.sequence_parallel,
+        has_ema=checkpoint.has_ema,
+        states=tuple(_summaries(checkpoint)),
+        tensors=tuple(t for t in checkpoint.model.tensors if not (t.of_base and t.missing)),
+        tensor_files=len(own),
+        tensor_bytes=sum(own.values()),
+        other_files=tuple(sorted(sizes.keys() - own.keys())),
+        adapter=checkpoint.adapter,
+        newer=checkpoint.newer,
+        unproven=checkpoint.unproven,
+        library=checkpoint.model.table.library,
+        rules=_without_rules(checkpoint.model),
+        recipe=checkpoint.model.table.recipe,
+        recipe_switches=checkpoint.model.recipe_switches,
+        lacking=_lacking(checkpoint, sizes),
+    )
+
+
+def _lacking(checkpoint: Checkpoint, paths: Collection[str]) -> tuple[str, ...]:
+    """What an inference engine would miss beside a model; nothing for a checkpoint of training."""
+    if not FORMATS[checkpoint.format].model_only:
+        return ()
+    return tuple(lacking_files(checkpoint.model.config, paths))
+
+
+def _without_rules(model: Model) -> str | None:
+    """Why no rule table describes a model, and what follows; ``None`` if one does."""
+    if model.table.not_known is None:
+        return None
+    if any(rule.huggingface is not None for rule in model.table.rules):
+        return _WITHOUT_NAMES
+    return f"{model.table.not_known}: {_WITHOUT_RULES}" if model.config else _WITHOUT_CONFIG
+
+
+_WITHOUT_CONFIG = (
+    f"{CONFIG} is missing, which names the family: without --config FILE only the files of a FlexCheckpoint can be "
+    "divided into files differently"
+)
+_WITHOUT_RULES = (
+    "only its sharding degree and strategy, at the same tp, pp and ep, can be changed, and its format to "
+    "FlexCheckpoint"
+)
+_WITHOUT_NAMES = (
+    "the rule table of this family does not tell what a job calls its parameters: only its sharding degree and "
+    "strategy can be changed (at the same tp, pp and ep) and its format to FlexCheckpoint and Hugging Face"
+)
+
+
+def _is_unknown(files: SourceFiles, tables: RuleTables) -> bool:
+    """Whether there are tensor files of a family that no rule table knows."""
+    config = files.config_if_any()
+    if any(name.startswith("checkpoint-") for name in files.store.folders):
+        return False  # the folder of a run
+    return bool(files.pickles or files.safetensors) and not is_known(tables, config)
+
+
+def _beyond_the_rules(
+    files: SourceFiles, index_files: IndexFiles, tables: RuleTables, why: str
+) -> Inspection | None:
+    """The arrays in the files, if the rule tables of the family do not describe such a model, or not in this format."""
+    from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names
+
+    try:
+        found = _as_stored(files, index_files, why)
+        keys = {tensor.key for tensor in found.stored if tensor.state == PARAM}
+        if is_beyond(tables, keys, files.config_if_any(), bool(degrees_by_names(files))):
+            return found
+        table = choose_table(tables, keys, files.config_if_any(), stages_known=True)
+    except (CheckpointError, PlanError):
+        return None
+    if table.is_for(found.format):
+        return None
+    return replace(found, convention=table.convention)
+
+
+def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspection:
+    """Describe the arrays in the files of a checkpoint that no rule table explains."""
+    from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names, stored_tensors
+
+    stored = tuple(stored_tensors(files, index_files))
+    config = files.config_if_any()
+    degrees = degrees_by_names(files)
+    held = {path: files.sizes[path] for path in (*files.pickles, *files.safetensors)}
+    by_state = {state: [t for t in stored if t.state == state] for state in _STATES}
+    return Inspection(
+        path=files.store.location,
+        format=format_of(files).name,
+        convention=library_of(config) or "an unknown library",
+        family=str(config.get("model_type", "not known")),
+        topology=Topology(**degrees) if degrees else None,
+        sharding_strategy=None,
+        comm_overlap=False,
+        sequence_parallel=None,
+        has_ema=any(by_state[state] for state in EMA_STATES),
+        states=tuple(
+            StateSummary(
+                state, len(held), sum(t.elements for t in held), tuple(sorted({t.dtype for t in held})), 0
+            )
+            for state, held in by_state.items()
+            if held
+        ),
+        tensors=(),
+        tensor_files=len(held),
+        tensor_bytes=sum(held.values()),
+        other_files=tuple(sorted(files.sizes.keys() - held.keys())),
+        rules=f"{why}; listed are the arrays in each file",
+        stored=stored,
+    )
+
+
+_SHOWN_TIED = 4
+"""Of how many tied tensors inspect says the keys."""
+_STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
+
+
+def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
+    catalog = checkpoint.catalog
+    elements, dtypes = catalog.tensors.elements, catalog.tensors.dtypes
+    summaries = []
+    for state in sorted(catalog.tensors.states, key=_STATES.index):
+        members = [*catalog.tensors.of_state(state).values()]
+        summaries.append(
+            StateSummary(
+                state=state,
+                tensors=len(members),
+                elements=int(elements[members].sum()),
+                dtypes=tuple(sorted({DTYPES[number].name for number in dtypes[members].tolist()})),
+                implied=sum(number in catalog.implied for number in members),
+            )
+        )
+    return summaries

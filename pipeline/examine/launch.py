@@ -1,0 +1,285 @@
+"""``launch``: how a job starts from a checkpoint: its arguments, its ranks, and what it will not find."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, never_restored
+from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.file_names import MANIFEST, SCHEDULER
+from paddle_reshard.pipeline.core.shown import Facts, Shown
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.trainer_files import is_random_state
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.examine.inspection import Inspection, inspect
+from paddle_reshard.pipeline.formats.registry import FORMATS
+from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.model.optimizers import muon_parameters
+from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.read_options import InspectOptions
+from paddle_reshard.storage.locate import source_access
+
+_BY_RANK = ("none", "stage1v1", "stage1v2")
+"""Strategies with which ranks resume from files of their own."""
+_RANKS = "$((PADDLE_RANK * PADDLE_NPROC_PER_NODE))-$(((PADDLE_RANK + 1) * PADDLE_NPROC_PER_NODE - 1))"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Launch(Shown):
+    """How to start a job from a checkpoint, or to serve an exported model."""
+
+    path: str
+    library: str
+    """``paddleformers``, ``paddlenlp``, or ``transformers`` for an exported model."""
+    ranks: int
+    """Number of processes; 1 for an exported model."""
+    arguments: Arguments
+    """Name of an argument of the trainer, without dashes → its value; empty for an exported model."""
+    commands: tuple[str, ...]
+    """Shell commands that load an exported model; empty for a training checkpoint."""
+    remarks: tuple[str, ...]
+    """What the job does not find, or does differently from the one that saved."""
+    node_command: str = ""
+    """Shell command with which each node of the job first makes the files of its ranks, in a folder ``$LOCAL``; empty:
+    they are laid out already, or not known."""
+
+    def _in_short(self) -> str:
+        return f"{self.path}: {self.library}, {self.ranks} ranks, {self.command_line()}"
+
+    def facts(self) -> Facts:
+        """The job, line by line."""
+        facts = [("checkpoint", self.path), ("for", self.library)]
+        if self.commands:
+            return [*facts, *(("run", command) for command in self.commands), *self._remarks()]
+        first = [("or first", self.node_command)] if self.node_command else []
+        return [
+            *facts,
+            ("ranks", str(self.ranks)),
+            ("arguments", self.command_line()),
+            *first,
+            *self._remarks(),
+        ]
+
+    def command_line(self) -> str:
+        """The arguments, quoted for a shell.
+
+        >>> Launch("d", "paddleformers", 2, {"sharding": "", "split_param": True}, (), ()).command_line()
+        "--sharding '' --split_param true"
+        """
+        words = []
+        for name, value in self.arguments.items():
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+        return shlex.join(words)
+
+    def _remarks(self) -> Facts:
+        return [("note", remark) for remark in self.remarks]
+
+
+@takes(InspectOptions)
+def launch(
+    checkpoint: PathLike,
+    *,
+    to: str | Mapping[str, int] | Topology | None = None,
+    observe: Observer = ignore_events,
+    **options: Unpack[InspectOptions],
+) -> Launch:
+    """Tell how to start a job from a checkpoint. Nothing is started.
+
+    Parameters
+    ----------
+    checkpoint
+        Path or URL of the checkpoint.
+    to
+        Topology of the job, ``"tp=2,pp=2"`` or ``{"tp": 2, "pp": 2}``. Required for formats that record none, which any
+        job reads; otherwise it may only add data-parallel ranks.
+    observe
+        Called with events that report progress, as in :func:`convert`.
+    options
+        :class:`InspectOptions`.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        As :func:`inspect`.
+    UsageError
+        If ``to`` is missing, or is not the topology of the checkpoint.
+    UnsupportedError
+        For a library or a format whose trainer's arguments are not known.
+    """
+    found = inspect(checkpoint, observe=observe, **options)
+    if FORMATS[found.format].model_only:
+        return Launch(found.path, "transformers", 1, {}, _serving_commands(found.path), ())
+    manifest = _manifest(checkpoint, options)
+    made_for = None if manifest is None else _parsed(manifest.topology)
+    topology = _topology(found, None if to is None else Topology.of(to), made_for)
+    job = TrainingJob(
+        found.library or found.convention,
+        found.format,
+        topology,
+        _strategy(found, topology, manifest if made_for == topology else None),
+        found.comm_overlap,
+        bool(found.sequence_parallel),
+        muon=bool(muon_parameters(found.tensors)),
+        # Only ranks that share experts out write files of their own.
+        experts_over_dp=found.topology is not None and found.topology.dp > 1,
+        recipe=found.recipe,
+        switches=found.recipe_switches,
+    )
+    arguments = {"resume_from_checkpoint": found.path, **trainer_arguments(job)}
+    if SCHEDULER not in found.other_files and not {state.state for state in found.states} & {*ACCUMULATORS}:
+        arguments["ignore_load_lr_and_optim"] = True
+    before = None if manifest is None else _parsed(manifest.source_topology)
+    remarks = (*_remarks(found, job, arguments, before), *_about_own_files(found, job, made_for, arguments))
+    first = "" if made_for == topology else _node_command(found, job, options)
+    return Launch(found.path, found.convention, topology.world_size, arguments, (), remarks, first)
+
+
+def _topology(found: Inspection, asked: Topology | None, made_for: Topology | None) -> Topology:
+    """The topology of the job: that of the files; data-parallel ranks, which write none, may be added.
+
+    ``made_for``: the topology for which files that any job can read were laid out, according to our manifest.
+    """
+    if found.topology is None:
+        asked = asked or made_for
+        if asked is None:
+            raise UsageError(
+                f"{found.path}: {found.format} can be read in any topology; give that of the job: --to tp=2,pp=2"
+            )
+        return asked
+    if asked is None:
+        return found.topology
+    if replace(asked, dp=found.topology.dp) != found.topology:
+        raise UsageError(
+            f"{found.path} is for {found.topology}, not {asked}; convert it first: "
+            f"paddle-reshard convert … --to {asked}, or on each node of the job its portion of it, with --ranks"
+        )
+    return asked
+
+
+def _strategy(found: Inspection, topology: Topology, manifest: Manifest | None) -> str:
+    """The sharding strategy of the job; where the format fits all of them, that of the job for which ``manifest`` says
+    that the files were laid out, or the trainer's default."""
+    if found.sharding_strategy is not None:
+        return found.sharding_strategy
+    if manifest is not None and manifest.sharding_strategy in STRATEGIES:
+        return manifest.sharding_strategy
+    if topology.sharding == 1:
+        return "none"
+    return "stage1v2" if found.convention == "paddleformers" else "stage1v1"
+
+
+def _manifest(checkpoint: PathLike, options: InspectOptions) -> Manifest | None:
+    """Our manifest beside the checkpoint, if there is one."""
+    store = open_checkpoint(os.fspath(checkpoint), source_access(options))
+    size_bytes = store.sizes().get(MANIFEST)
+    if size_bytes is None:
+        return None
+    return parse_manifest(store.read(MANIFEST, 0, size_bytes), f"{store.location}/{MANIFEST}")
+
+
+def _parsed(topology: str | None) -> Topology | None:
+    return None if topology is None else Topology.parse(topology)
+
+
+def _remarks(
+    found: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
+) -> Iterator[str]:
+    if before is not None:
+        yield from remarks_on_change(before, job.topology, job.library)
+    if job.topology.sharding > 1 and job.library != "paddlenlp":
+        yield (
+            "ranks of context parallelism are sharding ranks: the job may have any --context_parallel_size that "
+            f"divides {job.topology.sharding}"
+        )
+    if not any(map(is_random_state, found.other_files)):
+        yield "without random states: dropout and shuffling begin from the seed"
+    if found.has_ema:
+        yield _about_ema(arguments)
+    if found.adapter is not None and "load_sharded_model" in arguments:
+        yield (
+            "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
+            "complete files for each rank instead (docs/lora.md)"
+        )
+
+
+def _about_own_files(
+    found: Inspection, job: TrainingJob, made_for: Topology | None, arguments: Arguments
+) -> Iterator[str]:
+    """What ranks do with files that any job can read."""
+    if arguments.get("load_checkpoint_format") != "flex_checkpoint":
+        return
+    if made_for == job.topology:
+        yield "every rank finds all that it asks for in its own files: nothing is resharded"
+        yield "the trainer compares neither dtypes nor lengths of its own files; paddle-reshard verify finds changes"
+    elif made_for is not None:
+        yield f"its files are laid out for the ranks of {made_for}: the trainer reshards them for {job.topology}"
+    lost = never_restored(found.tensors, job.strategy, found.adapter is not None)
+    if lost is not None:
+        yield lost
+
+
+def _node_command(found: Inspection, job: TrainingJob, options: InspectOptions) -> str:
+    """What a node runs before the trainer, for a format that can be laid out by rank and is not for this job.
+
+    The variables are those of Paddle's launcher (``distributed/launch/context/args_envs.py``); ranks of a node follow
+    each other. The trainer then resumes from the node's folder.
+    """
+    by_rank = "to" in FORMATS[found.format].options
+    if (
+        not by_rank
+        or found.topology is not None
+        or job.topology.world_size == 1
+        or job.strategy not in _BY_RANK
+    ):
+        return ""
+    words = ["paddle-reshard", "convert", found.path, "--format", found.format, "--to", str(job.topology)]
+    if job.strategy != "none":
+        words += ["--sharding-strategy", job.strategy]
+    files = (("--config", options.get("config")), ("--rules", options.get("rules")))
+    words += [word for flag, file in files if file is not None for word in (flag, os.fspath(file))]
+    local = shlex.quote(found.path.rstrip("/").rpartition("/")[2])
+    return f'{shlex.join(words)} --ranks {_RANKS} "$LOCAL"/{local} && … --resume_from_checkpoint "$LOCAL"/{local}'
+
+
+def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterator[str]:
+    """What a job does differently because it has another topology than the one that saved."""
+    if _data_ranks(before) != _data_ranks(after):
+        yield (
+            f"data-parallel ranks (sharding × dp): {_data_ranks(after)}, before: {_data_ranks(before)}; to keep the "
+            "batch, and with it the order of samples, keep their product with --per_device_train_batch_size and "
+            "--gradient_accumulation_steps"
+        )
+    if library == "paddleformers" and (before.pp > 1) != (after.pp > 1):
+        yield (
+            "this trainer decays the weight of the last norm with pp > 1 and not with pp = 1; losses differ a little "
+            "after the change, with any converter (docs/parity.md)"
+        )
+
+
+def _data_ranks(topology: Topology) -> int:
+    """Ranks that read different samples."""
+    return topology.sharding * topology.dp
+
+
+def _about_ema(arguments: Arguments) -> str:
+    if "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint":
+        return "the average is read with --zcc_save_ema_coef COEFFICIENT, and otherwise ignored"
+    return "the average is ignored: this trainer reads one only with load_sharded_model, or from a FlexCheckpoint"
+
+
+def _serving_commands(path: str) -> tuple[str, ...]:
+    """What loads an exported model; which engine supports which family: docs/serving.md."""
+    python = f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(path, ensure_ascii=False)})"
+    return (
+        shlex.join(["python", "-c", python]),
+        shlex.join(["vllm", "serve", path]),
+    )

@@ -1,0 +1,95 @@
+"""Boxes of logical tensors as FlexCheckpoint describes them, and their metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.storage.files.dist_metadata import LOCATION_COLUMNS, PIECE_COLUMNS, DistMetadata
+
+_T = TypeVar("_T", bound=Any)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a logical tensor, or a range of its flattening."""
+
+    key: str
+    """``model.norm.weight.w_0`` for a master weight, ``model.norm.weight`` for a parameter."""
+    global_shape: Shape | None
+    """``None``: unknown."""
+    global_offset: Shape
+    local_shape: Shape
+    flattened_range: Shape | None = None
+    """``[start, stop)`` of the flattened local tensor, without padding; ``None``: all of it, in its own shape."""
+    dtype: str = "float32"
+    """Paddle's name, without ``paddle.``; averages are float32."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the stored array."""
+        return self.local_shape if self.flattened_range is None else (self.elements,)
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        if self.flattened_range is None:
+            return prod(self.local_shape)
+        start, stop = self.flattened_range
+        return stop - start
+
+
+def describe_boxes(
+    files_of: Mapping[Box, Collection[str]],
+    paths: Mapping[str, tuple[str, ...]] | None = None,
+    numbered: bool = False,
+) -> DistMetadata:
+    """Metadata that describe boxes.
+
+    Parameters
+    ----------
+    files_of
+        Box → names of the files that hold it.
+    paths
+        Key → path in the nested dict; by default ``(key,)``.
+    numbered
+        Whether the copies of a box are numbered, from 0 in the order of their files. Paddle's loader needs the
+        numbers to tell copies apart, and needs the 0: at another topology it reads no copy with another number.
+    """
+    in_order = sorted(files_of, key=lambda box: (box.key, box.global_offset, box.flattened_range or ()))
+    keys, dtypes = _numbers(box.key for box in in_order), _numbers(box.dtype for box in in_order)
+    files = _numbers(file for names in files_of.values() for file in names)
+    shapes = _numbers(shape for box in in_order for shape in _shapes(box) if shape is not None)
+    pieces = [
+        (keys[box.key], dtypes[box.dtype], *(-1 if s is None else shapes[s] for s in _shapes(box)))
+        for box in in_order
+    ]
+    locations = [
+        (piece, files[file], copy if numbered else -1)
+        for piece, box in enumerate(in_order)
+        for file, copy in sorted((file, copy) for copy, file in enumerate(files_of[box]))
+    ]
+    return DistMetadata(
+        tuple(keys),
+        tuple(dtypes),
+        tuple(shapes),
+        tuple(files),
+        np.array(pieces, dtype=PIECE_COLUMNS),
+        np.array(locations, dtype=LOCATION_COLUMNS),
+        {key: (key,) if paths is None else paths[key] for key in keys},
+    )
+
+
+def _shapes(box: Box) -> tuple[Shape | None, ...]:
+    """Shapes in the order of ``PIECE_COLUMNS``."""
+    return box.global_offset, box.local_shape, box.global_shape, box.flattened_range
+
+
+def _numbers(values: Iterable[_T]) -> dict[_T, int]:
+    """Each distinct value, ascending, and its number."""
+    return {value: number for number, value in enumerate(sorted(set(values)))}

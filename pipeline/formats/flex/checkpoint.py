@@ -1,0 +1,393 @@
+"""Interpret a dist checkpoint: its metadata locate the tensors, and a rule table describes the model.
+
+Resolves tied weights, parameters that are casts of their master weight, and the parameter names of auto-parallel
+training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
+from paddle_reshard.pipeline.checkpoint.lora import check_matrices, marked_base
+from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    CoverageError,
+    PlanError,
+    RuleError,
+    UnsupportedError,
+)
+from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
+from paddle_reshard.pipeline.formats.flex.name import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.formats.flex.names import (
+    EMA_STATE,
+    FOLDERS,
+    METADATA,
+    MODEL_STATE,
+    Name,
+    folder_of,
+    is_paddleformers_folder,
+    layer_number,
+    renumbered,
+)
+from paddle_reshard.pipeline.formats.flex.source import Fused, catalog_flex, not_fused, read_names
+from paddle_reshard.pipeline.formats.flex.stacked import arrays_with_two_dims, with_two_dims
+from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.lora_config import Adapter
+from paddle_reshard.pipeline.model.model import Model, predict_parameter_names, read_model
+from paddle_reshard.pipeline.model.optimizers import check_states
+from paddle_reshard.pipeline.model.rules.choose import (
+    candidate_tables,
+    choose_table,
+    is_known,
+    what_is_known,
+)
+from paddle_reshard.pipeline.model.rules.literal import StoredKey, stored_table
+from paddle_reshard.pipeline.model.rules.rule import evaluate_sizes, expected_shape
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.storage.files.dist_metadata import DistMetadata
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+
+_LIBRARY: Final = "paddleformers"
+"""Which writes FlexCheckpoints."""
+_BY_CONFIG: Final = "give that of the model with --config FILE"
+_DIST_TENSOR: Final = re.compile(r"\.dist(_|$)")
+_BY_AUTO_PARALLEL: Final = (
+    "an auto-parallel job wrote these folders, as its parameter names tell (.dist), so that tensors which were cut are "
+    "in logical order; no real checkpoint of such a job has been seen"
+)
+_AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """The contents of a data file."""
+
+    size_bytes: int
+    arrays: Mapping[str, ArrayRef]
+    """Key → its array."""
+    parameter_names: Mapping[str, str]
+    """Key → name of the saved tensor; empty if the file has no names."""
+
+
+def read_flex(
+    metadata: Mapping[str, DistMetadata],
+    files: Mapping[str, DataFile],
+    config: Mapping[str, Any],
+    tables: RuleTables,
+    lr_scheduler: Any,
+    adapter: Adapter | None = None,
+) -> Checkpoint:
+    """Interpret a dist checkpoint.
+
+    Parameters
+    ----------
+    metadata, files
+        Path of every ``.metadata`` file, and of every data file → its contents.
+    config
+        The model's ``config.json``; empty where there is none.
+    lr_scheduler
+        Contents of ``scheduler.pdparams``, or ``None``; the same as ``LR_Scheduler`` in optimizer files.
+    adapter
+        Contents of ``lora_config.json``, or ``None``.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is incomplete or inconsistent, or no rule covers a tensor.
+    """
+    kinds = {is_paddleformers_folder(path): path for path in metadata}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{kinds[True]} belongs to a checkpoint of PaddleFormers, {kinds[False]} to one of auto-parallel "
+            "training: a folder must hold a single checkpoint"
+        )
+    auto_parallel = False in kinds
+    dist_tensors = auto_parallel or _of_dist_tensors(files)
+    if not auto_parallel:
+        _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
+    names = _as_in_the_model(read_names(metadata), tables, config)
+    keys = _structured_keys(names, auto_parallel)
+    table = _choose_table(metadata, keys, tables, config, auto_parallel)
+    twins = {key: table.find(key, config)[0].twin(config, key) or key for key in keys}
+    arrays = {path: file.arrays for path, file in files.items()}
+    if stacked := {key for key in keys if table.find(key, config)[0].of_experts}:
+        metadata, arrays = _with_two_dims(metadata, arrays, names, stacked)
+        _refuse_sonic(metadata, names, stacked, table, config)
+    # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
+    identities = {
+        path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
+    }
+    catalog = catalog_flex(
+        {path: file.size_bytes for path, file in files.items()},
+        metadata,
+        arrays,
+        identities,
+        # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
+        not_fused if dist_tensors else _fused(table, config),
+    )
+    if auto_parallel:
+        stored_names = _stored_names(names, metadata, files)
+        catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
+    model = marked_base(read_model(catalog.tensors, table, config))
+    check_matrices(model, adapter)
+    _check(model, catalog)
+    states = {state for found in names.values() for _, state in found}
+    return Checkpoint(
+        format=AUTO_PARALLEL if auto_parallel else FLEX,
+        catalog=_with_implied(catalog, model),
+        own_files=frozenset([*metadata, *files]),
+        model=model,
+        job=Job(lr_scheduler=lr_scheduler),
+        has_ema=bool(states & {EMA_PARAM, EMA_MASTER_WEIGHT}),
+        adapter=adapter,
+        unproven=_BY_AUTO_PARALLEL if dist_tensors and not auto_parallel else "",
+    )
+
+
+def _of_dist_tensors(files: Mapping[str, DataFile]) -> bool:
+    """Whether an auto-parallel job wrote the files: Paddle puts ``.dist`` behind the name of a parameter that it makes
+    a dist tensor (Paddle 3.3.1 ``base/framework.py:7879``), and states are named after their parameter."""
+    names = (name for file in files.values() for name in file.parameter_names.values())
+    return any(_DIST_TENSOR.search(name) for name in names)
+
+
+def _as_in_the_model(
+    names: Mapping[str, Sequence[Name]], tables: RuleTables, config: Mapping[str, Any]
+) -> dict[str, list[Name]]:
+    """The names with the numbers that layers have in the model, where keys number them higher.
+
+    PaddleFleet counted the empty layers at the head of its pipeline (``num_empty_layers_add_in_head``), and does not in
+    later versions. A model has a layer 0, so the lowest number tells.
+    """
+    found = {path: list(of_path) for path, of_path in names.items()}
+    entries = {table.shifted_by for table in _known(tables, config)} - {None}
+    shift = max((entry for name in entries if type(entry := config.get(str(name))) is int), default=0)
+    numbers = [
+        number
+        for of_path in found.values()
+        for key, _ in of_path
+        if (number := layer_number(key)) is not None
+    ]
+    if shift < 1 or min(numbers, default=0) != shift:
+        return found
+    return {
+        path: [(renumbered(key, -shift), state) for key, state in of_path] for path, of_path in found.items()
+    }
+
+
+def _known(tables: RuleTables, config: Mapping[str, Any]) -> list[RuleTable]:
+    return candidate_tables(tables, config) if is_known(tables, config) else []
+
+
+def _with_two_dims(
+    metadata: Mapping[str, DistMetadata],
+    arrays: Mapping[str, Mapping[str, ArrayRef]],
+    names: Mapping[str, Sequence[Name]],
+    stacked: Set[str],
+) -> tuple[dict[str, DistMetadata], dict[str, Mapping[str, ArrayRef]]]:
+    """Metadata and arrays with two dims for the tensors of several experts."""
+    described, held = {}, dict(arrays)
+    for path, of_path in metadata.items():
+        of_experts = {
+            stored for stored, (key, _) in zip(of_path.keys, names[path], strict=True) if key in stacked
+        }
+        described[path] = with_two_dims(path, of_path, of_experts)
+        for file in held:
+            if folder_of(file) == folder_of(path):
+                held[file] = arrays_with_two_dims(held[file], of_experts)
+    return described, held
+
+
+def _refuse_sonic(
+    metadata: Mapping[str, DistMetadata],
+    names: Mapping[str, Sequence[Name]],
+    stacked: Set[str],
+    table: RuleTable,
+    config: Mapping[str, Any],
+) -> None:
+    """Refuse experts as SonicMoE computes with them, ``[experts * columns, rows]``: ``sharded_state_dict`` turns them
+    into the grouped form, and whether the rows of gate and up alternate in others is not known."""
+    for path, of_path in metadata.items():
+        for number, _, _, _, whole, _ in of_path.pieces.tolist():
+            key, _ = names[path][number]
+            if key not in stacked or whole < 0:
+                continue
+            rule, _ = table.find(key, config)
+            form, expected = rule.huggingface, expected_shape(rule, config, key)
+            if form is None or form.stacked is None or expected is None:
+                continue
+            (experts,) = evaluate_sizes([form.stacked], config, key)
+            turned = (experts * expected[1], expected[0] // experts)
+            if of_path.shapes[whole] == turned != expected:
+                raise UnsupportedError(
+                    f"{key}: stored as {turned}, as SonicMoE computes with its experts (using_sonic_moe), and not as "
+                    f"{expected}. The trainer saves the latter in a FlexCheckpoint. In the former, either the rows of "
+                    "gate and up alternate or all of gate come first, which the file does not tell. Load it with the "
+                    "job that wrote it, and save it as a FlexCheckpoint"
+                )
+
+
+def _choose_table(
+    metadata: Mapping[str, DistMetadata],
+    keys: Sequence[str],
+    tables: RuleTables,
+    config: Mapping[str, Any],
+    auto_parallel: bool,
+) -> RuleTable:
+    """The rule table of the model's family, or for an unknown family a table derived from a FlexCheckpoint.
+
+    The files do not state what is fused, so tensors of an unknown family must be stored uncut.
+    """
+    if not config and auto_parallel:
+        raise PlanError(f"{CONFIG} is missing; {_BY_CONFIG}")
+    if config and (auto_parallel or is_known(tables, config)):
+        return choose_table(tables, keys, config, AUTO_PARALLEL if auto_parallel else FLEX)
+    for path, described in metadata.items():
+        for key, offset in described.pieces[["key", "global_offset"]].tolist():
+            if any(described.shapes[offset]):
+                cut = (
+                    f"{path} describes pieces of {described.keys[key]} that begin at {described.shapes[offset]}: what "
+                    "is fused in a tensor that was cut is not known"
+                )
+                if not config:
+                    raise PlanError(f"{CONFIG} is missing, and {cut}; {_BY_CONFIG}")
+                raise RuleError(
+                    f"model type {config.get('model_type')!r}",
+                    f"{what_is_known(tables, config)}, and {cut}; write one and pass it with --rules FILE",
+                )
+    keys_alone = [StoredKey(key) for key in keys]
+    known = what_is_known(tables, config)
+    return stored_table(keys_alone, config, ordered=False, convention=_LIBRARY, known=known)
+
+
+def _check_all_there(folders: Set[str]) -> None:
+    """Check that all folders exist: the trainer writes them together, even empty ones."""
+    wanted = {MODEL_STATE} if folders <= {MODEL_STATE, EMA_STATE} else {*FOLDERS} - {EMA_STATE}
+    if missing := sorted(wanted - folders):
+        raise CheckpointError(
+            f"{missing[0]}/ is missing or has no {METADATA} file, beside {', '.join(sorted(folders))}: the trainer "
+            "writes them together"
+        )
+
+
+def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused | None]:
+    def fused(key: str) -> Fused | None:
+        rule, _ = table.find(key, config)
+        shares = rule.shares(config)
+        return None if len(shares) == 1 or rule.split is None else (rule.split, shares)
+
+    return fused
+
+
+def _check(model: Model, catalog: Catalog) -> None:
+    """Check that no tensor is missing, and that every trained tensor has all optimizer states, in its own shape."""
+    check_complete(model)
+    check_states(model)
+    index = catalog.index()
+    trained = [t for t in model.tensors if t.trained and t.tied_to is None]
+    has_ema = any(state in (EMA_PARAM, EMA_MASTER_WEIGHT) for _, state in index)
+    # If there are master weights, only float32 parameters lack one. Parameters with one are all stored, or all omitted.
+    any_master = any(t.master for t in trained)
+    all_stored = any(t.master and (t.key, PARAM) in index for t in trained)
+    for tensor in trained:
+        has_master = tensor.master or (any_master and tensor.dtype.name != "float32")
+        needed = [MASTER_WEIGHT] if has_master else []
+        needed += [EMA_MASTER_WEIGHT if has_master else EMA_PARAM] if has_ema else []
+        needed += [PARAM] if all_stored else []
+        for state in needed:
+            if (tensor.key, state) not in index:
+                raise CoverageError(
+                    f"{tensor.key} ({state})", "no file holds it, but other parameters have it"
+                )
+    shapes = {t.key: t.global_shape for t in model.tensors}
+    for found in catalog.tensors:
+        if found.global_shape not in (shapes[found.key], (1,)):
+            raise CoverageError(
+                found.label, f"shape {found.global_shape}, but the parameter has {shapes[found.key]}"
+            )
+
+
+def _with_implied(catalog: Catalog, model: Model) -> Catalog:
+    """The catalog with parameters that no file holds added as casts of their master weights."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None:
+            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+    index = catalog.index()
+    tensors = list(catalog.tensors)
+    implied = {}
+    for of_model in model.tensors:
+        if of_model.tied_to is None and (of_model.key, PARAM) not in index:
+            implied[len(tensors)] = index[of_model.key, MASTER_WEIGHT]
+            tensors.append(Tensor(of_model.key, PARAM, of_model.dtype, of_model.global_shape))
+    shared = (PARAM, EMA_PARAM)
+    named = [replace(t, aliases=aliases.get(t.key, ())) if t.state in shared else t for t in tensors]
+    return replace(catalog, tensors=Tensors(named), implied=implied)
+
+
+# ---------------------------------------------------------------------------------------- parameter names
+
+
+def _structured_keys(names: Mapping[str, Sequence[Name]], auto_parallel: bool) -> list[str]:
+    found = (name for of_file in names.values() for name in of_file)
+    return list(dict.fromkeys(key for key, state in found if state == PARAM or not auto_parallel))
+
+
+def _stored_names(
+    names: Mapping[str, Sequence[Name]], metadata: Mapping[str, DistMetadata], files: Mapping[str, DataFile]
+) -> dict[str, str]:
+    """Structured key → parameter name in the data files; empty if they have no names."""
+    names_of: dict[str, str] = {}
+    for path, found in names.items():
+        keys = dict(zip(metadata[path].keys, found, strict=True))
+        for data_path, file in sorted(files.items()):
+            for stored, full_name in file.parameter_names.items():
+                key, state = keys.get(stored, ("", ""))
+                if state != PARAM or _AUTOMATIC.fullmatch(full_name):
+                    continue
+                name = full_name.removesuffix(".dist")
+                if names_of.setdefault(key, name) != name:
+                    raise CoverageError(
+                        key,
+                        f"has the parameter names {names_of[key]} and {name} in different files",
+                        (data_path,),
+                    )
+    return names_of
+
+
+def _predicted_names(catalog: Catalog, table: RuleTable, config: Mapping[str, Any]) -> dict[str, str]:
+    """Structured key → parameter name in a program of one rank, by the naming rules."""
+    parameters = read_model([t for t in catalog.tensors if t.state == PARAM], table, config)
+    return predict_parameter_names(parameters.tensors, config, 1, 1, False)
+
+
+def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str]) -> Catalog:
+    """The catalog with structured keys for all states."""
+    keys: dict[str, str] = {}
+    for structured, name in names.items():
+        identity = twins.get(structured, structured)
+        if keys.setdefault(name, identity) != identity:
+            raise CoverageError(
+                structured, f"it and {keys[name]} have the same parameter name {name}, but are not tied"
+            )
+    tensors: dict[Name, Tensor] = {}
+    for tensor in catalog.tensors:
+        key = keys.get(tensor.key) if tensor.state != PARAM else tensor.key
+        if key is None:
+            raise CoverageError(
+                tensor.label,
+                "no parameter of the model has this name, neither in the data files nor by the naming rules of the "
+                "rule table",
+            )
+        if (key, tensor.state) in tensors:
+            raise CoverageError(f"{key} ({tensor.state})", f"stored under two names, also {tensor.key}")
+        tensors[key, tensor.state] = replace(tensor, key=key)
+    return replace(catalog, tensors=Tensors(tensors.values()))

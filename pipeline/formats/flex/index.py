@@ -1,0 +1,139 @@
+"""Read the metadata of a dist checkpoint's files: ranged reads, no payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.reading import (
+    Readable,
+    SourceFiles,
+    index_safetensors,
+    index_tensor_file,
+)
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
+from paddle_reshard.pipeline.formats.flex.checkpoint import DataFile, read_flex
+from paddle_reshard.pipeline.formats.flex.names import METADATA, is_dist_file
+from paddle_reshard.pipeline.formats.flex.older_average import OlderAverage, describe_older_average
+from paddle_reshard.pipeline.model.model import Model
+from paddle_reshard.pipeline.model.optimizers import muon_parameters
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.storage.files.dist_metadata import DistMetadata, parse_dist_metadata
+from paddle_reshard.storage.files.paddle_pickle import READ_AHEAD_BYTES, STRUCTURED_NAMES, ArrayRef
+
+_MUON = "MuonSharding"
+"""Paddle 3.4's stage 1 for Muon: matrices whole on one rank, everything else in slices as under v2."""
+_MASTERS = "master_weights"
+"""A section of older files of averages, of which the arrays have parameter names for keys."""
+
+
+def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
+    """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one whole, consistent checkpoint that the rules cover.
+    """
+    store, sizes = files.store, files.sizes
+    _refuse_other_tensor_files(files)
+    config = files.config_if_any()  # the trainers write none into a dist checkpoint
+    own = {path: size for path, size in sizes.items() if is_dist_file(path)}
+    described = {path: size for path, size in own.items() if path.endswith(METADATA)}
+    held = {path: size for path, size in own.items() if path not in described}
+    metadata: Mapping[str, DistMetadata] = files.index_here(_index_metadata, store, described)
+    indexed = files.index_anywhere(_index_data_file, store, held)
+    data_files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
+    averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
+    not_carried: tuple[tuple[str, str], ...] = ()
+    if averages:
+        of_average, held_averages, not_carried = describe_older_average(averages, metadata, data_files)
+        metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
+    found = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
+    # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
+    if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
+        _check_strategy(files.json(MODEL_META), found.model)
+    own_files = (found.own_files | {MODEL_META}) & sizes.keys()
+    return replace(
+        found,
+        own_files=own_files,
+        not_carried=(*found.not_carried, *not_carried),
+        newer=_newer(metadata),
+    )
+
+
+def _newer(metadata: Mapping[str, DistMetadata]) -> str:
+    """Which attributes the metadata have that no proven version writes, all files together."""
+    remarks = {name: value for path in sorted(metadata) for name, value in metadata[path].remarks.items()}
+    if not remarks:
+        return ""
+    shown = ", ".join(f"{name} {value!r:.60}" for name, value in sorted(remarks.items()))
+    return f"{METADATA} files have attributes that those of Paddle {NEWEST_PADDLE} lack: {shown}; none changes a value"
+
+
+def _refuse_other_tensor_files(files: SourceFiles) -> None:
+    """One folder holds one checkpoint: beside the files of a dist checkpoint lie no others with tensors."""
+    for path in sorted({*files.pickles, *files.safetensors}):
+        if not is_dist_file(path):
+            raise CheckpointError(
+                f"{path}: lies beside a FlexCheckpoint or auto-parallel checkpoint and is no part of it; move one "
+                "of the two elsewhere"
+            )
+
+
+def _check_strategy(meta: Mapping[str, Any], model: Model) -> None:
+    """The sharding of Muon, and no other, goes with its states."""
+    cells, by_muon = meta.get("sharding_metas"), muon_parameters(model.tensors)
+    for cell, entry in cells.items() if isinstance(cells, dict) else ():
+        strategy = entry.get("sharding_strategy") if isinstance(entry, dict) else None
+        if isinstance(strategy, str) and (strategy == _MUON) != bool(by_muon):
+            kept = f"{by_muon[0]} has moment1 alone" if by_muon else "no tensor has moment1 alone"
+            raise CheckpointError(
+                f"{MODEL_META}: {cell} says that sharding_strategy is {strategy}, and {kept}, by which "
+                "Muon's states are recognised: they are not of one run"
+            )
+
+
+def _index_metadata(store: Readable, path: str, size_bytes: int) -> DistMetadata:
+    return parse_dist_metadata(partial(store.read, path), size_bytes, path)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A file whose beginning has been read, so that it is not asked for twice."""
+
+    store: Readable
+    begin: bytes
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        end = byte_offset + nbytes
+        return (
+            self.begin[byte_offset:end]
+            if end <= len(self.begin)
+            else self.store.read(path, byte_offset, nbytes)
+        )
+
+
+def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile | OlderAverage:
+    from paddle_reshard.storage.files.safetensors import is_safetensors
+
+    # Paddle 3.3 gives the two kinds of files different suffixes; later versions call both .distcp.
+    begun = _Begun(store, store.read(path, 0, min(size_bytes, READ_AHEAD_BYTES)))
+    if path.endswith(".safetensors") or is_safetensors(begun.begin, size_bytes):
+        return DataFile(size_bytes, index_safetensors(begun, path, size_bytes).tensors, {})
+    root = index_tensor_file(begun, path, size_bytes)
+    names = root.pop(STRUCTURED_NAMES, {})
+    masters = root.pop(_MASTERS) if isinstance(root.get(_MASTERS), dict) else None
+    for key, value in (*root.items(), *(masters or {}).items()):
+        if not isinstance(value, ArrayRef):
+            raise FormatError(
+                "not_an_array", path, None, f"{key} holds a {type(value).__name__}, an array is expected"
+            )
+    if masters is not None:
+        return OlderAverage(size_bytes, masters, root)
+    return DataFile(size_bytes, root, names if isinstance(names, dict) else {})

@@ -1,0 +1,203 @@
+"""A FlexCheckpoint whose files are those of the ranks of a job.
+
+Each rank of that job finds everything that it asks for in its own files, and reads them without resharding (Paddle
+3.3.1 ``flex_checkpoint/dcp/utils.py``, ``check_resumable_locally``). Any other job can read them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
+from paddle_reshard.pipeline.checkpoint.format import Decision, Outline, Staged
+from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
+from paddle_reshard.pipeline.checkpoint.staged import check_tensors
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, never_restored
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.topology import sharding_in_words
+from paddle_reshard.pipeline.core.upstream import paddle_release
+from paddle_reshard.pipeline.formats.flex.by_rank import PiecesOfRanks
+from paddle_reshard.pipeline.formats.flex.name import FLEX
+from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, small_flex_files
+from paddle_reshard.pipeline.formats.flex.writer import FlexFiles
+from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target
+from paddle_reshard.pipeline.formats.jobs.job import HybridJob
+from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
+from paddle_reshard.pipeline.model.model import Model
+from paddle_reshard.pipeline.model.optimizers import check_states, muon_parameters
+
+_LIBRARY = "paddleformers"
+_NUMBERS_COPIES = "3.3"
+"""The first Paddle whose metadata tell flattened pieces, and number the copies of a piece."""
+_ASKED_FOR = frozenset(["moment1", "moment2", "velocity", "beta1_pow_acc", "beta2_pow_acc"])
+"""The states that ``sharded_state_dict`` of Paddle's optimizers knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFlexTarget(HybridJob):
+    """A FlexCheckpoint for the ranks of a job. Validated by :func:`check_by_rank`."""
+
+    @property
+    def format(self) -> str:
+        """``flex``."""
+        return FLEX
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The sharding strategy."""
+        return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        return (
+            f"{FLEX}, files of the ranks of {self.topology}, {sharding_in_words(self.strategy)}, "
+            f"files of Paddle {self.paddle_version}"
+        )
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        return {
+            "layout": FLEX,
+            "topology": str(self.topology),
+            "sharding_strategy": self.strategy,
+            "paddle_version": self.paddle_version,
+        }
+
+    def data(self) -> dict[str, Any]:
+        """What was requested and decided, for JSON output."""
+        return {
+            "format": FLEX,
+            "topology": asdict(self.topology),
+            "sharding_strategy": self.strategy,
+            "sharding_strategy_reason": self.strategy_reason,
+            "paddle_version": self.paddle_version,
+        }
+
+    def cannot_hold_lora(self, model: Model) -> str | None:
+        """A FlexCheckpoint of a LoRA job contains the base model."""
+        return cannot_hold_lora(model)
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of all ranks, small ones too."""
+        check_by_rank(wanted, self)
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        pieces = PiecesOfRanks(wanted, self)
+        files = FlexFiles(paddle_release(self.paddle_version))
+        for folder in pieces.folders:
+            files.add_folder(folder, *pieces.of_folder(folder))
+        small = small_flex_files(sizes, wanted, self.paddle_version, self.topology)
+        return LaidOut(
+            source.catalog,
+            add_literal_files(files.laid_out(), (*sidecars.written, *small)),
+            sidecars.carried,
+            sidecars.not_carried,
+            remarks=_remarks(wanted, self),
+        )
+
+    def outline(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> Outline:
+        """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
+        check_by_rank(wanted, self)
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        fullest, _ = job_bytes(wanted, self)
+        pieces = PiecesOfRanks(wanted, self)
+        return Outline(fullest, pieces.nbytes(), sidecars.not_carried)
+
+    def job(self, source: Checkpoint) -> TrainingJob:
+        """The job of this topology that goes on training the source."""
+        return TrainingJob(
+            source.model.table.library,
+            FLEX,
+            self.topology,
+            self.strategy,
+            self.sharding.comm_overlap,
+            self.topology.tp > 1 and self.sequence_parallel,
+            muon=bool(muon_parameters(source.model.tensors)),
+            recipe=source.model.table.recipe,
+            switches=source.model.recipe_switches,
+        )
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read it as a source: its tensors must be those that were planned."""
+        check_tensors(staged, staged.index())
+
+
+def _remarks(wanted: Checkpoint, target: RankFlexTarget) -> tuple[str, ...]:
+    """What the trainer gets wrong by itself."""
+    lost = never_restored(wanted.model.tensors, target.strategy, wanted.model.has_lora)
+    return () if lost is None else (lost,)
+
+
+def check_strategy(job: HybridJob) -> None:
+    """Refuse sharding strategies whose ranks do not resume from files of their own.
+
+    Raises
+    ------
+    PlanError, UnsupportedError
+    """
+    check_target(job)
+    if job.strategy in ("stage2", "stage3"):
+        raise PlanError(
+            f"{job.strategy}: what its ranks ask a FlexCheckpoint for is not known (PaddleFormers 1.2 fails as it "
+            "resumes stage 2 from one); choose stage1v1 or stage1v2, or omit --to: whole tensors suit every job"
+        )
+
+
+def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
+    """Refuse a job that the trainer cannot train, and files that are not known well enough to be written.
+
+    Raises
+    ------
+    PlanError, UnsupportedError, RuleError
+    """
+    model = checkpoint.model
+    table, topology = model.table, target.topology
+    whole = "omit --to: whole tensors suit every job"
+    if table.library != _LIBRARY:
+        raise PlanError(
+            f"--format {FLEX} --to {topology}: which pieces the ranks of a job ask for is known of {_LIBRARY}, and the "
+            f"names are those of {table.library}; translate them with --convention {_LIBRARY}, or {whole}"
+        )
+    if paddle_release(target.paddle_version).metadata < _NUMBERS_COPIES:
+        raise PlanError(
+            f"--paddle-version {target.paddle_version} with --to {topology}: only metadata of Paddle "
+            f"{_NUMBERS_COPIES} and later tell the pieces of ranks and their copies apart; {whole}"
+        )
+    if target.expert_axis not in (None, "ep"):
+        raise UnsupportedError(
+            f"{topology} with experts distributed over {target.expert_axis}: what its ranks ask a FlexCheckpoint for "
+            f"has not been seen; {whole}"
+        )
+    if target.sharding.comm_overlap:
+        raise UnsupportedError(
+            "comm_overlap: which slices the optimizer of such a job asks a FlexCheckpoint for has not been seen; "
+            f"{whole}"
+        )
+    table.check_whole(model.config)
+    table.check_keys(model.config)
+    check_states(model)
+    check_strategy(target)
+    check_job(checkpoint, target)
+    for tensor in model.tensors:
+        if strange := sorted(set(tensor.accumulators) - _ASKED_FOR):
+            raise PlanError(
+                f"{tensor.key} ({strange[0]}): the trainer's optimizers neither save this state in a "
+                f"FlexCheckpoint nor ask for it (sharded_state_dict of Paddle 3.3.1); {whole}"
+            )
+    if (muon := muon_parameters(model.tensors)) and target.strategy != "none":
+        raise UnsupportedError(
+            f"{muon[0]}: the optimizer is Muon; how {target.strategy} divides its tensors among ranks has not been "
+            f"compared with real files, so no rank's files can be written; {whole}"
+        )
+    stacked = next((t.key for t in model.tensors if t.rule.of_experts), None)
+    if stacked is not None:
+        raise UnsupportedError(
+            f"{stacked}: it holds all experts of a layer; with which dims a rank asks for it has not been seen; "
+            f"{whole}"
+        )

@@ -1,0 +1,355 @@
+"""Build a catalog from the metadata and data files of a dist checkpoint.
+
+The metadata state which box of which tensor each array is, but not what a key means (:mod:`.names`), nor the order of
+fused parts: with two tp ranks a fused ``[gate | up]`` is stored as ``[gate_0 | up_0 | gate_1 | up_1]``, which shows
+only in the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.geometry import Shape, padded
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import (
+    DType,
+    Tensor,
+    dtype_named,
+    dtype_of_code,
+    is_per_parameter,
+)
+from paddle_reshard.pipeline.formats.flex.names import (
+    FOLDERS,
+    Name,
+    auto_parallel_name,
+    folder_of,
+    paddleformers_name,
+)
+from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut, in_words
+from paddle_reshard.storage.files.dist_metadata import Columns, DistMetadata
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+
+_FSDP_BUFFER: Final = "fuse_params_"
+Arrays = Mapping[str, Mapping[str, ArrayRef]]
+"""Path of a data file → key → its array."""
+Names = Mapping[str, Sequence[Name]]
+"""Path of a metadata file → ``(key, state)`` for each of its keys, in their order."""
+Fused = tuple[int, tuple[int, ...]]
+"""The dim along which parts are fused, and the ratio of their extents."""
+
+
+def not_fused(key: str) -> Fused | None:
+    """For checkpoints whose tensors are stored in their logical order: nothing is fused."""
+    return None
+
+
+def read_names(metadata: Mapping[str, DistMetadata]) -> dict[str, list[Name]]:
+    """The ``(key, state)`` of every stored key; in auto-parallel checkpoints, keys of states are parameter names.
+
+    Raises
+    ------
+    CheckpointError
+        If a key is unknown, two keys have the same meaning, or a folder has two metadata files; naming file and key.
+    """
+    by_folder: dict[str, str] = {}
+    for path in sorted(metadata):
+        other = by_folder.setdefault(folder_of(path), path)
+        if other != path:
+            raise CheckpointError(f"{path}: {other} describes the same folder; one of them is stale")
+    found = {path: [_name(path, key, metadata[path]) for key in metadata[path].keys] for path in metadata}
+    seen: dict[Name, tuple[str, str]] = {}
+    for path, names in found.items():
+        for key, name in zip(metadata[path].keys, names, strict=True):
+            other, earlier = seen.setdefault(name, (path, key))
+            if (other, earlier) != (path, key):
+                raise CoverageError(
+                    f"{name[0]} ({name[1]})", f"two keys mean it, {earlier} and {key}", (other, path)
+                )
+    return found
+
+
+def _name(path: str, key: str, metadata: DistMetadata) -> Name:
+    folder = folder_of(path).rpartition("/")[2]
+    if key.startswith(_FSDP_BUFFER):
+        raise UnsupportedError(
+            f"{path}: {key} is a buffer into which FSDP (sharding fsdp) fuses parameters; no file tells which. Load it "
+            "with the job that wrote it, and save it with another sharding strategy"
+        )
+    nested = metadata.flat_mapping.get(key, (key,))
+    if ".".join(nested) != key:
+        raise CheckpointError(
+            f"{path}: {key} has the path {nested} in the nested dict, which does not spell the key"
+        )
+    name = paddleformers_name(folder, key) if folder in FOLDERS else auto_parallel_name(nested)
+    if name is None:
+        raise CheckpointError(f"{path}: {key} is not a known parameter or optimizer state")
+    return name
+
+
+def catalog_flex(
+    sizes: Mapping[str, int],
+    metadata: Mapping[str, DistMetadata],
+    arrays: Arrays,
+    names: Names,
+    fused: Callable[[str], Fused | None] = not_fused,
+) -> Catalog:
+    """Build the catalog.
+
+    Parameters
+    ----------
+    sizes
+        Path of every data file → size in bytes.
+    metadata
+        Path of every ``.metadata`` file → its contents.
+    names
+        ``(key, state)`` of every stored key; keys with the same name hold copies of a tensor.
+    fused
+        Returns what is fused in the tensor of a key, or ``None``; blocks of fused parts are put in logical order.
+
+    Raises
+    ------
+    CheckpointError
+        If a data file is missing or not in the metadata; if an array is missing, not in the metadata, or of another
+        shape or dtype; if there is a hole or an overlap. Names the file, the tensor and the two values.
+    """
+    _check_folders(metadata, arrays)
+    builder = _FlexCatalogBuilder(sizes, fused)
+    for path in sorted(metadata):
+        builder.add_folder(path, metadata[path], arrays, names[path])
+    catalog = builder.catalog()
+    check_catalog(catalog)
+    return catalog
+
+
+def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None:
+    """Every folder has a metadata file, and data files of one kind that it names."""
+    by_folder = {folder_of(path): path for path in metadata}
+    for path in sorted(arrays):
+        described = by_folder.get(folder_of(path))
+        if described is None:
+            raise CheckpointError(f"{path}: a data file in a folder without a .metadata file")
+        # A rank whose tensors were all saved by other ranks writes an empty file, which the metadata do not list.
+        if arrays[path] and path.rpartition("/")[2] not in metadata[described].files:
+            raise CheckpointError(
+                f"{path}: holds {len(arrays[path])} arrays, and {described} does not name it"
+            )
+    for folder in by_folder:
+        kinds = {path.rpartition(".")[2] for path in arrays if folder_of(path) == folder}
+        if len(kinds) > 1:
+            raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
+
+
+class _FlexCatalogBuilder:
+    """Collects the tensors and arrays of all folders."""
+
+    def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
+        self.files = [File(path, sizes[path]) for path in sorted(sizes)]
+        self.file_index = {file.path: i for i, file in enumerate(self.files)}
+        self.fused = fused
+        self.tensors: dict[Name, Tensor] = {}
+        self.tensor_index: dict[Name, int] = {}
+        self.copies = defaultdict[int, int](int)
+        """Tensor → number of copies so far."""
+        self.placements = Placements()
+        self.origins: list[Shape] = []
+        """Offset of each array in its tensor, in elements; 0 along a dim that its cut accounts for."""
+
+    def catalog(self) -> Catalog:
+        fragments = self.placements.fragments()
+        origins = np.array(self.origins, dtype=np.int64).reshape(len(self.origins), -1)
+        if len(origins):
+            origin = np.repeat(origins, self.placements.box_counts(), axis=0)
+            fragments["offset"] = fragments["offset"] + origin
+        return Catalog(Tensors(self.tensors.values()), tuple(self.files), fragments, {})
+
+    def add_folder(self, path: str, metadata: DistMetadata, arrays: Arrays, names: Sequence[Name]) -> None:
+        folder = folder_of(path)
+        tensors = self._tensors(path, metadata, names, arrays)
+        bounds = pairwise(np.searchsorted(metadata.pieces["key"], range(len(metadata.keys) + 1)).tolist())
+        cuts = [
+            self._cut(tensor, metadata, metadata.pieces[start:stop])
+            for (_, tensor), (start, stop) in zip(tensors, bounds, strict=True)
+        ]
+        first_copy = self._number_copies(metadata, [index for index, _ in tensors])
+        held = {file: dict(arrays.get(_joined(folder, file), {})) for file in metadata.files}
+        pieces, copies = metadata.pieces.tolist(), defaultdict[int, int](int)
+        for piece, file, _ in metadata.locations.tolist():
+            key, _, offset, local, _, flat = pieces[piece]
+            stored = _joined(folder, metadata.files[file])
+            if stored not in self.file_index:
+                raise CheckpointError(f"{path}: names {metadata.files[file]}, which is missing")
+            array = held[metadata.files[file]].pop(metadata.keys[key], None)
+            if array is None:
+                raise CoverageError(
+                    metadata.keys[key], f"{path} lists it in a file that does not hold it", (stored,)
+                )
+            index, tensor = tensors[key]
+            flattened = metadata.shapes[flat] if flat >= 0 else None
+            _check_array(tensor, array, metadata.shapes[local], flattened, stored)
+            cut, origin, rank = cuts[key], metadata.shapes[offset], 0
+            if cut.dim is not None:
+                rank = origin[cut.dim] // metadata.shapes[local][cut.dim]
+                origin = (*origin[: cut.dim], 0, *origin[cut.dim + 1 :])
+            kind = self.placements.kind(
+                ArrayKind(
+                    metadata.shapes[local],
+                    cut,
+                    tensor.dtype.itemsize,
+                    (flattened[0], flattened[1]) if flattened else None,
+                    array.axes,
+                )
+            )
+            self.placements.add(
+                kind,
+                rank,
+                index,
+                self.file_index[stored],
+                array.byte_offset,
+                tensor.dtype,
+                first_copy[key] + copies[piece],
+            )
+            copies[piece] += 1
+            self.origins.append(padded(origin, 0))
+        for file, unlisted in held.items():
+            if unlisted:
+                raise CoverageError(
+                    next(iter(unlisted)),
+                    f"a file holds it, but {path} does not list it",
+                    (_joined(folder, file),),
+                )
+
+    def _cut(self, tensor: Tensor, metadata: DistMetadata, pieces: Columns) -> TensorCut:
+        """How tensor parallelism cut the fused parts of a tensor; not at all if it is stored as a single block.
+
+        A dim of 12 elements with shares ``(1, 1)`` that is stored in two blocks of 6 is
+        ``[gate 0:3 | up 0:3 | gate 3:6 | up 3:6]``.
+        """
+        fused = None if is_per_parameter(tensor.state) else self.fused(tensor.key)
+        if fused is None:
+            return TensorCut(1, None)
+        dim, shares = fused
+        if len(tensor.global_shape) <= dim:
+            raise CoverageError(
+                tensor.label,
+                f"shape {tensor.global_shape}, but {len(shares)} parts are fused along dim {dim}",
+            )
+        starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
+        if len(starts) == 1:
+            return TensorCut(1, None)
+        extents = {metadata.shapes[local][dim] for local in pieces["local_shape"].tolist()}
+        block, rest = divmod(tensor.global_shape[dim], len(starts))
+        if (
+            rest
+            or not block
+            or block % sum(shares)
+            or extents != {block}
+            or any(start % block for start in starts)
+        ):
+            raise CoverageError(
+                tensor.label,
+                f"{in_words(shares)} lie along dim {dim}; its pieces begin at {sorted(starts)[:8]} and have "
+                f"extents {sorted(extents)[:8]} there: not {len(starts)} equal blocks of these parts each",
+            )
+        return TensorCut(len(starts), dim, shares)
+
+    def _number_copies(self, metadata: DistMetadata, tensors: Sequence[int]) -> list[int]:
+        """Number of each key's first copy; keys with the same name are numbered in order."""
+        of_piece = np.bincount(metadata.locations["piece"], minlength=len(metadata.pieces))
+        most = np.zeros(len(metadata.keys), dtype=np.int64)
+        np.maximum.at(most, metadata.pieces["key"], of_piece)
+        first = []
+        for tensor, copies in zip(tensors, most.tolist(), strict=True):
+            first.append(self.copies[tensor])
+            self.copies[tensor] += copies
+        return first
+
+    def _tensors(
+        self, path: str, metadata: DistMetadata, names: Sequence[Name], arrays: Arrays
+    ) -> list[tuple[int, Tensor]]:
+        """Index and tensor of each key."""
+        shapes = _global_shapes(path, metadata)
+        dtypes = _dtypes(path, metadata, arrays)
+        found = []
+        for (key, state), dtype, shape in zip(names, dtypes, shapes, strict=True):
+            if is_per_parameter(state):
+                if prod(shape) != 1:
+                    detail = f"shape {shape}, one number per parameter is expected"
+                    raise CoverageError(f"{key} ({state})", detail, (path,))
+                shape = (1,)
+            tensor = self.tensors.setdefault((key, state), Tensor(key, state, dtype, shape))
+            if (tensor.dtype, tensor.global_shape) != (dtype, shape):
+                raise CoverageError(
+                    tensor.label,
+                    f"{tensor.dtype.name} {tensor.global_shape} under one key, but {dtype.name} {shape} under another",
+                    (path,),
+                )
+            index = self.tensor_index.setdefault((key, state), len(self.tensor_index))
+            found.append((index, tensor))
+        return found
+
+
+def _joined(folder: str, file: str) -> str:
+    return f"{folder}/{file}" if folder else file
+
+
+def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
+    """The dtype of each key; up to Paddle 2.6 it is not in the metadata, only in the arrays."""
+    found: list[set[DType]] = [set() for _ in metadata.keys]
+    pieces = metadata.pieces.tolist()
+    for key, dtype, *_ in pieces:
+        if dtype >= 0:
+            found[key].add(dtype_named(metadata.dtypes[dtype]))
+    without_dtype = metadata.locations[metadata.pieces["dtype"][metadata.locations["piece"]] < 0]
+    for piece, file, _ in without_dtype.tolist():
+        key, stored = pieces[piece][0], _joined(folder_of(path), metadata.files[file])
+        array = arrays.get(stored, {}).get(metadata.keys[key])
+        if array is not None:
+            found[key].add(dtype_of_code(array.dtype, stored))
+    for key, dtypes in zip(metadata.keys, found, strict=True):
+        if len(dtypes) != 1:
+            names = ", ".join(sorted(dtype.name for dtype in dtypes)) or "none"
+            raise CoverageError(key, f"its pieces must have a single dtype; found {names}", (path,))
+    return [dtypes.pop() for dtypes in found]
+
+
+def _global_shapes(path: str, metadata: DistMetadata) -> list[Shape]:
+    """The global shape of each key; up to Paddle 3.0 it is not in the metadata, but follows from the pieces."""
+    found: list[set[Shape]] = [set() for _ in metadata.keys]
+    reached: list[Shape | None] = [None] * len(metadata.keys)
+    for key, _, offset, local, whole, _ in metadata.pieces.tolist():
+        if whole >= 0:
+            found[key].add(metadata.shapes[whole])
+            continue
+        end = tuple(o + n for o, n in zip(metadata.shapes[offset], metadata.shapes[local], strict=True))
+        before = reached[key]
+        if before is not None and len(before) != len(end):
+            raise CoverageError(metadata.keys[key], "its pieces differ in their number of dims", (path,))
+        reached[key] = end if before is None else tuple(map(max, before, end))
+    for shapes, end_or_none in zip(found, reached, strict=True):
+        if end_or_none is not None:
+            shapes.add(end_or_none)
+    for key, shapes in zip(metadata.keys, found, strict=True):
+        if len(shapes) != 1:
+            raise CoverageError(
+                key, f"its pieces have {len(shapes)} different global shapes: {sorted(shapes)[:4]}", (path,)
+            )
+    return [shapes.pop() for shapes in found]
+
+
+def _check_array(tensor: Tensor, array: ArrayRef, local: Shape, flat: Shape | None, stored: str) -> None:
+    wanted = local if flat is None else (flat[1] - flat[0],)
+    a_number = flat is None and prod(array.shape) == prod(local) == 1  # stored with one dim or none
+    if array.shape != wanted and not a_number:
+        raise CoverageError(tensor.label, f"shape {array.shape}, its metadata say {wanted}", (stored,))
+    if array.dtype != tensor.dtype.code:
+        raise CoverageError(
+            tensor.label, f"stored as {array.dtype}, its metadata say {tensor.dtype.name}", (stored,)
+        )

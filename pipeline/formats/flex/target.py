@@ -1,0 +1,348 @@
+"""Lay out the files of a dist checkpoint, byte for byte.
+
+Tensors are written whole, which every job can load: its loader reads the boxes that it needs from each tensor. (Paddle
+3.3.1 misreads ragged flattened ranges of three dims and more, ``dcp/utils.py``, ``minimal_nd_slice``.) The files of a
+folder hold consecutive tensors of the model and are about equal in size; all states of a tensor in a folder are in the
+same file. Keys and their order are those that the trainer writes on a single card.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
+from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
+from paddle_reshard.pipeline.checkpoint.staged import check_tensors
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
+from paddle_reshard.pipeline.core.file_names import MODEL_META, SCHEDULER, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
+from paddle_reshard.pipeline.formats.flex.boxes import Box
+from paddle_reshard.pipeline.formats.flex.name import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.formats.flex.names import (
+    AUTO_FOLDER,
+    EMA_STATE,
+    MASTER_WEIGHTS,
+    MODEL_STATE,
+    OPTIMIZER_STATE,
+    auto_parallel_path,
+    paddleformers_key,
+    renumbered,
+)
+from paddle_reshard.pipeline.formats.flex.writer import DataArray, FlexFiles
+from paddle_reshard.pipeline.formats.model_meta import format_model_meta
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.model.optimizers import check_states
+from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
+from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
+
+FILE_BYTES = 4 << 30
+"""Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
+PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
+"""Classes in parameter names that come from Paddle and not from the model."""
+_LIBRARY = "paddleformers"
+OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
+STATES = (PARAM, *OF_OPTIMIZER, EMA_MASTER_WEIGHT, EMA_PARAM)
+
+
+@dataclass(frozen=True, slots=True)
+class FlexTarget:
+    """A dist checkpoint."""
+
+    of_average: ClassVar[bool] = False
+    decisions: ClassVar[tuple[Decision, ...]] = ()
+
+    auto_parallel: bool = False
+    """One folder with the nested keys of auto-parallel training; else PaddleFormers' FlexCheckpoint."""
+    files: int | None = None
+    """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
+    paddle_version: str = DEFAULT_PADDLE
+    """The Paddle version that will read it, a key of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
+    names: Mapping[str, str] | None = None
+    """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
+
+    @property
+    def format(self) -> str:
+        """``auto-parallel`` or ``flex``."""
+        return AUTO_PARALLEL if self.auto_parallel else FLEX
+
+    def __post_init__(self) -> None:
+        if self.files is not None and self.files < 1:
+            raise UsageError(f"--files {self.files}: at least one file is needed")
+        paddle_release(self.paddle_version)
+
+    def target_for(self, source: Checkpoint) -> FlexTarget:
+        """The same: it leaves nothing open."""
+        return self
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        return f"{self.format}, files of Paddle {self.paddle_version}"
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        return {"layout": self.format, "paddle_version": self.paddle_version}
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it."""
+        return {"format": self.format, "files": self.files, "paddle_version": self.paddle_version}
+
+    def cannot_hold_lora(self, model: Model) -> str | None:
+        """A FlexCheckpoint of a LoRA job contains the base model."""
+        return cannot_hold_lora(model)
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of a dist checkpoint, small ones too."""
+        if self.auto_parallel:
+            wanted.model.table.check_known(
+                wanted.model.config, "the parameter names of auto-parallel training"
+            )
+        wanted.model.table.check_whole(wanted.model.config)
+        wanted.model.table.check_keys(wanted.model.config)
+        check_states(wanted.model)
+        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
+        topology = None if self.auto_parallel else Topology()
+        written = (
+            *sidecars.written,
+            *small_flex_files(sizes, wanted, self.paddle_version, topology),
+        )
+        files = add_literal_files(layout_flex(wanted, self), written)
+        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read it as a source: its tensors must be those that were planned."""
+        check_tensors(staged, staged.index())
+
+
+def cannot_hold_lora(model: Model) -> str | None:
+    """Why a FlexCheckpoint cannot hold a model with LoRA; ``None``: it can, with the base model."""
+    if any(tensor.of_base and not tensor.missing for tensor in model.tensors):
+        return None
+    return (
+        "a FlexCheckpoint of LoRA also holds the base model, which the source does not contain; supply it with "
+        "--fill BASE; or merge LoRA into it with "
+        "--merge-into BASE"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """An array of the target."""
+
+    model_key: str
+    """Structured key of its tensor; all arrays of a key are in the same file."""
+    folder: str
+    path: tuple[str, ...]
+    """Path in the nested dict."""
+    stored_name: str
+    """Name of the tensor in ``StructuredToParameterName@@``."""
+    index: int
+    """Index into the tensors of the catalog."""
+    tensor: Tensor
+
+    def whole(self) -> DataArray:
+        """All of the tensor."""
+        shape = self.tensor.global_shape
+        box = Box(".".join(self.path), shape, (0,) * len(shape), shape, dtype=self.tensor.dtype.name)
+        kind = ArrayKind(shape, TensorCut(1, None), self.tensor.dtype.itemsize)
+        return DataArray(box, self.path, self.stored_name, self.index, self.tensor.dtype, kind)
+
+
+def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
+    """Lay out all files of a dist checkpoint.
+
+    Raises
+    ------
+    PlanError
+        If the source lacks a tensor, or a parameter name of auto-parallel training is not known.
+    """
+    items = _auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted)
+    folders = [AUTO_FOLDER] if target.auto_parallel else paddleformers_folders(wanted)
+    by_folder = {folder: [item for item in items if item.folder == folder] for folder in folders}
+    files = FlexFiles(paddle_release(target.paddle_version))
+    for folder, of_folder in by_folder.items():
+        shares = _split_by_bytes(of_folder, target.files)
+        files.add_folder(folder, [[item.whole() for item in share] for share in shares])
+    return files.laid_out()
+
+
+def paddleformers_folders(wanted: Checkpoint) -> list[str]:
+    """The folders that the trainer expects; ``master_weight`` exists even without master weights."""
+    trained = any(tensor.trained for tensor in wanted.model.tensors)
+    return [
+        MODEL_STATE,
+        *([MASTER_WEIGHTS, OPTIMIZER_STATE] if trained else []),
+        *([EMA_STATE] if wanted.has_ema else []),
+    ]
+
+
+def small_flex_files(
+    paths: Collection[str], wanted: Checkpoint, paddle_version: str, topology: Topology | None
+) -> list[tuple[str, bytes]]:
+    """Path and content of small files that the source, with files ``paths``, does not have.
+
+    The learning-rate schedule gets its own file if the source has it in optimizer files only. ``topology`` is that of
+    the job that is to read them; ``None`` for auto-parallel training.
+    """
+    files = []
+    if SCHEDULER not in paths and wanted.job.lr_scheduler is not None:
+        protocol = paddle_release(paddle_version).pickle_protocol
+        ((_, content),) = encode_pickle(wanted.job.lr_scheduler, protocol).literals
+        files.append((SCHEDULER, content))
+    if topology is not None and any(tensor.trained for tensor in wanted.model.tensors):
+        files += [(f"{SIGNAL_PREFIX}{rank}", b"1") for rank in range(topology.world_size)]
+    if topology is not None and wanted.has_ema:
+        # A zero-cost-checkpoint job compares these degrees with its own before it reshards an average, and stops
+        # without them (PaddleFormers 1.2 zero_cost_checkpoint.py, check_same_strategy).
+        files.append((MODEL_META, format_model_meta(_LIBRARY, topology, {}).encode()))
+    return files
+
+
+# ------------------------------------------------------------------------------------------- what is written
+
+
+def _flex_items(wanted: Checkpoint) -> list[_Item]:
+    """Every tensor under its key; tied tensors and their states under each of their keys.
+
+    The trainer writes the states of tied weights under the alphabetically first key if a single rank holds them (Paddle
+    3.3.1 ``optimizer/adamw.py``, ``sharded_state_dict``), and under both if two stages do. Both kinds of jobs can load
+    both keys. A parameter that several modules of one layer have is never on two stages.
+    """
+    index, elsewhere = wanted.catalog.index(), states_elsewhere(wanted.model)
+    shift = wanted.model.table.written_shift(wanted.model.config)
+    items = []
+    for state in STATES:
+        for tensor in wanted.model.tensors:
+            if is_written(tensor, state, index) and not (state in OF_OPTIMIZER and tensor.key in elsewhere):
+                folder, stored = paddleformers_key(renumbered(tensor.key, shift), state)
+                number = find(index, tensor.tied_to or tensor.key, state)
+                items.append(
+                    _Item(tensor.key, folder, (stored,), stored, number, wanted.catalog.tensors[number])
+                )
+    return items
+
+
+def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
+    index, names = wanted.catalog.index(), _parameter_names(wanted, target)
+    items = []
+    for state in (PARAM, *ACCUMULATORS, MASTER_WEIGHT):
+        for tensor in wanted.model.tensors:
+            if not is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
+                continue
+            path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
+            number = find(index, tensor.tied_to or tensor.key, state)
+            name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
+            items.append(_Item(tensor.key, AUTO_FOLDER, path, name, number, wanted.catalog.tensors[number]))
+    return items
+
+
+def is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
+    """Whether the trainer has a state of a tensor; ``index``: what the source has."""
+    if state == PARAM:
+        return not tensor.missing
+    if state == MASTER_WEIGHT:
+        return tensor.master
+    if state in ACCUMULATORS:
+        return state in tensor.accumulators
+    return (tensor.tied_to or tensor.key, state) in index
+
+
+def states_elsewhere(model: Model) -> frozenset[str]:
+    """Keys of parameters that several modules of a layer have, but for the alphabetically first key of each: under that
+    one the optimizer saves their states, and asks for them."""
+    item_of = {tensor.key: tensor.item for tensor in model.tensors}
+    of_parameter: dict[str, list[str]] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None and item_of[tensor.tied_to] == tensor.item:
+            of_parameter.setdefault(tensor.tied_to, [tensor.tied_to]).append(tensor.key)
+    return frozenset(key for keys in of_parameter.values() for key in sorted(keys)[1:])
+
+
+def find(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
+    """The index of a tensor that the target needs.
+
+    Raises
+    ------
+    PlanError
+        If the source does not have it.
+    """
+    number = index.get((key, state))
+    if number is None:
+        raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
+    return number
+
+
+def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str]:
+    """Structured key → parameter name in a program of one rank."""
+    model = wanted.model
+    if target.names is not None:
+        if set(target.names) != {t.key for t in model.tensors}:
+            differing = min(set(target.names) ^ {t.key for t in model.tensors})
+            raise RuleError(
+                differing, "must be both in the model and in the parameter names given with --target-meta"
+            )
+        return target.names
+    hint = "give the names of the target job with --target-meta FILE"
+    if wanted.job.names_predicted is not None:
+        raise RuleError("parameter names", f"{wanted.job.names_predicted}; {hint}")
+    for tensor in model.tensors:
+        own_class = tensor.rule.parameter_name is not None or tensor.rule.name_class not in PADDLE_CLASSES
+        if model.table.convention == "paddlenlp" and own_class and tensor.tied_to is None:
+            raise RuleError(
+                tensor.key,
+                f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which has another "
+                f"name in PaddleNLP's auto-parallel models; {hint}",
+            )
+    return predict_parameter_names(model.tensors, model.config, 1, 1, False)
+
+
+# --------------------------------------------------------------------------------------------------- bytes
+
+
+def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
+    """Divide items into files of consecutive keys; no file is empty unless there are no items."""
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.model_key] = sizes.get(item.model_key, 0) + item.tensor.nbytes
+    numbers = _fill(sizes.values(), FILE_BYTES if files is None else _capacity(list(sizes.values()), files))
+    of_key = dict(zip(sizes, numbers, strict=True))
+    shares: list[list[_Item]] = [[] for _ in range(numbers[-1] + 1 if numbers else 1)]
+    for item in items:
+        shares[of_key[item.model_key]].append(item)
+    return shares
+
+
+def _capacity(sizes: Sequence[int], files: int) -> int:
+    """The smallest maximum size in bytes with which ``files`` files hold everything."""
+    enough = range(max(sizes, default=0), sum(sizes) + 1)
+    return enough[bisect_left(enough, True, key=lambda capacity: _fill(sizes, capacity)[-1:] < [files])]
+
+
+def _fill(sizes: Iterable[int], capacity: int) -> list[int]:
+    """The file number of each size: each file is filled in order until ``capacity`` would be exceeded.
+
+    Sizes 4, 4, 1 with a capacity of 5 go to files 0, 1, 1.
+    """
+    numbers: list[int] = []
+    number = filled = 0
+    for nbytes in sizes:
+        if filled and filled + nbytes > capacity:
+            number, filled = number + 1, 0
+        numbers.append(number)
+        filled += nbytes
+    return numbers

@@ -1,0 +1,83 @@
+"""Hugging Face checkpoints: the parameters of a model as ``transformers`` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
+from paddle_reshard.pipeline.formats.huggingface.choices import EMA, EXPORTED_STATES, FLOATING, QUANTISATIONS
+from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
+    from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
+    from paddle_reshard.pipeline.core.catalog import Catalog
+    from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
+    from paddle_reshard.pipeline.model.model import Model
+    from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+_OPTIONS: Mapping[str, FormatOption] = {
+    "state": FormatOption(
+        "the parameters, or their moving average, which is stored in float32 and rounded to the "
+        "dtype of the parameters. Default: param.",
+        EXPORTED_STATES,
+    ),
+    "dtype": FormatOption(
+        "output dtype of floating-point tensors (except those that the model keeps in float32), "
+        "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
+        FLOATING,
+    ),
+    "quantize": FormatOption(
+        "quantise the linear layers of the decoder: fp8 is 8-bit floats (e4m3) with a scale for each block of "
+        "128 x 128 elements, as DeepSeek-V3 is published, from the master weights if there are any. Default: no.",
+        QUANTISATIONS,
+    ),
+    "max_shard_size": FormatOption("maximum size of the tensors in a file. Default: 5GB."),
+    "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
+}
+
+
+@dataclass(frozen=True)
+class HuggingFaceFormat(Format):
+    """Weights in safetensors files, and nothing of a training job."""
+
+    name: str
+    help: str
+    options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
+    average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
+    model_only: ClassVar[bool] = True
+    holds_lora: ClassVar[bool] = True
+
+    def recognises(self, files: SourceFiles) -> bool:
+        """Safetensors files alone; those in Paddle's own layout are of another format."""
+        return bool(files.safetensors) and not files.pickles
+
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
+        """Understand the headers: the model is found by the rule tables."""
+        from paddle_reshard.pipeline.formats.huggingface.index import index_huggingface
+
+        return index_huggingface(files, tables, missing is not None and missing.drops_mtp)
+
+    def index_as(self, files: SourceFiles, model: Model) -> Catalog:
+        """The parameters of a model that is known already."""
+        from paddle_reshard.pipeline.formats.huggingface.index import index_parameters
+
+        return index_parameters(files, model)
+
+    def read_donor(self, files: SourceFiles) -> Donor:
+        """A model whose tensors and small files complete a target."""
+        from paddle_reshard.pipeline.formats.huggingface.donor import read_donor
+
+        return read_donor(files)
+
+    def request(self, asked: Mapping[str, Any]) -> HuggingFaceTarget:
+        """State, dtypes and size of files; nothing of it depends on the source."""
+        from paddle_reshard.pipeline.formats.huggingface.request import parse_huggingface
+
+        names = ("state", "dtype", "max_shard_size", "card", "quantize")
+        return parse_huggingface(*(asked.get(name) for name in names))
+
+
+FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers, LoRA for peft")

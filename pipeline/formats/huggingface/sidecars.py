@@ -1,0 +1,62 @@
+"""The small files of a Hugging Face checkpoint: which are carried, rewritten or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
+from paddle_reshard.pipeline.checkpoint.files import Sidecars
+from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
+from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
+from paddle_reshard.pipeline.core.tensors import DType
+from paddle_reshard.pipeline.core.trainer_files import is_training_state
+from paddle_reshard.pipeline.formats.huggingface.card import CARD, model_card
+from paddle_reshard.pipeline.model.transformers_config import exported_config
+
+
+def plan_huggingface_sidecars(
+    paths: Mapping[str, int],
+    folders: Sequence[str],
+    wanted: Checkpoint,
+    source_config: Mapping[str, Any],
+    dtype: DType | None,
+    card: Mapping[str, str] | None,
+    quantization_config: Mapping[str, Any] | None = None,
+) -> Sidecars:
+    """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
+
+    ``wanted`` is the source as the target holds it, ``dtype`` the one that was asked for, ``card`` the facts about the
+    target for its model card, ``None`` if it gets none, ``quantization_config`` the entry of ``config.json`` for
+    quantised weights.
+    """
+
+    def reason(path: str) -> str | None:
+        if path == CARD and card is not None:
+            return "replaced by the model card that --card writes"
+        return "state of the training job, not of the model" if is_training_state(path) else None
+
+    config, remarks = exported_config(wanted.model.config, dtype)
+    if wanted.history.completion is not None:
+        config |= wanted.history.completion.config
+    if quantization_config is not None:
+        config[QUANTIZATION] = quantization_config
+    sidecars = classify_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
+    donated = donated_files(wanted.history.completion, sidecars.carried)
+    there = {*sidecars.carried, *(path for _, path in donated)}
+    lacking = lacking_files(wanted.model.config, there)
+    if lacking:
+        needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
+        remarks = (*remarks, f"{needed}them from the model that training began from")
+    if card is not None:
+        content = model_card(wanted, config, card)
+        sidecars = replace(sidecars, written=(*sidecars.written, (CARD, content)))
+    return replace(sidecars, remarks=remarks)
+
+
+def donated_files(completion: Completion | None, carried: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """``(path in the source, path in the target)`` of another model's small files that the source lacks."""
+    if completion is None:
+        return ()
+    return tuple((path, name) for name, path in completion.files.items() if name not in carried)

@@ -1,0 +1,300 @@
+"""Read the parameters of a model from the headers of a Hugging Face checkpoint.
+
+A Hugging Face checkpoint does not state which library will train the model, nor which tensors that library fuses. If
+the model is known from another checkpoint, its parameters are read (:func:`read_huggingface`). Otherwise rule tables
+determine the model (:func:`huggingface_checkpoint`): ``config.json`` or ``--rules`` gives the library, and the config
+gives the fused tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Final, NamedTuple
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.core.catalog import (
+    Catalog,
+    File,
+    FragmentRow,
+    check_catalog,
+    fragment_row,
+    fragment_rows,
+)
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
+from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
+from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, swapped, tensor_parts
+from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.ernie import ernie_table, is_ernie_layout
+from paddle_reshard.pipeline.model.forms import Match, matches_of, parts_of_tensors
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
+from paddle_reshard.pipeline.model.rules.choose import tables_to_train_with
+from paddle_reshard.pipeline.model.rules.entries import Config
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.pipeline.model.weights import dtype_of_tag
+from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
+
+MAX_MTP_LAYERS: Final = 64
+"""Upper limit, because a config may contain any number."""
+
+
+def read_huggingface(
+    model: Model,
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    index: Index | None,
+    planned: Callable[[ModelTensor, Part], DType] | None,
+) -> Catalog:
+    """A catalog of the parameters of ``model``; their state is ``param``.
+
+    Parameters
+    ----------
+    sizes
+        Path → size in bytes, of the files in ``payloads``.
+    payloads
+        Path → header of every ``.safetensors`` file.
+    index
+        ``model.safetensors.index.json``, where there is one.
+    planned
+        Returns the dtype with which a part of a tensor must be stored; ``None``: any.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor is missing, has another shape, or does not belong to the model; naming it and the file.
+    """
+    held = stored_keys(payloads, index)
+    files = tuple(File(path, sizes[path]) for path in sorted(payloads))
+    numbers = {file.path: number for number, file in enumerate(files)}
+    tensors: list[Tensor] = []
+    rows: list[FragmentRow] = []
+    for tensor, parts in model_parts(model):
+        found = [_find(part, held, payloads) for part in parts]
+        dtypes = {dtype for _, dtype, _ in found}
+        if len(dtypes) > 1:
+            names = ", ".join(sorted(dtype.name for dtype in dtypes))
+            raise CoverageError(
+                tensor.key, f"its parts {', '.join(p.key for p in parts)} are stored as {names}"
+            )
+        for part, (path, dtype, byte_offset) in zip(parts, found, strict=True):
+            if planned is not None and dtype != (wanted := planned(tensor, part)):
+                detail = f"stored as {dtype.name}, planned as {wanted.name}"
+                raise CoverageError(part.key, detail, (path,))
+            rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, 0)
+        twins = [t for t in model.tensors if t.tied_to == tensor.key and t.is_alias]
+        for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
+            (part,) = tensor_parts(twin, model)
+            path, dtype, byte_offset = _find(part, held, payloads)
+            if {dtype} != dtypes:
+                raise CoverageError(
+                    part.key, f"stored as {dtype.name}, but tied to a tensor of another dtype", (path,)
+                )
+            rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, copy)
+        aliases = tuple(t.key for t in twins)
+        tensors.append(Tensor(tensor.key, PARAM, dtypes.pop(), tensor.global_shape, aliases))
+    if held:
+        key = min(held)
+        raise CheckpointError(f"{key}: in {held[key]}, but the model has no such tensor")
+    catalog = Catalog(Tensors(tensors), files, fragment_rows(rows), {})
+    check_catalog(catalog)
+    return catalog
+
+
+def _rows(
+    part: Part, tensor: int, file: int, dtype: DType, byte_offset: int, replica: int
+) -> Iterator[FragmentRow]:
+    for box in part.boxes:
+        strides = [stride * dtype.itemsize for stride in box.strides]
+        base = byte_offset + box.first_element * dtype.itemsize
+        yield fragment_row(tensor, file, dtype, replica, base, box.offset, box.extents, strides)
+
+
+def _stored_twice(twin: ModelTensor, held: Mapping[str, str]) -> bool:
+    """Whether a tied tensor is also stored under its own key, as PaddleFormers does."""
+    form = twin.rule.huggingface
+    return form is not None and len(form.keys) == 1 and twin.rule.fill_in(form.keys[0], twin.key) in held
+
+
+def huggingface_checkpoint(
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    index: Index | None,
+    config: Config,
+    tables: RuleTables,
+) -> Checkpoint:
+    """Interpret a checkpoint, with a model that is determined by rule tables.
+
+    Takes the arguments of :func:`read_huggingface`, ``config.json``, and the tables to choose from.
+
+    Raises
+    ------
+    CheckpointError, RuleError
+        Naming the tensor that has no row in the tables, is missing, or has another shape.
+    """
+    model, stored = _models(payloads, config, tables)
+    return Checkpoint(
+        format=HUGGINGFACE,
+        catalog=read_huggingface(stored, sizes, payloads, index, None),
+        own_files=frozenset([*payloads, *([WEIGHT_INDEX] if index is not None else [])]),
+        model=model,
+    )
+
+
+def _models(
+    payloads: Mapping[str, SafetensorsPayload], config: Config, tables: RuleTables
+) -> tuple[Model, Model]:
+    """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
+
+    The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face.
+
+    Raises
+    ------
+    RuleError
+        If no rule table has all keys, naming a key; or if several tables do, naming the tables.
+    """
+    stored = {
+        key: _Stored(array.shape, dtype_of_tag(payload.tags[key], f"{path}: {key}"), path)
+        for path, payload in payloads.items()
+        for key, array in payload.tensors.items()
+    }
+    in_ernie_layout = is_ernie_layout(stored)
+    found: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
+    failures: list[tuple[int, RuleError]] = []
+    for table in tables_to_train_with(tables, config):
+        of_files = ernie_table(table, config) if in_ernie_layout else table
+        matches = matches_of(stored, of_files, config)
+        if unknown := [key for key, match in matches.items() if match is None]:
+            what = (
+                f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face "
+                "checkpoint; add one to a copy of the table and pass it with --rules FILE"
+            )
+            if _mtp_layers(table, config).match(unknown[0]):
+                what = (
+                    f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
+                    f"convert without them with --drop {MTP}"
+                )
+            failures.append((len(unknown), RuleError(unknown[0], what)))
+            continue
+        found[f"{table.family} ({table.convention})"] = table, of_files, _logical(stored, matches, config)
+    if not found:
+        raise min(failures, key=lambda failure: failure[0])[1]
+    if len(found) > 1:
+        raise RuleError(
+            f"model type {config.get('model_type')!r}",
+            f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
+            f"{', '.join(found)}; pass the right one with --rules FILE",
+        )
+    ((table, of_files, tensors),) = found.values()
+    model = read_model(tensors, table, config)
+    check_complete(model)
+    return model, read_model(tensors, of_files, config)
+
+
+def without_mtp_layers(
+    payloads: Mapping[str, SafetensorsPayload],
+    index: Index | None,
+    config: Config,
+    tables: RuleTables,
+) -> tuple[dict[str, SafetensorsPayload], Index | None, list[str]]:
+    """Headers and index without MTP layers that are numbered after the decoder layers, and the keys removed.
+
+    Published checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the
+    head, and a norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
+    """
+    layers = [_mtp_layers(table, config) for table in tables_to_train_with(tables, config)]
+
+    def kept(key: str) -> bool:
+        return not any(of_table.match(key) for of_table in layers)
+
+    dropped = sorted(key for payload in payloads.values() for key in payload.tensors if not kept(key))
+    headers = {
+        path: replace(payload, tensors={key: array for key, array in payload.tensors.items() if kept(key)})
+        for path, payload in payloads.items()
+    }
+    if index is not None:
+        index = replace(index, weight_map={k: path for k, path in index.weight_map.items() if kept(k)})
+    return headers, index, dropped
+
+
+def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
+    """Matches the start of every key of an MTP layer that is numbered after the decoder layers."""
+    decoders = {item.continues: item for item in table.items if item.continues}
+    starts = {
+        (spelled.partition("{layer}")[0], number)
+        for rule in table.rules
+        if rule.item in decoders and rule.huggingface is not None
+        for spelled in rule.huggingface.keys
+        for number in islice(table.numbers(decoders[rule.item], config), MAX_MTP_LAYERS)
+    }
+    patterns = [rf"{re.escape(start)}{number}\." for start, number in sorted(starts)]
+    patterns += [re.escape(item.there) for item in table.items if item.there is not None]
+    return re.compile("|".join(patterns) or r"(?!)")
+
+
+class _Stored(NamedTuple):
+    shape: Shape
+    dtype: DType
+    path: str
+
+
+def _logical(
+    stored: Mapping[str, _Stored], matches: Mapping[str, Match | None], config: Config
+) -> list[Tensor]:
+    """The tensors in Paddle: parts joined along their last dim there, and stacked ones along the first."""
+    tensors = []
+    for whole, of_whole in parts_of_tensors(matches, config).items():
+        shapes = [
+            swapped(stored[key].shape) if of_whole.transposed else stored[key].shape
+            for key in of_whole.keys[0]
+        ]
+        width = sum(shape[-1] for shape in shapes if shape)
+        shape = (*shapes[0][:-1], width) if shapes[0] else ()
+        if of_whole.form.stacked is not None and len(of_whole.rule.shape or ()) == 3:
+            shape = (len(of_whole.keys), *shape)
+        elif len(of_whole.keys) > 1:
+            shape = (len(of_whole.keys) * shape[0], *shape[1:])
+        tensors.append(Tensor(whole, PARAM, stored[of_whole.keys[0][0]].dtype, shape))
+    return tensors
+
+
+def stored_keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:
+    """Key → file that holds it; checked against the index."""
+    held: dict[str, str] = {}
+    for path, payload in payloads.items():
+        if payload.metadata.get("format") == "np" and not is_ernie_layout(payload.tensors):
+            raise CheckpointError(
+                f"{path}: weights in Paddle's own layout, not in that of a Hugging Face checkpoint"
+            )
+        for key in payload.tensors:
+            if key in held:
+                raise CoverageError(key, "two files hold it", (held[key], path))
+            held[key] = path
+    if index is not None and dict(index.weight_map) != held:
+        key = min(key for key in {*held, *index.weight_map} if held.get(key) != index.weight_map.get(key))
+        raise CoverageError(
+            key,
+            f"the index says that {index.weight_map.get(key, 'no file')} holds it, but {held.get(key, 'no file')} does",
+        )
+    return held
+
+
+def _find(
+    part: Part, held: dict[str, str], payloads: Mapping[str, SafetensorsPayload]
+) -> tuple[str, DType, int]:
+    """File, dtype and byte offset of a tensor; removes it from ``held``."""
+    if part.key not in held:
+        raise CoverageError(part.key, "no file holds it", tuple(sorted(payloads)))
+    path = held.pop(part.key)
+    array, tag = payloads[path].tensors[part.key], payloads[path].tags[part.key]
+    if array.shape != part.shape:
+        raise CoverageError(
+            part.key, f"stored with shape {array.shape}, but the model expects {part.shape}", (path,)
+        )
+    return path, dtype_of_tag(tag, f"{path}: {part.key}"), array.byte_offset

@@ -1,0 +1,507 @@
+"""Lay out the files of a Hugging Face checkpoint, byte for byte.
+
+A single ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with an index. Names, the order of tensors and
+their distribution over files are those of ``huggingface_hub`` and of the safetensors library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
+from paddle_reshard.pipeline.checkpoint.lora import without_base
+from paddle_reshard.pipeline.checkpoint.quantised import SCALES, fp8_config
+from paddle_reshard.pipeline.checkpoint.quantising import (
+    BLOCK,
+    Quantisation,
+    QuantisedFile,
+    QuantisedTensor,
+    ScaleFile,
+)
+from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars
+from paddle_reshard.pipeline.checkpoint.stages import configured_apart
+from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, WEIGHT_INDEX
+from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Cast,
+    DType,
+    dtype_named,
+)
+from paddle_reshard.pipeline.core.trainer_files import is_training_state
+from paddle_reshard.pipeline.formats.huggingface import peft
+from paddle_reshard.pipeline.formats.huggingface.choices import EMA, FLOATING
+from paddle_reshard.pipeline.formats.huggingface.index import index_parameters
+from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
+from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, part_elements
+from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
+from paddle_reshard.pipeline.formats.huggingface.sidecars import donated_files, plan_huggingface_sidecars
+from paddle_reshard.pipeline.model.forms import UNUSED
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.model.weights import TAGS
+from paddle_reshard.storage.files.paddle_pickle_writer import EncodedFile
+from paddle_reshard.storage.files.safetensors import (
+    FP8_TAG,
+    Index,
+    TensorSlot,
+    encode_safetensors,
+    format_index,
+)
+
+METADATA = {"format": "pt"}
+"""Entry without which ``transformers`` does not open a file."""
+QUANTIZE = "quantize"
+"""The option, and its entry among the facts of a target."""
+QUANTISED = re.compile(
+    r"(?!.*(?:vision|visual|indexer))(?:\w+\.)*layers\.\d+\.(?:self_attn|linear_attn|mlp)\..*_proj(?:_with_mqa)?\.weight"
+)
+"""Keys of weights that are quantised, as in DeepSeek-V3 and Qwen3's FP8 models: the linear layers of a decoder without
+routers. Embedding, head, ``eh_proj`` and vision keep their dtype."""
+EXPERTS = ".experts."
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceTarget:
+    """A Hugging Face checkpoint."""
+
+    format: ClassVar[str] = HUGGINGFACE
+    decisions: ClassVar[tuple[Decision, ...]] = ()
+
+    state: str = PARAM
+    """``param``: the parameters. ``ema``: their exponential moving average."""
+    dtype: DType | None = None
+    """Dtype of floating-point tensors, except those that the model keeps in float32; ``None``: as trained."""
+    max_shard_bytes: int = 5 * 10**9
+    """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
+    card: bool = False
+    """Whether it has a model card."""
+    quantize: str | None = None
+    """``fp8``: weights of the decoder's linear layers as FP8, with a scale for each block; ``None``: none."""
+
+    @property
+    def of_average(self) -> bool:
+        """Whether it exports the moving average."""
+        return self.state == EMA
+
+    def target_for(self, source: Checkpoint) -> HuggingFaceTarget:
+        """The same: it leaves nothing open."""
+        return self
+
+    def in_words(self) -> str:
+        """The target in a line, for people."""
+        dtype = "dtypes as trained" if self.dtype is None else self.dtype.name
+        quantised = "" if self.quantize is None else f", weights quantised to {self.quantize}"
+        return f"Hugging Face, {self.state}, {dtype}{quantised}"
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        dtype = "as trained" if self.dtype is None else self.dtype.name
+        quantised = {} if self.quantize is None else {QUANTIZE: self.quantize}
+        return {"layout": self.format, "state": self.state, "dtype": dtype, **quantised}
+
+    def data(self) -> dict[str, Any]:
+        """What is asked of it."""
+        return {
+            "format": self.format,
+            "state": self.state,
+            "dtype": None if self.dtype is None else self.dtype.name,
+            "max_shard_bytes": self.max_shard_bytes,
+            **({"card": True} if self.card else {}),
+            QUANTIZE: self.quantize,
+        }
+
+    def cannot_hold_lora(self, model: Model) -> None:
+        """Every adapter that peft can describe."""
+
+    def lay_out(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        """All files of a Hugging Face checkpoint, small ones too; of LoRA those of an adapter."""
+        if wanted.model.has_lora:
+            return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
+        wanted = configured_apart(wanted)
+        laid_out = layout_huggingface(source.catalog, wanted, self)
+        sidecars = plan_huggingface_sidecars(
+            sizes,
+            folders,
+            wanted,
+            source.source_config,
+            self.dtype,
+            self.facts() if self.card else None,
+            laid_out.quantization_config,
+        )
+        files = add_literal_files(laid_out.files, sidecars.written)
+        return LaidOut(
+            laid_out.catalog,
+            files,
+            sidecars.carried,
+            (*sidecars.not_carried, *_unused(wanted.model)),
+            laid_out.states_not_carried,
+            (*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
+            donated_files(wanted.history.completion, sidecars.carried),
+        )
+
+    def _lay_out_adapter(
+        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
+    ) -> LaidOut:
+        if self.of_average:
+            raise UnsupportedError("--state ema is not supported for LoRA")
+        if self.card:
+            raise UnsupportedError("--card is not supported for LoRA")
+        if self.quantize is not None:
+            raise UnsupportedError(
+                "--quantize is not supported for LoRA; merge it into its model: --merge-into BASE"
+            )
+        exported = list(_exported(wanted, self, adapter_parts(wanted)))
+        config = adapter_config(wanted, [e.part for e in exported])
+        laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
+
+        def reason(path: str) -> str | None:
+            if path == LORA_CONFIG:
+                return f"replaced by {peft.CONFIG}"
+            return "state of the training job, not of the model" if is_training_state(path) else None
+
+        base: dict[str, Any] = {}  # config.json describes the base model; adapters do not have one
+        sidecars = classify_sidecars(
+            [path for path in sizes if path != CONFIG], folders, wanted.own_files, reason, base, base
+        )
+        written = [(path, content) for path, content in sidecars.written if path != CONFIG]
+        files = add_literal_files(laid_out.files, [*written, (peft.CONFIG, config)])
+        not_carried = [
+            *sidecars.not_carried,
+            *([(CONFIG, "it describes the base model")] if CONFIG in sizes else []),
+        ]
+        return LaidOut(
+            laid_out.catalog, files, sidecars.carried, tuple(not_carried), laid_out.states_not_carried
+        )
+
+    def _check_adapter(self, staged: Staged) -> None:
+        """Check the keys, shapes and dtypes of a staged adapter."""
+        payload = staged.files.headers[peft.WEIGHTS]
+        found = {key: (payload.tags[key], array.shape) for key, array in payload.tensors.items()}
+        planned = {
+            part.key: (TAGS[self.dtype_of(tensor, part).name], part.shape)
+            for tensor, parts in adapter_parts(without_base(staged.wanted))
+            for part in parts
+        }
+        if differing := sorted(found.items() ^ planned.items()):
+            raise CheckpointError(f"{peft.WEIGHTS}: {differing[0][0]}: not as planned")
+
+    def check_staged(self, staged: Staged) -> None:
+        """Read the parameters of the model, and check that each has the planned dtype."""
+        if staged.wanted.model.has_lora:
+            self._check_adapter(staged)
+            return
+        index_parameters(staged.files, staged.wanted.model, self.dtype_of)
+
+    def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
+        """The dtype of a tensor of the target; of a quantised one, the dtype to which it is dequantised."""
+        kept = part.keep_float32 and tensor.dtype.name == "float32"
+        if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
+            return tensor.dtype
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class HuggingFaceFiles:
+    """The files of the target, and the tensors of the source that they need."""
+
+    catalog: Catalog
+    """The tensors of the source that are exported, or needed for the export, in the order of the files."""
+    files: TargetFiles
+    states_not_carried: tuple[str, ...]
+    """States of the source that are not exported at all."""
+    quantization_config: Mapping[str, Any] | None = None
+    """Entry of ``config.json``, if weights are quantised."""
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """A tensor of the target: a part of a tensor of the source."""
+
+    part: Part
+    tensor: int
+    """Index into the tensors of the source's catalog."""
+    dtype: DType
+    """Dtype in the plan; see ``quantised``."""
+    quantised: bool = False
+    """Whether it is planned as float32, and quantised while it is written."""
+
+    @property
+    def tag(self) -> str:
+        """Tag of its dtype as stored."""
+        return FP8_TAG if self.quantised else TAGS[self.dtype.name]
+
+    @property
+    def nbytes(self) -> int:
+        """Size as stored."""
+        return part_elements(self.part) * (1 if self.quantised else self.dtype.itemsize)
+
+
+def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceTarget) -> HuggingFaceFiles:
+    """Lay out all tensor files of the target, and its index.
+
+    ``wanted`` is the source with all requested changes applied, such as another size of the vocabulary.
+
+    Raises
+    ------
+    PlanError
+        If the source lacks the state, or the rule table has no form for a tensor.
+    """
+    exported = list(_exported(wanted, target, model_parts(wanted.model)))
+    shards = _shards(exported, target.max_shard_bytes)
+    if len(shards) > MAX_TARGET_FILES:
+        raise UsageError(
+            f"with --max-shard-size {target.max_shard_bytes} the model takes {len(shards)} files; at most "
+            f"{MAX_TARGET_FILES} are written, give a larger size"
+        )
+    if target.quantize is None:
+        return _files_of(source, shards, _names(len(shards)))
+    quantised = [one for one in exported if one.quantised]
+    if not quantised:
+        raise UnsupportedError(f"--quantize {target.quantize}: no tensor of this model can be quantised")
+    kept = [one.part.key for one in exported if not one.quantised and len(one.part.shape) == 2]
+    return replace(
+        _files_of(source, shards, _names(len(shards) + 1)),
+        quantization_config=fp8_config([key.removesuffix(".weight") for key in kept]),
+        remarks=(_quantised_from(source, quantised, target), *_ragged(quantised)),
+    )
+
+
+def _unused(model: Model) -> Iterator[tuple[str, str]]:
+    """The tensors of which no model but that of the recipe has any, and why they are not exported."""
+    for tensor in model.tensors:
+        if tensor.rule.unused and not tensor.missing:
+            yield tensor.key, UNUSED
+
+
+def _unknown_to_readers(model: Model) -> tuple[str, ...]:
+    """Whether the config names a model that only a pre-training recipe has, as a sentence."""
+    if not model.table.library_types:
+        return ()
+    return (
+        f"{CONFIG} says model_type {model.config.get('model_type')!r}, by which only the recipe {model.table.recipe} "
+        f"knows this model; for {' or '.join(model.table.library_types)} give its {CONFIG} with --config FILE, and "
+        f"--convention {model.table.convention}",
+    )
+
+
+def _quantised_from(source: Catalog, quantised: Sequence[_Exported], target: HuggingFaceTarget) -> str:
+    """What the quantised values were rounded from, in words."""
+    states = {source.tensors.identity(one.tensor)[1] for one in quantised}
+    if states <= {MASTER_WEIGHT, EMA_MASTER_WEIGHT}:
+        origin = "master weights"
+    elif states <= {PARAM, EMA_PARAM}:
+        origin = "parameters, because the source holds no master weights of them"
+    else:
+        origin = "master weights, or parameters where the source holds no master weight"
+    return f"{len(quantised)} weights are quantised to {target.quantize}, from their {origin}"
+
+
+def _ragged(quantised: Sequence[_Exported]) -> tuple[str, ...]:
+    """A remark on weights with smaller blocks at an edge, if there are any.
+
+    ``Fp8Dequantize`` of transformers 5.23 divides the rows and columns of a weight evenly among its scales.
+    """
+    found = [one for one in quantised if any(extent > BLOCK and extent % BLOCK for extent in one.part.shape)]
+    if not found:
+        return ()
+    part = found[0].part
+    return (
+        f"the rows or columns of {len(found)} quantised weights, such as {part.key} of shape {part.shape}, are not a "
+        f"multiple of {BLOCK}: where transformers 5 dequantises, as on a CPU, it stops at them or takes other blocks "
+        "and computes wrong values",
+    )
+
+
+def _files_of(
+    source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]
+) -> HuggingFaceFiles:
+    """Files of these tensors, and an index if there are several files.
+
+    ``names`` are those of the files; one more, of the file of scales, if tensors are quantised.
+    """
+    exported = [one for shard in shards for one in shard]
+    quantised = [one for one in exported if one.quantised]
+    scales = _encode_scales(quantised)
+    scales_at = {quantised[slot].part.key: byte_offset for slot, byte_offset, _ in scales.slots}
+    files: list[File] = []
+    literals = Literals()
+    rows: list[tuple[int, _Exported, int]] = []
+    quantised_files: dict[str, QuantisedFile] = {}
+    for name, shard in zip(names, shards, strict=not quantised):
+        slots = [TensorSlot(i, e.part.key, e.tag, e.part.shape) for i, e in enumerate(shard)]
+        encoded = encode_safetensors(slots, METADATA)
+        for offset, content in encoded.literals:
+            literals.add(len(files), offset, content)
+        weights, added = [], 0
+        for slot, stored, nbytes in encoded.slots:
+            one, start = shard[slot], stored + added
+            rows.append((len(files), one, start))
+            if one.quantised:
+                key, (height, width) = one.part.key, one.part.shape
+                weights.append(QuantisedTensor(start, stored, height, width, scales_at[key], key))
+                added += (one.dtype.itemsize - 1) * nbytes
+        if weights:
+            quantised_files[name] = QuantisedFile(encoded.size_bytes, tuple(weights), names[-1])
+        files.append(File(name, encoded.size_bytes + added))
+    catalog, numbers = _chosen(source, [e.tensor for _, e, _ in rows])
+    fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, numbers[e.tensor])])
+    if len(names) > 1:
+        index = _index(names, shards)
+        literals.add(len(files), 0, index)
+        files.append(File(WEIGHT_INDEX, len(index)))
+    quantisation = None
+    if quantised:
+        scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
+        quantisation = Quantisation(quantised_files, {names[-1]: scale_file})
+    return HuggingFaceFiles(
+        catalog,
+        TargetFiles(
+            tuple(files), literals, (), fragments, {}, _casts(source, exported), quantised=quantisation
+        ),
+        tuple(sorted(source.tensors.states - catalog.tensors.states)),
+    )
+
+
+def _encode_scales(quantised: Sequence[_Exported]) -> EncodedFile:
+    """The file of the scales of quantised tensors."""
+    slots = []
+    for number, one in enumerate(quantised):
+        rows, columns = one.part.shape
+        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+        slots.append(TensorSlot(number, one.part.key + SCALES, TAGS["float32"], blocks))
+    return encode_safetensors(slots, METADATA)
+
+
+def _exported(
+    wanted: Checkpoint, target: HuggingFaceTarget, of_model: Iterable[tuple[ModelTensor, tuple[Part, ...]]]
+) -> Iterator[_Exported]:
+    if target.state == EMA and not wanted.has_ema:
+        raise PlanError("the checkpoint has no EMA state, so --state ema has nothing to export")
+    index = wanted.catalog.index()
+    for tensor, parts in of_model:
+        for part in parts:
+            dtype = target.dtype_of(tensor, part)
+            if quantised := target.quantize is not None and _is_quantised(part, dtype, target.quantize):
+                dtype = dtype_named("float32")
+            state = _state(tensor, dtype, target.state, index)
+            yield _Exported(part, index[tensor.tied_to or tensor.key, state], dtype, quantised)
+
+
+def _is_quantised(part: Part, dtype: DType, quantize: str) -> bool:
+    """Whether a tensor, which would have ``dtype`` otherwise, is quantised.
+
+    Raises
+    ------
+    UnsupportedError
+        If it should be, but its dtype is not bfloat16, or it holds several matrices.
+    """
+    if len(part.shape) == 3 and EXPERTS in part.key and not part.keep_float32:
+        raise UnsupportedError(
+            f"--quantize {quantize}: {part.key} holds all experts of a layer in one tensor, which is not supported: "
+            "inference libraries do not agree on their scales. Export without --quantize"
+        )
+    if not QUANTISED.fullmatch(part.key) or len(part.shape) != 2 or not all(part.shape) or part.keep_float32:
+        return False
+    if dtype.name != "bfloat16":
+        raise UnsupportedError(
+            f"--quantize {quantize}: {part.key} was trained in {dtype.name}; quantised models are bfloat16 "
+            "otherwise, add --dtype bfloat16"
+        )
+    return True
+
+
+def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:
+    """The state that is exported: values are rounded once, from the most precise state in the checkpoint.
+
+    Tensors that are not trained have no average and are exported unchanged.
+    """
+    if state == EMA:
+        choice = (EMA_MASTER_WEIGHT, EMA_PARAM) if tensor.trained else (PARAM,)
+    else:
+        choice = (PARAM,) if dtype == tensor.dtype else (MASTER_WEIGHT, PARAM)
+    for candidate in choice:
+        if (tensor.tied_to or tensor.key, candidate) in index:
+            return candidate
+    raise PlanError(f"{tensor.key} ({choice[0]}): the target needs it, the source does not have it")
+
+
+def _shards(exported: Sequence[_Exported], max_shard_bytes: int) -> list[list[_Exported]]:
+    """Tensors of each file: filled in model order until the next tensor would exceed the maximum.
+
+    As ``split_state_dict_into_shards_factory`` of huggingface_hub 1.33.0 does (``serialization/_base.py``).
+    """
+    shards: list[list[_Exported]] = []
+    current: list[_Exported] = []
+    filled_bytes = 0
+    for one in exported:
+        if one.nbytes > max_shard_bytes:
+            shards.append([one])
+            continue
+        if filled_bytes + one.nbytes > max_shard_bytes:
+            shards.append(current)
+            current, filled_bytes = [], 0
+        current.append(one)
+        filled_bytes += one.nbytes
+    return [*shards, current] if current else shards
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]]) -> bytes:
+    quantised = [e for shard in shards for e in shard if e.quantised]
+    total_bytes = sum(e.nbytes for shard in shards for e in shard)
+    total_bytes += sum(nbytes for _, _, nbytes in _encode_scales(quantised).slots)
+    weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=not quantised) for e in shard}
+    weight_map |= {e.part.key + SCALES: names[-1] for e in quantised}
+    return format_index(Index(dict(sorted(weight_map.items())), {"total_size": total_bytes}, {}))
+
+
+def _casts(source: Catalog, exported: Sequence[_Exported]) -> frozenset[Cast]:
+    pairs = {(source.tensors[e.tensor].dtype.name, e.dtype.name) for e in exported}
+    return frozenset((stored, wanted) for stored, wanted in pairs if {stored, wanted} <= set(FLOATING))
+
+
+def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iterator[FragmentRow]:
+    size = one.dtype.itemsize
+    for box in one.part.boxes:
+        strides = [stride * size for stride in box.strides]
+        base = byte_offset + box.first_element * size
+        yield fragment_row(tensor, file, one.dtype, 0, base, box.offset, box.extents, strides)
+
+
+def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
+    """The catalog of the ``wanted`` tensors in their order, with borrowed tensors last, and their new numbers.
+
+    It also contains the terms of mixtures, master weights from which parameters are cast, and stored parameters that
+    the planner compares with an exported master weight.
+    """
+    index = source.index()
+    chosen: dict[int, None] = {}
+    for tensor in wanted:
+        related = [tensor, source.implied.get(tensor, tensor)]
+        if source.tensors.identity(tensor)[1] == MASTER_WEIGHT:
+            related.append(index[source.tensors[tensor].key, PARAM])
+        if tensor in source.mixtures:
+            related += [term.tensor for term in source.mixtures[tensor].terms]
+        chosen |= dict.fromkeys(related)
+    first_borrowed = len(source.tensors) - source.borrowed
+    order = sorted(chosen, key=lambda tensor: tensor >= first_borrowed)
+    return source.only(order), {tensor: number for number, tensor in enumerate(order)}

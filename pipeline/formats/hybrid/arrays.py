@@ -1,0 +1,123 @@
+"""The arrays that the files of a cell hold, as columns: there may be hundreds of thousands of them."""
+
+from __future__ import annotations
+
+from array import array as numbers_of
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Identities, Identity, Numbered
+from paddle_reshard.pipeline.core.tensors import DType, dtype_of_code
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
+
+Array = ArrayRef | SplitArray
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One array of one rank's file."""
+
+    shard: int
+    path: str
+    array: Array
+    copy: int = 0
+    """Which of several copies of the tensor it belongs to, each of which has its own shards."""
+
+    def dtype(self) -> DType:
+        """What its elements are."""
+        return dtype_of_code(self.array.dtype, self.path)
+
+
+class StoredArrays(Mapping[Identity, list[StoredArray]]):
+    """(structured key, state) → arrays, without their names, by ascending copy and shard; made when looked at."""
+
+    __slots__ = (
+        "_before",
+        "_copy",
+        "_identities",
+        "_kind",
+        "_kinds",
+        "_last",
+        "_offset",
+        "_path",
+        "_paths",
+        "_shard",
+        "_split",
+    )
+
+    def __init__(self) -> None:
+        self._identities = Identities()
+        self._last = numbers_of("i")  # of each identity: its last array
+        self._before = numbers_of("i")  # of each array: the one before it of the same identity, -1 for none
+        self._shard, self._copy, self._path = numbers_of("i"), numbers_of("i"), numbers_of("i")
+        self._offset = numbers_of("q")  # of the payload, or the index in ``_split``
+        self._kind = numbers_of("i")  # -1: it is split
+        self._paths: Numbered[str] = Numbered()
+        self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
+        self._split: list[SplitArray] = []
+
+    def add(self, key: str, state: str, stored: StoredArray) -> None:
+        """Add one more array of a tensor."""
+        number = self._identities.find(key, state)
+        if number is None:
+            number = self._identities.add(key, state)
+            self._last.append(-1)
+        self._before.append(self._last[number])
+        self._last[number] = len(self._shard)
+        self._shard.append(stored.shard)
+        self._copy.append(stored.copy)
+        self._path.append(self._paths.number(stored.path))
+        array = stored.array
+        if isinstance(array, SplitArray):
+            self._offset.append(len(self._split))
+            self._kind.append(-1)
+            self._split.append(array)
+            return
+        self._offset.append(array.byte_offset)
+        self._kind.append(self._kinds.number((array.dtype, array.shape, array.axes)))
+
+    def path_of_last(self, key: str, state: str) -> str | None:
+        """The file of the array of a tensor that was added last."""
+        number = self._identities.find(key, state)
+        return None if number is None else self._paths.values[self._path[self._last[number]]]
+
+    def renamed(self, keys: Mapping[str, str], states: Mapping[str, str]) -> StoredArrays:
+        """The same arrays under other structured keys, or as other states."""
+        renamed = StoredArrays()
+        for (key, state), arrays in self.items():
+            for stored in arrays:
+                renamed.add(keys.get(key, key), states.get(state, state), stored)
+        return renamed
+
+    def __getitem__(self, identity: Identity) -> list[StoredArray]:
+        number = self._identities.find(*identity)
+        if number is None:
+            raise KeyError(identity)
+        found = []
+        row = self._last[number]
+        while row >= 0:
+            path, copy = self._paths.values[self._path[row]], self._copy[row]
+            found.append(StoredArray(self._shard[row], path, self._array(row), copy))
+            row = self._before[row]
+        found.reverse()
+        found.sort(key=lambda stored: (stored.copy, stored.shard))
+        return found
+
+    def _array(self, row: int) -> Array:
+        if self._kind[row] < 0:
+            return self._split[self._offset[row]]
+        return ArrayRef(self._offset[row], *self._kinds.values[self._kind[row]], None)
+
+    def __contains__(self, identity: object) -> bool:
+        return (
+            isinstance(identity, tuple)
+            and len(identity) == 2
+            and self._identities.find(*identity) is not None
+        )
+
+    def __iter__(self) -> Iterator[Identity]:
+        return (self._identities[number] for number in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._identities)

@@ -1,0 +1,162 @@
+"""The bytes of a rank's files: literals, array slots and zero padding."""
+
+from __future__ import annotations
+
+from array import array as numbers_of
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.literals import Literals, LiteralTemplate
+from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
+from paddle_reshard.pipeline.formats.jobs.cells import Cell
+from paddle_reshard.pipeline.formats.sharding import FlatSlice
+from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, DictEntries, write_pickle
+
+_UNCUT = TensorCut(1, None)
+AddArray: TypeAlias = Callable[[str, FlatSlice | None, str | None], ArraySlot]
+"""Takes the key of a parameter, a slice of its flattening or ``None`` for all of it, and the name of the array."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFileLayout:
+    """A rank's file without its tp coordinate: files of tp ranks differ only in the offsets of boxes."""
+
+    kind: str
+    shard: int | None
+    size_bytes: int
+    literals: LiteralTemplate
+    fills: tuple[tuple[int, int], ...]
+    """``(byte offset, number of zero bytes)``."""
+    arrays: Ints
+    """A row for each array: kind, tensor, byte offset, index of the dtype."""
+
+
+class _Alike(NamedTuple):
+    """What arrays have in common."""
+
+    kind: int
+    code: str
+    """numpy code of the dtype."""
+    shape: Shape
+    """Shape of the stored array."""
+    padding: tuple[int, int] | None
+    """Bytes of the values, and of the zeros that follow them."""
+
+
+class FileArrays:
+    """The arrays of a file that is being laid out, as columns because there may be very many."""
+
+    __slots__ = ("alike", "cell", "padding", "rows")
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.alike: dict[tuple[str, FlatSlice | None, int], _Alike] = {}
+        """What the arrays of a parameter's states have in common that have the same slice and dtype. The states that
+        are one number for each parameter have no key."""
+        self.rows = numbers_of("q")
+        """Flat rows of (kind of array, tensor, index of the dtype)."""
+        self.padding: dict[int, tuple[int, int]] = {}
+        """Index of an array → bytes of its values, and of the zeros that follow them."""
+
+
+class FileBytes:
+    """Collects the files of a target."""
+
+    def __init__(self, checkpoint: Checkpoint, pickle_protocol: int) -> None:
+        self.pickle_protocol = pickle_protocol
+        self.tensors = checkpoint.catalog.tensors
+        self.dtypes = checkpoint.catalog.tensors.dtypes.tolist()
+        """Index of the dtype of each tensor."""
+        self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
+        self.files: list[File] = []
+        self.literals = Literals()
+        self.fills: list[tuple[int, int, int]] = []
+        self.placements = Placements()
+
+    def has(self, tensor: ModelTensor, state: str) -> bool:
+        """Whether the source has a state of a tensor."""
+        return self.tensors.find(self.identity[tensor.key], state) is not None
+
+    def adder(self, arrays: FileArrays, state: str) -> AddArray:
+        """A function that adds an array of a ``state`` to a file: all that the cell has of a tensor, or a slice of its
+        flattening.
+
+        What is the same for all arrays of a state is looked up once, because there may be very many.
+        """
+        find = self.tensors.finder(state)
+        identity, dtypes, rows, known = self.identity, self.dtypes, arrays.rows, arrays.alike
+        per_parameter = is_per_parameter(state)
+
+        def add(key: str, flat: FlatSlice | None, name: str | None) -> ArraySlot:
+            number = find(identity[key])
+            if number is None:
+                raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
+            of_dtype = dtypes[number]
+            kind = ("", None, of_dtype) if per_parameter else (key, flat, of_dtype)
+            alike = known.get(kind)
+            if alike is None:
+                alike = known[kind] = self._alike(arrays.cell, *kind)
+            slot = len(rows) // 3
+            rows.extend((alike.kind, number, of_dtype))
+            if alike.padding is not None:
+                arrays.padding[slot] = alike.padding
+            return ArraySlot(slot, alike.code, alike.shape, name)
+
+        return add
+
+    def _alike(self, cell: Cell, key: str, flat: FlatSlice | None, of_dtype: int) -> _Alike:
+        dtype = DTYPES[of_dtype]
+        shape, cut = (cell.local_shapes[key], cell.cuts[key]) if key else ((1,), _UNCUT)
+        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat))
+        if flat is None:
+            return _Alike(kind, dtype.code, shape, None)
+        start, stop = flat
+        elements = max(0, min(stop, prod(shape)) - start)
+        lacking = stop - start - elements
+        padding = (elements * dtype.itemsize, lacking * dtype.itemsize) if lacking > 0 else None
+        return _Alike(kind, dtype.code, (stop - start,), padding)
+
+    def add_literal(self, path: str, content: bytes) -> None:
+        """Add a file that contains no tensor values."""
+        self.files.append(File(path, len(content)))
+        self.literals.add(len(self.files) - 1, 0, content)
+
+    def lay_out(
+        self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays
+    ) -> RankFileLayout:
+        """Lay out a file with these entries; iterating over ``root`` adds to ``arrays``."""
+        literals = self.literals.template(())
+        size_bytes, slots = write_pickle(
+            DictEntries(root), partial(self.literals.extend_template, literals), self.pickle_protocol
+        )
+        slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
+        rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
+        rows_in_file = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
+        begins = np.empty_like(byte_offset)
+        begins[slot] = byte_offset
+        padded = begins[list(arrays.padding)].tolist()
+        fills = sorted(
+            (start + values, zeros)
+            for start, (values, zeros) in zip(padded, arrays.padding.values(), strict=True)
+        )
+        return RankFileLayout(kind, shard, size_bytes, literals, tuple(fills), rows_in_file)
+
+    def add(self, path: str, layout: RankFileLayout, tp: int) -> None:
+        """Add a laid-out file for a tp rank."""
+        file = len(self.files)
+        self.files.append(File(path, layout.size_bytes))
+        self.literals.add_file(layout.literals, file)
+        self.fills.extend((file, offset, nbytes) for offset, nbytes in layout.fills)
+        self.placements.add_file(layout.arrays, tp, file)

@@ -1,0 +1,120 @@
+"""Hybrid-parallel checkpoints: ``model_state``, ``optimizer`` and ``ema`` of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paddle_reshard.pipeline.checkpoint.format import (
+    LAYOUT,
+    SHARDING_STRATEGY,
+    TARGET_META,
+    Format,
+    FormatOption,
+)
+from paddle_reshard.pipeline.core.choices import ADAMW_MINI
+from paddle_reshard.pipeline.formats.hybrid.name import HYBRID, HYBRID_PLAIN
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
+    from paddle_reshard.pipeline.formats.hybrid.request import HybridRequest
+    from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+_OPTIONS: Mapping[str, FormatOption] = {
+    "to": FormatOption(
+        "topology of the target job as axis=size,…: tp, pp, vpp, sharding, ep, dp; omitted axes "
+        "are 1. Required."
+    ),
+    "sharding_strategy": SHARDING_STRATEGY,
+    "layout": LAYOUT,
+    "target_meta": TARGET_META,
+    "paddle_version": FormatOption(
+        "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class HybridFormat(Format):
+    """A set of files per rank."""
+
+    name: str
+    help: str
+    sharded_saving: bool
+    """Whether ``model_meta.json`` is written where the trainer does; it is read wherever it is."""
+    options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
+    needs_topology: ClassVar[bool] = True
+    starts_with: ClassVar[str] = "--load_checkpoint_format sharding_io --ignore_load_lr_and_optim true"
+    starts_with_masters: ClassVar[str] = (
+        "--load_checkpoint_format sharding_io --load_sharded_model true --ignore_load_lr_and_optim true"
+    )
+    holds_lora: ClassVar[bool] = True
+    special_optimizers: ClassVar[tuple[str, ...]] = (ADAMW_MINI,)
+    by_table: ClassVar[bool] = True
+    loses_tensors: ClassVar[bool] = True
+
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
+        """By each rank, from a file of its own part, as ``model_meta.json`` lists them, or from a complete file.
+
+        PaddleFormers' default, ``flex_checkpoint``, finds nothing in either (``trainer/trainer.py``).
+        """
+        own_part = self.sharded_saving and strategy in ("stage1v1", "stage1v2")
+        if library == "paddlenlp":
+            return {"save_sharded_model": True, "load_sharded_model": True} if own_part else {}
+        reads = {"load_checkpoint_format": "sharding_io"}
+        return (
+            {"save_checkpoint_format": "sharding_io", **reads, "load_sharded_model": True}
+            if own_part
+            else reads
+        )
+
+    def rank_of(self, path: str) -> Mapping[str, int] | None:
+        """Every tensor file is one of a rank; ``ep`` is the expert rank.
+
+        >>> FORMATS[0].rank_of("optimizer.tp00_pp01_shard03.pdopt"), FORMATS[0].rank_of("model.safetensors")
+        ({'tp': 0, 'pp': 1, 'sharding': 3}, None)
+        """
+        from paddle_reshard.pipeline.core.errors import CheckpointError
+        from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
+
+        try:
+            found = parse_rank_file(path)
+        except CheckpointError:
+            return None
+        if found is None:
+            return None
+        named = {"tp": found.tp, "pp": found.pp, "sharding": found.shard, "dp": found.moe, "ep": found.ep}
+        return {axis: rank for axis, rank in named.items() if rank is not None}
+
+    def recognises(self, files: SourceFiles) -> bool:
+        """Accept what no other format recognises; :meth:`index` reports what it lacks."""
+        return True
+
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
+        """Read the metadata of all ranks' files."""
+        from paddle_reshard.pipeline.formats.hybrid.index import index_hybrid
+
+        return index_hybrid(files, tables, missing)
+
+    def request(self, asked: Mapping[str, Any]) -> HybridRequest:
+        """Topology, sharding strategy, layout, names and Paddle version of the target job."""
+        from paddle_reshard.pipeline.formats.hybrid.request import parse_hybrid
+
+        return parse_hybrid(
+            self.sharded_saving,
+            asked.get("to"),
+            asked.get("sharding_strategy"),
+            asked.get("layout"),
+            asked.get("target_meta"),
+            asked.get("paddle_version"),
+        )
+
+
+FORMATS = (
+    HybridFormat(
+        HYBRID, "a set of files per rank, with model_meta.json if the trainer writes it", sharded_saving=True
+    ),
+    HybridFormat(HYBRID_PLAIN, "a set of files per rank, without model_meta.json", sharded_saving=False),
+)

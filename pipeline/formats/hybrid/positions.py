@@ -1,0 +1,179 @@
+"""Determine which slices every rank of a sharding group must hold, with the rules by which targets are cut.
+
+File names say which rank wrote a file. Under stage 1 v2 the lengths of slices say it too: the ranks of a group hold
+equal parts of communication buffers, in which parameters follow each other in optimizer order. No file tells where one
+buffer ends and the next begins, but a single number decides it for all cells of a job: the size at which a buffer is
+closed. If no number explains what the ranks hold, files have changed places, or are not those of one job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, is_per_parameter
+from paddle_reshard.pipeline.formats.hybrid.ranks import Ranks, StoredCell
+from paddle_reshard.pipeline.formats.sharding import (
+    FlatSlice,
+    Parameter,
+    ShardingOptions,
+    cut_buffer,
+    partition_parameters,
+    possible_buffer_bytes,
+    read_buffers,
+)
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+
+Slices = dict[str, dict[int, FlatSlice]]
+"""Key → rank of its sharding group → slice of the flattened, padded tensor."""
+
+
+def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[StoredCell], model: Model) -> list[Slices]:
+    """The slices that the ranks of each of the joined ``cells`` must hold, of all tensors that sharding cuts.
+
+    Raises
+    ------
+    CheckpointError
+        If the buffers of different cells were closed at different sizes.
+    """
+    tensors = {tensor.key: tensor for tensor in model.tensors}
+    if strategy == "stage3":
+        return [_of_stage3(cell, ranks.topology.sharding) for cell in cells]
+    if strategy != "stage1v2":
+        return [{} for _ in cells]
+    low, high = 0, None
+    expected: list[Slices] = []
+    for cell in cells:
+        members = [member for member in ranks.cells if (member.tp, member.pp) == (cell.tp, cell.pp)]
+        slices: Slices = {}
+        for listed in _lists(ranks, cell, members, tensors):
+            buffers = read_buffers(listed.parameters, listed.held)
+            for buffer in buffers:
+                slices |= cut_buffer(buffer, listed.degree)
+            if listed.degree > 1 and not ranks.comm_overlap:  # which closes buffers of each virtual stage too
+                above, at_most = possible_buffer_bytes(buffers)
+                low = max(low, above)
+                high = at_most if high is None else high if at_most is None else min(high, at_most)
+        expected.append(_for_all_members(slices, members))
+    if high is not None and low >= high:
+        raise CheckpointError(
+            f"optimizer files: some ranks share communication buffers of more than {low} bytes, others closed them at "
+            f"{high} bytes or fewer; a job has one limit, so the files are not those of one job"
+        )
+    return expected
+
+
+class RankFiles:
+    """What the files of ranks show and what it stands for, to find those that could be exchanged without a trace."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, int] = {}
+        self._meant: dict[str, int] = {}
+
+    def add(self, path: str, shown: tuple[object, ...], meant: tuple[object, ...]) -> None:
+        """Add an array: what anyone can see of it in its file, and which part of which tensor it is said to be.
+
+        The sums of hashes are only compared with each other.
+        """
+        self._shown[path] = self._shown.get(path, 0) + hash(shown)
+        self._meant[path] = self._meant.get(path, 0) + hash(meant)
+
+    def in_words(self) -> str:
+        """The number of files that only their names tell apart from those of other ranks, in words; empty if none."""
+        alike: dict[int, list[str]] = {}
+        for path, shown in self._shown.items():
+            alike.setdefault(shown, []).append(path)
+        files = sum(len(paths) for paths in alike.values() if len({self._meant[path] for path in paths}) > 1)
+        if not files:
+            return ""
+        return (
+            f"which rank wrote {files} of {len(self._shown)} files with tensors: each holds the same names and shapes "
+            "as that of another rank, and only the names of the files tell"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerList:
+    """Parameters that share communication buffers, in the order of the optimizer."""
+
+    parameters: list[Parameter]
+    held: Mapping[str, Sequence[int]]
+    """Key → ranks that hold slices of it."""
+    degree: int
+
+
+def _lists(
+    ranks: Ranks, cell: StoredCell, members: Sequence[StoredCell], tensors: Mapping[str, ModelTensor]
+) -> Iterator[_OptimizerList]:
+    """The lists of a joined cell: under expert parallelism, experts of each member have buffers of their own, and
+    parameters of each color have them always."""
+    topology = ranks.topology
+    if topology.ep == 1:  # all data-parallel ranks have the buffers of the first
+        yield from _optimizer_lists(members[0], members[0], tensors, topology.sharding, {False, True})
+        return
+    yield from _optimizer_lists(cell, cell, tensors, topology.sharding, {False})
+    for member in members:
+        yield from _optimizer_lists(member, cell, tensors, topology.moe_sharding, {True})
+
+
+def _optimizer_lists(
+    listing: StoredCell,
+    holding: StoredCell,
+    tensors: Mapping[str, ModelTensor],
+    degree: int,
+    experts: set[bool],
+) -> Iterator[_OptimizerList]:
+    of_color: dict[str | None, list[Parameter]] = {None: []}
+    held = {}
+    for key, of_states in _entries(listing, tensors):
+        tensor = tensors[of_states]
+        state = _sliced_state(tensor)
+        if state is None or tensor.rule.of_expert not in experts or (of_states, state) not in holding.arrays:
+            continue
+        parameter = Parameter(key, prod(listing.shapes[key]), listing.dtypes[key])
+        of_color.setdefault(tensor.rule.color, []).append(parameter)
+        if key == of_states:
+            held[key] = [stored.shard for stored in holding.arrays[key, state]]
+    for parameters in of_color.values():
+        yield _OptimizerList(parameters, held, degree)
+
+
+def _entries(listing: StoredCell, tensors: Mapping[str, ModelTensor]) -> Iterator[tuple[str, str]]:
+    """The parameters of an optimizer: in what place of its list, and the key with the states of this parameter.
+
+    Two parameters of one name have places of their own; two keys of one parameter have one. The states are cut where
+    the last of the parameters lies; the key that has them changes places with it.
+    """
+    named = (key for key in listing.names if tensors[key].rule.parameter_name is not None)
+    twice = {listing.holders[key]: key for key in named if not tensors[key].is_alias}
+    places = {a: b for key, last in twice.items() if key != last for a, b in ((key, last), (last, key))}
+    for key in listing.names:
+        yield places.get(key, key), listing.holders[key] if key in places else key
+
+
+def _sliced_state(tensor: ModelTensor) -> str | None:
+    """A state with as many elements as the parameter; ``None`` if it has none."""
+    states = (*((MASTER_WEIGHT,) if tensor.master else ()), *tensor.accumulators)
+    return next((state for state in states if not is_per_parameter(state)), None)
+
+
+def _for_all_members(slices: Slices, members: Sequence[StoredCell]) -> Slices:
+    """The slices of all members: also of experts that other data-parallel ranks hold under the same parameter names."""
+    first = members[0]
+    by_name = {first.names[key]: slices[key] for key in first.names if key in slices}
+    for member in members[1:]:
+        for key, name in member.names.items():
+            if key not in slices and name in by_name:
+                slices[key] = by_name[name]
+    return slices
+
+
+def _of_stage3(cell: StoredCell, degree: int) -> Slices:
+    cut = [Parameter(key, prod(cell.shapes[key]), cell.dtypes[key]) for key in cell.sliced]
+    shares = partition_parameters("stage3", cut, degree, ShardingOptions(segment_elements=0))
+    return {
+        key: {rank: piece for rank, piece in ranks.items() if piece is not None}
+        for key, ranks in shares.items()
+    }

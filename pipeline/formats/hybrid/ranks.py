@@ -1,0 +1,695 @@
+"""Sort the parsed files of all ranks into cells.
+
+A *cell* is one (tp, pp) coordinate, or (tp, pp, ep) under expert parallelism: the scope in which parameter names are
+unique. Every array gets a name ``(structured key, state)``. Missing or extra files, contradictory degrees, unknown
+accumulators and names without a structured key are errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
+from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.limits import MAX_RANKS
+from paddle_reshard.pipeline.core.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    MEAN_MOMENT2,
+    PARAM,
+    DType,
+    dtype_named,
+    dtype_of_code,
+    written_name,
+)
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.formats.hybrid.arrays import Array, StoredArray, StoredArrays
+from paddle_reshard.pipeline.formats.hybrid.entries import LR_SCHEDULER, SPECIAL, FileEntries
+from paddle_reshard.pipeline.formats.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
+from paddle_reshard.pipeline.formats.hybrid.names import (
+    EMA,
+    LORA_MODEL_STATE,
+    MODEL_STATE,
+    OPTIMIZER,
+    WEIGHTS,
+    RankFile,
+    parse_rank_file,
+    rank_file_name,
+)
+from paddle_reshard.pipeline.formats.jobs.keys import (
+    LORA_PREFIX,
+    cell_name,
+    experts_of,
+    first_keys,
+    shift_expert,
+)
+from paddle_reshard.pipeline.formats.model_meta import CellMeta, ModelMeta
+from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
+
+_META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
+_MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
+_SIGNAL = re.compile(r"save(?:d_signal|_signal_TMP)_(\d+)")
+"""Signals of ranks; the second while the trainer merges an EMA, or for ever if it was interrupted then."""
+
+
+class Knowledge(Protocol):
+    """Facts about the model that the files do not contain."""
+
+    def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
+        """Candidate parameter names for the structured keys of a cell, given in model order."""
+
+    def keys_in_model(self, saved: Iterable[str]) -> Mapping[str, str]:
+        """Keys in files of weights → what they are in the model, if its class renames them as it saves."""
+
+    def count_experts(self, keys: list[str]) -> int | None:
+        """Number of routed experts in a layer."""
+
+
+@dataclass(slots=True)
+class StoredCell:
+    """The contents of all files of one coordinate."""
+
+    tp: int
+    pp: int
+    ep: int = 0
+    """Expert rank, or data-parallel rank if file names have a part ``moe``."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Structured key → parameter name, in model order."""
+    holders: dict[str, str] = field(default_factory=dict)
+    """Structured key → the first key with the same parameter name, under which the optimizer stores the tensor."""
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """Structured key → tensor-parallel local shape."""
+    dtypes: dict[str, DType] = field(default_factory=dict)
+    """Structured key → dtype of the parameter."""
+    distributed: dict[str, bool] = field(default_factory=dict)
+    """Structured key → ``is_distributed`` of ``model_meta.json``; empty without it."""
+    no_sync: dict[str, bool] = field(default_factory=dict)
+    """Structured key → ``no_sync`` of ``model_meta.json``, if it has this column."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Structured key → rank that stores its optimizer state, if ``model_meta.json`` lists owners."""
+    arrays: StoredArrays = field(default_factory=StoredArrays)
+    sliced: set[str] = field(default_factory=set)
+    """Structured keys with an entry that is marked as a stage 3 slice."""
+    master_spellings: set[bool] = field(default_factory=set)
+    """Whether accumulators are named after master weights, if there are any (not in stages 2 and 3); all that occur."""
+    single: set[tuple[str, bool]] = field(default_factory=set)
+    """``(moment, whether an array of it is a single number)``; every combination seen."""
+
+    def label(self) -> str:
+        """The cell as error messages name it."""
+        return f"the cell tp={self.tp} pp={self.pp}" + (f" ep={self.ep}" if self.ep else "")
+
+    def rename(self, keys: Mapping[str, str]) -> None:
+        """Replace structured keys."""
+        if not keys:
+            return
+        self.names = {keys.get(key, key): name for key, name in self.names.items()}
+        self.holders = {keys.get(key, key): keys.get(first, first) for key, first in self.holders.items()}
+        self.shapes = {keys.get(key, key): shape for key, shape in self.shapes.items()}
+        self.dtypes = {keys.get(key, key): dtype for key, dtype in self.dtypes.items()}
+        self.distributed = {keys.get(key, key): cut for key, cut in self.distributed.items()}
+        self.no_sync = {keys.get(key, key): alone for key, alone in self.no_sync.items()}
+        self.owners = {keys.get(key, key): rank for key, rank in self.owners.items()}
+        self.arrays = self.arrays.renamed(keys, {})
+        self.sliced = {keys.get(key, key) for key in self.sliced}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A hybrid-parallel checkpoint, cell by cell."""
+
+    topology: Topology
+    """``dp`` is 1 unless file names have a part ``moe``."""
+    cells: tuple[StoredCell, ...]
+    """Ordered by pp, then ep, then tp."""
+    strategy: str | None
+    """Stage 1 variant from ``model_meta.json``; ``None`` without the file."""
+    comm_overlap: bool
+    lr_scheduler: Any
+    """The ``LR_Scheduler`` entry of the optimizer files, or ``None``."""
+    with_meta: bool
+    has_ema: bool
+    has_lora: bool = False
+    """Whether parameters are stored in ``lora_model_state`` files."""
+    has_optimizer: bool = True
+    """Whether there are optimizer files."""
+
+
+HALF_DTYPES = ("bfloat16", "float16")
+"""Dtypes of parameters with master weights."""
+
+
+def sort_ranks(
+    paths: Mapping[str, int],
+    roots: Mapping[str, Any],
+    meta: ModelMeta | None,
+    knowledge: Knowledge,
+) -> Ranks:
+    """Sort parsed files into cells.
+
+    Parameters
+    ----------
+    paths
+        Every path of the checkpoint → size in bytes.
+    roots
+        Path of a tensor file → its entries, or its unpickled root with arrays as references. Entries are removed as
+        they are read, so that the names of very many arrays are not in memory twice.
+    meta
+        Contents of ``model_meta.json``, or ``None``.
+    knowledge
+        Supplies facts about the model that the files do not contain.
+    """
+    files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
+    weights = _kind_of_weights(files)
+    if weights == LORA_MODEL_STATE and not any(file.kind == OPTIMIZER for file in files):
+        meta = None  # of the job that has ended; the files of an adapter alone tell all of it
+    topology = _topology(files, meta)
+    if weights == LORA_MODEL_STATE and topology.tp > 1 and topology.pp == 1:
+        raise UnsupportedError(
+            f"LoRA with {topology}: without pipeline parallelism the trainer merges the tensors of all tp ranks into "
+            f"one {LORA_MODEL_STATE}.pdparams, which is not supported; save with FlexCheckpoint, or with pp=2"
+        )
+    by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
+    if not by_kind[weights]:
+        raise CheckpointError(f"no {weights} file: not a hybrid-parallel training checkpoint")
+    if not by_kind[OPTIMIZER]:
+        _check_parameters_only(paths, files, weights)
+    for kind, found in by_kind.items():
+        if found:
+            _check_files(kind, found, topology)
+    _check_signals(paths, topology)
+    entries = {
+        path: root if isinstance(root, FileEntries) else FileEntries(root) for path, root in roots.items()
+    }
+    files_of_cell: dict[tuple[int, int, int], list[RankFile]] = {}
+    for file in files:
+        files_of_cell.setdefault(_coordinates(file, topology), []).append(file)
+    cells = [
+        _read_cell(StoredCell(tp, pp, ep), files_of_cell[pp, ep, tp], entries, meta, topology, knowledge)
+        for pp, ep, tp in sorted(files_of_cell)
+    ]
+    _name_numbers(cells, topology)
+    metas = [] if meta is None else list(meta.cells.values())
+    if meta is not None:
+        extra = sorted(meta.cells.keys() - {_meta_name(c, topology) for c in cells})
+        if extra:
+            raise CheckpointError(
+                f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
+            )
+    return Ranks(
+        topology=topology,
+        cells=tuple(cells),
+        strategy=_same("sharding_strategy", [m.strategy for m in metas], MODEL_META),
+        comm_overlap=bool(_same("enable_overlap", [m.comm_overlap for m in metas], MODEL_META)),
+        lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], entries),
+        with_meta=meta is not None,
+        has_ema=bool(by_kind[EMA]),
+        has_lora=weights == LORA_MODEL_STATE,
+        has_optimizer=bool(by_kind[OPTIMIZER]),
+    )
+
+
+def _name_numbers(cells: Sequence[StoredCell], topology: Topology) -> None:
+    """Rename the second moments of AdamWMini, which are one number per parameter.
+
+    If every first moment is a single number too, every parameter has one element, and the optimizer is AdamW.
+    """
+    single = {found for cell in cells for found in cell.single}
+    if (_MOMENT1, False) not in single or (_MOMENT2, True) not in single or (_MOMENT2, False) in single:
+        return
+    if topology.tp > 1:
+        raise UnsupportedError(
+            f"{_MOMENT2} is one number per parameter, so the optimizer is AdamWMini. With {topology} each tp rank "
+            "stores the number of its own piece, from which that of the whole parameter cannot be computed"
+        )
+    for cell in cells:
+        cell.arrays = cell.arrays.renamed({}, {_MOMENT2: MEAN_MOMENT2})
+
+
+def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile], weights: str) -> None:
+    """Accept only parameters, as saved with ``ignore_save_lr_and_optim``; optimizer files may be missing otherwise.
+
+    LoRA is saved so at the end of training, by jobs with sharding beside the ``model_meta.json`` of the whole job.
+    """
+    with_optimizer = PLAIN_STATES if weights == LORA_MODEL_STATE else (*PLAIN_STATES, MODEL_META)
+    unexpected = [path for path in sorted(paths) if path in with_optimizer or _SIGNAL.fullmatch(path)]
+    unexpected += [file.path for file in files if file.kind not in WEIGHTS or file.shard is not None]
+    if unexpected:
+        raise CheckpointError(
+            f"no {OPTIMIZER} file, but {unexpected[0]}, which the trainer only writes together with {OPTIMIZER} files: "
+            "files are missing"
+        )
+
+
+def _kind_of_weights(files: list[RankFile]) -> str:
+    """The kind of files that hold the parameters: of a model or of LoRA."""
+    found = {file.kind: file.path for file in files if file.kind in WEIGHTS}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{found[MODEL_STATE]} belongs to full training and {found[LORA_MODEL_STATE]} to LoRA training: a folder "
+            "must hold a single checkpoint"
+        )
+    return next(iter(found), MODEL_STATE)
+
+
+def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
+    """Degree of each axis from the file names, checked against ``parallel_config``."""
+    written = {} if meta is None else {"tp": meta.tp, "pp": meta.pp, "shard": meta.sharding, "ep": meta.ep}
+    degrees = {}
+    for axis in ("tp", "pp", "shard", "ep", "moe"):
+        ranks = {rank for f in files if (rank := getattr(f, axis)) is not None}
+        degrees[axis] = max(ranks, default=0) + 1
+        if ranks and degrees[axis] == 1 and axis != "moe":
+            part = "moe_sharding" if axis == "ep" else axis
+            raise CheckpointError(
+                f"file names have a part {part}00 but no {part}01: a part appears only if the degree is above 1, so "
+                "the files of at least one rank are missing"
+            )
+        if axis == "ep" and not ranks:  # file names have no expert rank with sharded saving
+            degrees[axis] = written.get(axis) or 1
+        if written.get(axis) not in (None, degrees[axis]):
+            raise CheckpointError(
+                f"{MODEL_META} says {_META_AXES[axis]}={written[axis]}, but the file names say {degrees[axis]}"
+            )
+    if degrees["ep"] > 1 and not any(file.kind == OPTIMIZER for file in files):
+        degrees["shard"] = max(1, degrees["ep"] // degrees["tp"])  # no file tells how many more there are
+    if degrees["ep"] > 1 and degrees["moe"] > 1:
+        raise CheckpointError(
+            f"file names distribute experts over {degrees['ep']} expert ranks and over {degrees['moe']} "
+            "data-parallel ranks; only one of the two is possible"
+        )
+    if (ranks_named := prod(degrees[axis] for axis in ("tp", "pp", "shard", "moe"))) > MAX_RANKS:
+        raise CheckpointError(
+            f"file names and {MODEL_META} describe {ranks_named} ranks; at most {MAX_RANKS} are supported"
+        )
+    topology = Topology(
+        tp=degrees["tp"], pp=degrees["pp"], sharding=degrees["shard"], ep=degrees["ep"], dp=degrees["moe"]
+    )
+    _check_expert_ranks(topology, meta)
+    return topology
+
+
+def _check_expert_ranks(topology: Topology, meta: ModelMeta | None) -> None:
+    if topology.ep == 1:
+        return
+    if topology.ep % topology.tp or topology.sharding % topology.dense_sharding:
+        raise CheckpointError(
+            f"ep={topology.ep} is impossible with tp={topology.tp} and sharding={topology.sharding}: tp must divide "
+            "ep, and ep must divide tp × sharding"
+        )
+    written = None if meta is None else meta.moe_sharding
+    if written not in (None, topology.moe_sharding):
+        raise CheckpointError(
+            f"{MODEL_META} says moe_sharding_degree={written}, but {topology} implies {topology.moe_sharding}"
+        )
+
+
+def _coordinates(file: RankFile, topology: Topology) -> tuple[int, int, int]:
+    """Coordinates ``(pp, ep, tp)`` of the cell that a file belongs to."""
+    tp = file.tp or 0
+    if file.ep is not None:
+        return file.pp or 0, file.ep, tp
+    if file.moe is not None:
+        return file.pp or 0, file.moe, tp
+    return file.pp or 0, topology.expert_rank(tp, file.shard or 0), tp
+
+
+def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
+    """Check that every rank that writes a file of this kind has exactly one, and that there are no others."""
+
+    def ranks(degree: int) -> list[int | None]:
+        return list(range(degree)) if degree > 1 else [None]
+
+    sharded = kind not in WEIGHTS or any(f.shard is not None for f in files)
+    moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
+    coordinates: Iterable[tuple[int | None, int | None, int | None, int | None, int | None]]
+    if kind == MODEL_STATE and topology.ep > 1 and not sharded:
+        # Every expert rank writes a whole cell.
+        coordinates = (
+            (ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep)
+            for pp in ranks(topology.pp)
+            for ep in range(topology.ep)
+        )
+    else:
+        coordinates = (
+            (tp, pp, shard, rank, None)
+            for tp in ranks(topology.tp)
+            for pp in ranks(topology.pp)
+            for shard in ranks(topology.sharding if sharded else 1)
+            for rank in moe
+        )
+    seen: dict[tuple[int | None, ...], str] = {}
+    for file in files:
+        found = (file.tp, file.pp, file.shard, file.moe, file.ep)
+        if found in seen:
+            raise CheckpointError(f"{seen[found]} and {file.path} are files of the same rank")
+        seen[found] = file.path
+    what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
+    what += f" ep={topology.ep}" if topology.ep > 1 else ""
+    expected, missing, first = 0, 0, ""
+    for rank_coordinates in coordinates:
+        expected += 1
+        if seen.pop(rank_coordinates, None) is None:
+            missing += 1
+            name = rank_file_name(kind, *rank_coordinates)
+            first = min(first, name) if first else name
+    if missing:
+        others = f"; {min(file.path for file in files)} is of other ranks" if missing == expected else ""
+        raise CheckpointError(f"{missing} of {expected} {kind} files for {what} are missing: {first}{others}")
+    if seen:
+        raise CheckpointError(f"{min(seen.values())} does not belong to a checkpoint of {what}")
+
+
+def _check_signals(paths: Mapping[str, int], topology: Topology) -> None:
+    signals = len({match[1] for path in paths if (match := _SIGNAL.fullmatch(path))})
+    ranks = topology.world_size
+    if signals and signals != ranks:
+        raise CheckpointError(
+            f"{signals} saved_signal_* files for {ranks} ranks: the trainer did not finish this checkpoint"
+        )
+
+
+def _same(what: str, values: list[Any], where: str) -> Any:
+    """The value that all have in common; ``None`` if there are none."""
+    for value in values:
+        if value != values[0]:
+            raise CheckpointError(
+                f"{where}: {what} must be the same everywhere; found {values[0]!r} and {value!r}"
+            )
+    return values[0] if values else None
+
+
+def _lr_scheduler(files: list[RankFile], roots: Mapping[str, FileEntries]) -> Any:
+    states = {f.path: roots[f.path].get(LR_SCHEDULER) for f in files if LR_SCHEDULER in roots[f.path]}
+    for path, state in states.items():
+        checked_schedule(state, f"{path}: {LR_SCHEDULER}")
+    # Data-parallel ranks above 0 write their own experts and nothing else.
+    lacking = next((f.path for f in files if f.path not in states and not f.moe), None)
+    if states and lacking is not None:
+        raise CheckpointError(f"{next(iter(states))} has an {LR_SCHEDULER} entry, but {lacking} does not")
+    return _same(LR_SCHEDULER, list(states.values()), "optimizer files")
+
+
+def _read_cell(
+    cell: StoredCell,
+    files: list[RankFile],
+    roots: Mapping[str, FileEntries],
+    meta: ModelMeta | None,
+    topology: Topology,
+    knowledge: Knowledge,
+) -> StoredCell:
+    model_files = [f for f in files if f.kind in WEIGHTS]
+    with_lora = any(f.kind == LORA_MODEL_STATE for f in files)
+    optimizers = [f for f in files if f.kind == OPTIMIZER]
+    if meta is None or with_lora:
+        _names_from_model_state(cell, model_files, roots)
+        if len(cell.names) < len(cell.shapes):
+            candidates = knowledge.predict_names(list(cell.shapes), topology)
+            cell.names = _names_that_fit(model_files[0], candidates, [roots[f.path] for f in optimizers])
+    if meta is not None:
+        described = _cell_meta(cell, meta, topology)
+        if with_lora:
+            in_model = knowledge.keys_in_model(cell.names)
+            described = _adapter_meta(described, cell, _meta_name(cell, topology), in_model)
+        _names_from_meta(cell, described, topology, knowledge)
+    for file in model_files:
+        _add_parameters(cell, file, roots[file.path])
+    keys = first_keys(cell.names)
+    cell.holders = {key: keys[name] for key, name in cell.names.items()}
+    for file in optimizers:
+        root = roots[file.path]
+        masters = root.get(MASTER_WEIGHTS)
+        if isinstance(masters, FileEntries) and holds_buffers(masters.names(), keys):
+            root = FileEntries(_unfused(cell, file, root.plain(), keys, topology, meta))
+        _add_optimizer(cell, file, root, keys)
+    for file in (f for f in files if f.kind == EMA):
+        _add_ema(cell, file, roots[file.path], keys)
+    if meta is not None:
+        _check_dtypes(cell, _meta_name(cell, topology))
+        _complete_shapes(cell, meta.cells[_meta_name(cell, topology)].strategy)
+    return cell
+
+
+def _unfused(
+    cell: StoredCell,
+    file: RankFile,
+    root: Mapping[str, Any],
+    keys: Mapping[str, str],
+    topology: Topology,
+    meta: ModelMeta | None,
+) -> dict[str, Any]:
+    """The entries of an optimizer file with the fused buffers of stage 1 v1 split into parameters."""
+    if meta is not None or topology.ep > 1 or topology.dp > 1:
+        raise UnsupportedError(
+            f"{file.path}: fused buffers (stage1_tensor_fusion) are not supported together with {MODEL_META} or "
+            "distributed experts: their contents could not be verified with a real checkpoint"
+        )
+    parameters = [FusedParameter(key, name, cell.shapes[key], cell.dtypes[key]) for name, key in keys.items()]
+    return unfuse(root, parameters, file.shard or 0, topology.sharding, file.path)
+
+
+def _check_dtypes(cell: StoredCell, where: str) -> None:
+    """Check the dtypes in ``model_meta.json`` against the arrays.
+
+    A stored parameter has its own dtype. A parameter that is not stored is cast from its master weight, which only
+    parameters of half precision have, to the dtype in ``model_meta.json``.
+    """
+    for key, dtype in cell.dtypes.items():
+        for stored in cell.arrays.get((key, PARAM), ()):
+            if stored.dtype() != dtype:
+                raise CheckpointError(
+                    f"{key}: {dtype.name} in {MODEL_META} ({where}), but {stored.dtype().name} in {stored.path}: the "
+                    "files belong to different runs"
+                )
+        masters = cell.arrays.get((cell.holders.get(key, key), MASTER_WEIGHT))
+        if masters and dtype.name not in HALF_DTYPES:
+            raise CheckpointError(
+                f"{key}: {dtype.name} in {MODEL_META} ({where}), but {masters[0].path} holds a master weight, which "
+                f"only {' and '.join(HALF_DTYPES)} parameters have: the files belong to different runs"
+            )
+
+
+def _meta_name(cell: StoredCell, topology: Topology) -> str:
+    return cell_name(cell.tp, cell.pp, cell.ep if topology.ep > 1 else None)
+
+
+def _cell_meta(cell: StoredCell, meta: ModelMeta, topology: Topology) -> CellMeta:
+    where = _meta_name(cell, topology)
+    if where not in meta.cells:
+        raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
+    return meta.cells[where]
+
+
+def _adapter_meta(described: CellMeta, cell: StoredCell, where: str, in_model: Mapping[str, str]) -> CellMeta:
+    """The entries of the tensors that LoRA training stores, under the keys of the files.
+
+    LoRA wraps the model. ``model_meta.json`` is written from the wrapper: its keys have a prefix, it lists the tensors
+    of the base model too, and a class that renames keys in files of weights does not rename these.
+    """
+    written = {key: f"{LORA_PREFIX}{in_model.get(key, key)}" for key in cell.names}
+    for key, name in cell.names.items():
+        listed = described.names.get(written[key])
+        if listed != name:
+            raise CheckpointError(
+                f"{key}: parameter name {name} in the file, but {listed!r} in {MODEL_META} ({where}, {written[key]})"
+            )
+    return CellMeta(
+        described.strategy,
+        described.comm_overlap,
+        dict(cell.names),
+        {key: described.parameters[of] for key, of in written.items() if of in described.parameters},
+        described.owners,
+    )
+
+
+def _names_from_meta(cell: StoredCell, described: CellMeta, topology: Topology, knowledge: Knowledge) -> None:
+    where = _meta_name(cell, topology)
+    first = 0
+    if topology.dp > 1 and cell.ep > 0:
+        first = _first_expert(described, where, cell.ep, topology.dp, knowledge)
+    names = {shift_expert(key, first): name for key, name in described.names.items()}
+    cell.names.update(names)
+    cell.owners.update(
+        {key: described.owners[name] for key, name in names.items() if name in described.owners}
+    )
+    for written, parameter in described.parameters.items():
+        key = shift_expert(written, first)
+        cell.shapes[key] = parameter.local_shape
+        cell.dtypes[key] = parameter.dtype
+        cell.distributed[key] = parameter.is_distributed
+        if parameter.no_sync is not None:
+            cell.no_sync[key] = parameter.no_sync
+
+
+def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowledge: Knowledge) -> int:
+    """Number of the first expert of a data-parallel rank.
+
+    PaddleNLP 3.0.0b4 distributes experts over data-parallel ranks in order, with the same parameter names on each, and
+    ``model_meta.json`` describes rank 0 only. With 8 experts on 4 ranks, experts 0 and 1 of rank 0 stand for experts 4
+    and 5 of rank 2: the result is 4.
+    """
+    held = experts_of(described.names)
+    count = knowledge.count_experts(list(described.names))
+    if not held or len(held) == count:
+        return 0
+    if held != set(range(len(held))) or len(held) * ranks != count:
+        raise CheckpointError(
+            f"{MODEL_META}: {where} lists the experts {sorted(held)}, but {ranks} data-parallel ranks hold {count} "
+            f"experts in total: the experts of rank {rank} cannot be determined"
+        )
+    return rank * len(held)
+
+
+def _complete_shapes(cell: StoredCell, strategy: str) -> None:
+    """Take shapes and dtypes that ``model_meta.json`` lacks from the arrays.
+
+    A parameter that is not stored is bfloat16: sharded saving omits no others (PaddleNLP 3.0
+    ``sharding_io.py:381-419``).
+    """
+    for key, holder in cell.holders.items():
+        if key in cell.shapes:
+            continue
+        stored = cell.arrays.get((key, PARAM))
+        masters = cell.arrays.get((holder, MASTER_WEIGHT))
+        if stored:
+            cell.shapes[key], cell.dtypes[key] = stored[0].array.shape, stored[0].dtype()
+        elif masters and strategy == "stage1v1":
+            cell.shapes[key], cell.dtypes[key] = masters[0].array.shape, dtype_named("bfloat16")
+        else:
+            raise UnsupportedError(
+                f"{key}: {MODEL_META} has no param_meta (PaddleNLP 2.8 and older do not write it), and under "
+                f"{strategy} no file shows its shape"
+            )
+
+
+def _names_from_model_state(
+    cell: StoredCell, files: list[RankFile], roots: Mapping[str, FileEntries]
+) -> None:
+    for file in files:
+        root = roots[file.path]
+        table = root.get(STRUCTURED_NAMES)
+        if not isinstance(table, dict | None):
+            raise CheckpointError(f"{file.path}: {STRUCTURED_NAMES} is not a dict of names")
+        for key, value in root.items():
+            if key == STRUCTURED_NAMES:
+                continue
+            array = _array_of(value)
+            if array is None:
+                raise CheckpointError(f"{file.path}: {key} is not an array")
+            name = array.name if isinstance(array, ArrayRef) and array.name else (table or {}).get(key)
+            if isinstance(name, str):
+                cell.names[key] = name
+            cell.shapes[key] = array.shape
+            cell.dtypes[key] = dtype_of_code(array.dtype, f"{file.path}: {key}")
+
+
+def _names_that_fit(
+    file: RankFile, candidates: list[dict[str, str]], optimizers: list[FileEntries]
+) -> dict[str, str]:
+    """The first candidate names with which every optimizer entry of the cell can be parsed.
+
+    Shapes are checked later, as for any other names.
+    """
+    entries = [entry for root in optimizers for entry, value in root.items() if _array_of(value) is not None]
+    for names in candidates:
+        known = set(names.values())
+        if all(split_accumulator_key(entry.removeprefix(SLICE_PREFIX), known) for entry in entries):
+            return names
+    raise CheckpointError(
+        f"{file.path}: {STRUCTURED_NAMES} lacks parameter names, and the names predicted by the naming rules do not "
+        "match the optimizer files"
+    )
+
+
+def _add(cell: StoredCell, key: str, state: str, file: RankFile, value: object) -> None:
+    value = _array_of(value)
+    if value is None:
+        raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
+    if cell.arrays.path_of_last(key, state) == file.path:  # files are read one after the other
+        raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
+    cell.arrays.add(key, state, StoredArray(file.shard or 0, file.path, value))
+
+
+def _array_of(value: object) -> Array | None:
+    """The array in an entry; the entry may be a ``(name, array)`` tuple, which ``paddle.load`` accepts too."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        value = value[1]
+    return value if isinstance(value, ArrayRef | SplitArray) else None
+
+
+def _add_parameters(cell: StoredCell, file: RankFile, root: FileEntries) -> None:
+    for key, value in root.drained([STRUCTURED_NAMES]):
+        if key not in cell.names:
+            raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
+        _add(cell, key, PARAM, file, value)
+
+
+def _key_of(cell: StoredCell, name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
+    """The structured key of an entry's parameter; records stage 3 slices in the cell."""
+    bare = name.removeprefix(SLICE_PREFIX)
+    if bare not in keys:
+        raise CheckpointError(
+            f"{file.path}: {what} {name} does not belong to any parameter of {cell.label()}: the files are of "
+            f"different saves, or {MODEL_META} is missing"
+        )
+    if bare != name:
+        cell.sliced.add(keys[bare])
+    return keys[bare]
+
+
+def _master_weights(file: RankFile, root: FileEntries) -> FileEntries:
+    entry = root.get(MASTER_WEIGHTS, FileEntries())
+    if not isinstance(entry, FileEntries):
+        raise CheckpointError(f"{file.path}: master_weights is not a dict of arrays")
+    return entry
+
+
+def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
+    masters: dict[str, str | None] = {}  # key → the name that the array has besides
+    for name, value in _master_weights(file, root).drained():
+        key = _key_of(cell, name, keys, file, "master weight")
+        _add(cell, key, MASTER_WEIGHT, file, value)
+        array = _array_of(value)
+        masters[key] = array.name if isinstance(array, ArrayRef) else None
+    for entry, value in root.drained(SPECIAL):
+        if entry == "offload_buffer":
+            raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state is not supported")
+        parts = split_accumulator_key(entry.removeprefix(SLICE_PREFIX), keys)
+        if parts is None:
+            raise CheckpointError(
+                f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
+                "meaning are not converted"
+            )
+        name, accumulator, separate = parts
+        key = keys[name]
+        if entry.startswith(SLICE_PREFIX):
+            cell.sliced.add(key)
+        _add(cell, key, accumulator, file, value)
+        if accumulator in (_MOMENT1, _MOMENT2) and (array := _array_of(value)) is not None:
+            cell.single.add((accumulator, prod(array.shape) == 1))
+        if key in masters:
+            cell.master_spellings.add(separate)
+            of_master = masters[key]
+            if separate and of_master is not None and not entry.startswith(f"{of_master}_"):
+                raise CheckpointError(
+                    f"{file.path}: the master weight of {name} is named {of_master}, its accumulator {entry}: Paddle "
+                    "looks for accumulators by the name of the master weight, and would begin with new ones"
+                )
+
+
+def _add_ema(cell: StoredCell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
+    for name, value in _master_weights(file, root).drained():
+        _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
+    for key, value in root.drained([MASTER_WEIGHTS, STRUCTURED_NAMES]):
+        if key not in cell.names:
+            raise CheckpointError(f"{file.path}: EMA entry {key} is not a structured key of this cell")
+        _add(cell, key, EMA_PARAM, file, value)

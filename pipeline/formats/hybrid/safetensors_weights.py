@@ -1,0 +1,121 @@
+"""Read hybrid-parallel checkpoints with weights in safetensors files.
+
+PaddleFormers 1.2 writes them by default (``save_to_hf``) if the format is neither unified nor FlexCheckpoint: a
+``model[.tpNN_ppNN].safetensors`` replaces every ``model_state[.tpNN_ppNN].pdparams``
+(``transformers/model_utils.py``, ``save_pretrained``). It holds the same pieces of the same tensors under the same
+keys, but linear layers are transposed, and parameter names are missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.formats.hybrid.name import HYBRID
+from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS
+from paddle_reshard.pipeline.formats.hybrid.source import read_hybrid
+from paddle_reshard.pipeline.formats.model_meta import ModelMeta
+from paddle_reshard.pipeline.model.model import ModelTensor, model_order
+from paddle_reshard.pipeline.model.rules.choose import choose_table, keys_in_model
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.pipeline.model.weights import dtype_of_tag, is_transposed
+from paddle_reshard.storage.files.safetensors import SafetensorsPayload
+
+_WEIGHTS = re.compile(r"model(\.[a-z0-9_]+)?\.safetensors")
+
+
+def hybrid_name(path: str) -> str:
+    """Name of the file of a hybrid checkpoint that would hold the same weights.
+
+    >>> hybrid_name("model.tp00_pp01.safetensors")
+    'model_state.tp00_pp01.pdparams'
+
+    Raises
+    ------
+    CheckpointError
+        If it is none of a rank's weights.
+    """
+    match = _WEIGHTS.fullmatch(path)
+    if match is None:
+        raise CheckpointError(f"{path}: not the weights of a rank beside optimizer states (.pdopt) of one")
+    return f"model_state{match[1] or ''}.pdparams"
+
+
+def read_weights_and_states(
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    roots: Mapping[str, Any],
+    meta: ModelMeta | None,
+    config: Mapping[str, Any],
+    tables: RuleTables,
+    missing: MissingPolicy | None,
+) -> Checkpoint:
+    """Interpret such a checkpoint like a hybrid checkpoint with the same contents.
+
+    Parameters
+    ----------
+    sizes
+        Every path of the checkpoint → size in bytes.
+    payloads, roots
+        Path → header of every safetensors file, and unpickled root of every other tensor file.
+    meta, config, tables, missing
+        As in :func:`~.hybrid.source.read_hybrid`, whose errors it raises.
+    """
+    saved = {key for payload in payloads.values() for key in payload.tensors}
+    own = keys_in_model(tables, saved, config) or {key: key for key in saved}
+    table = choose_table(tables, own.values(), config, HYBRID)
+    names = {hybrid_name(path): path for path in payloads}
+    if twice := sorted(path for path in roots if path.startswith(WEIGHTS)):
+        raise CheckpointError(
+            f"{min(payloads)} and {twice[0]} both hold the parameters of ranks: they are of two saves; move those of "
+            "one save elsewhere"
+        )
+    weights = {name: _state_dict(path, payloads[path], own, table, config) for name, path in names.items()}
+    renamed = {path: size for path, size in sizes.items() if path not in payloads}
+    renamed |= {name: sizes[path] for name, path in names.items()}
+    found = read_hybrid(renamed, {**roots, **weights}, meta, config, RuleTables([table]), missing)
+    files = tuple(replace(file, path=names.get(file.path, file.path)) for file in found.catalog.files)
+    return replace(
+        found,
+        catalog=replace(found.catalog, files=files),
+        own_files=frozenset(names.get(path, path) for path in found.own_files),
+    )
+
+
+def _state_dict(
+    path: str,
+    payload: SafetensorsPayload,
+    own: Mapping[str, str],
+    table: RuleTable,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The arrays as ``model_state`` holds them: in model order, what is transposed in column-major order.
+
+    ``own`` is the key of each in the model.
+    """
+    held = {}
+    stored = {own[key]: key for key in payload.tensors}
+    for key in _in_model_order(stored, table, config):
+        array = payload.tensors[stored[key]]
+        dtype = dtype_of_tag(payload.tags[stored[key]], f"{path}: {stored[key]}")
+        layout = payload.metadata.get("format")
+        if is_transposed(key, array.shape, layout, path, table, config):
+            array = replace(array, shape=array.shape[::-1], axes=(1, 0))
+        held[key] = replace(array, dtype=dtype.code)
+    return held
+
+
+def _in_model_order(keys: Iterable[str], table: RuleTable, config: Mapping[str, Any]) -> list[str]:
+    """Sort keys, which safetensors files have in alphabetical order, into the order in which parameter names count."""
+    sort_key = model_order(table)
+
+    def key_of(key: str) -> tuple[int, ...]:
+        rule, layer = table.find(key, config)
+        return sort_key(ModelTensor(key, rule, layer, (), dtype_of_tag("F32", key), (), False))
+
+    return sorted(keys, key=key_of)

@@ -1,0 +1,180 @@
+"""Check the arrays of a sharding group and locate them in their tensors.
+
+::
+
+    stage 1 v2                  slices of every flattened tensor: all of them make one copy
+    stage 3                     slices of large tensors; every rank holds small ones whole: as many copies
+    stage 1 v1, stage 2, none   whole tensors, each on one rank: one copy
+
+Everything is a function of the arrays' shapes and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import NamedTuple
+
+from paddle_reshard.pipeline.core.errors import CoverageError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
+from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
+from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell
+from paddle_reshard.pipeline.formats.sharding import not_of_these_ranks
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+
+
+class LocatedArray(NamedTuple):
+    """An array in a file."""
+
+    path: str
+    byte_offset: int
+    flat: tuple[int, int] | None
+    """Range of elements of the flattened tensor; ``None``: the whole tensor."""
+    axes: Shape | None
+    """Dims in the order of the payload, slowest first, as :attr:`ArrayRef.axes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingGroup:
+    """A sharding group, whose ranks share the tensors of a cell."""
+
+    strategy: str
+    degree: int
+    """Number of ranks."""
+    slices: Mapping[str, Mapping[int, tuple[int, int]]]
+    """Key of a tensor that sharding cuts → rank → range of the flattened, padded tensor that it must hold."""
+
+    listed_twice: frozenset[str] = frozenset()
+    """Keys of parameters that have two places in the list of the optimizer, each of which gives it to a rank."""
+
+    def copies(
+        self, cell: StoredCell, key: str, state: str, arrays: list[StoredArray]
+    ) -> Iterator[list[LocatedArray]]:
+        """The located arrays of each copy of a tensor.
+
+        Raises
+        ------
+        CoverageError
+            If the arrays are not those of a group with this strategy.
+        """
+        for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
+            for copy in self._copies_of_group(key, state, list(of_copy)):
+                yield list(self._located(cell, key, state, copy))
+
+    def _flat(self, key: str, state: str) -> bool:
+        """Whether the ranks of a sharding group hold slices of the flattened tensor."""
+        return key in self.slices and not whole_in_model_state(state)
+
+    def _copies_of_group(self, key: str, state: str, arrays: list[StoredArray]) -> list[list[StoredArray]]:
+        if self._flat(key, state):
+            return [arrays]
+        if self.strategy == "stage3" and not whole_in_model_state(state):
+            if len(arrays) != self.degree:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"{len(arrays)} of {self.degree} ranks hold it; stage 3 keeps uncut tensors on every rank",
+                    tuple(stored.path for stored in arrays),
+                )
+            return [[stored] for stored in arrays]
+        if len(arrays) > 1 and whole_in_model_state(state) and key in self.listed_twice:
+            return [[stored] for stored in arrays]
+        if len(arrays) > 1:
+            raise CoverageError(
+                f"{key} ({state})",
+                f"several ranks of a sharding group hold it, under {self.strategy} only one may",
+                tuple(stored.path for stored in arrays),
+            )
+        return [arrays]
+
+    def _located(
+        self, cell: StoredCell, key: str, state: str, arrays: list[StoredArray]
+    ) -> Iterator[LocatedArray]:
+        """The located arrays of a single copy."""
+        shape = cell.shapes[key]
+        if self._flat(key, state):
+            yield from self._located_slices(key, state, arrays, self.slices[key])
+            return
+        (stored,) = arrays
+        if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
+            raise CoverageError(
+                f"{key} ({state})",
+                f"param2rank says rank {cell.owners[key]} holds it, not this file",
+                (stored.path,),
+            )
+        if stored.array.shape != shape:
+            raise CoverageError(
+                f"{key} ({state})",
+                f"stored with shape {stored.array.shape}, under {self.strategy} a rank's whole tensor has {shape}",
+                (stored.path,),
+            )
+        yield from _located_array(stored, None)
+
+    def _located_slices(
+        self, key: str, state: str, arrays: list[StoredArray], expected: Mapping[int, tuple[int, int]]
+    ) -> Iterator[LocatedArray]:
+        found = {stored.shard: stored.array.shape for stored in arrays}
+        wanted = {rank: (stop - start,) for rank, (start, stop) in expected.items()}
+        if found != wanted:
+            raise CoverageError(
+                f"{key} ({state})",
+                not_of_these_ranks(found, wanted),
+                tuple(stored.path for stored in arrays),
+            )
+        for stored in arrays:
+            start, stop = expected[stored.shard]
+            yield from _located_array(stored, (start, stop))
+
+
+def one_number(key: str, state: str, stored: StoredArray) -> ArrayRef:
+    """The array of a state that is a single number per parameter.
+
+    Raises
+    ------
+    CoverageError
+        If it has more elements.
+    """
+    array = stored.array
+    if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
+        raise CoverageError(
+            f"{key} ({state})", f"shape {array.shape}, one number per parameter is expected", (stored.path,)
+        )
+    return array
+
+
+def common_dtype(key: str, state: str, arrays: list[StoredArray]) -> DType:
+    """The dtype of all arrays of a tensor.
+
+    Raises
+    ------
+    CoverageError
+        If their dtypes differ.
+    """
+    dtype = arrays[0].dtype()
+    for stored in arrays[1:]:
+        if stored.dtype() != dtype:
+            raise CoverageError(
+                f"{key} ({state})",
+                f"stored as {dtype.name} and as {stored.dtype().name}",
+                (arrays[0].path, stored.path),
+            )
+    return dtype
+
+
+def _located_array(stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[LocatedArray]:
+    path, array = stored.path, stored.array
+    if isinstance(array, ArrayRef):
+        yield LocatedArray(path, array.byte_offset, flat, array.axes if flat is None else None)
+        return
+    start = 0 if flat is None else flat[0]
+    for part in array.parts:
+        stop = start + part.shape[0]
+        yield LocatedArray(path, part.byte_offset, (start, stop), None)
+        start = stop
+
+
+def whole_in_model_state(state: str) -> bool:
+    """Whether a state is stored in model_state files, which sharding does not cut."""
+    return state in (PARAM, EMA_PARAM)

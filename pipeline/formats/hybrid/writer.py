@@ -1,0 +1,207 @@
+"""Lay out the files of every rank: their entries, in the trainer's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
+from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+)
+from paddle_reshard.pipeline.core.upstream import paddle_release
+from paddle_reshard.pipeline.formats.hybrid.file_bytes import FileArrays, FileBytes, RankFileLayout
+from paddle_reshard.pipeline.formats.hybrid.names import (
+    EMA,
+    LORA_MODEL_STATE,
+    MODEL_STATE,
+    OPTIMIZER,
+    WEIGHTS,
+    rank_file_name,
+)
+from paddle_reshard.pipeline.formats.jobs.cells import Cell, CellPlanner
+from paddle_reshard.pipeline.formats.jobs.job import HybridJob
+from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.optimizer_keys import (
+    MASTER_WEIGHTS,
+    SLICE_PREFIX,
+    accumulator_ending,
+    master_tensor_name,
+)
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES
+from paddle_reshard.storage.files.paddle_pickle_writer import DictEntries
+
+
+class HybridWriter:
+    """Lays out all files of a target."""
+
+    def __init__(self, checkpoint: Checkpoint, target: HybridJob) -> None:
+        self.checkpoint, self.target, self.topology = checkpoint, target, target.topology
+        self.planner = CellPlanner(checkpoint.model, target)
+        self.written, self.saved = self.planner.written, self.planner.saved
+        self.bytes = FileBytes(checkpoint, paddle_release(target.paddle_version).pickle_protocol)
+
+    def layout(self) -> TargetFiles:
+        """All files of the target.
+
+        The files of tp ranks are laid out once where they differ only in the offsets of boxes.
+        """
+        cells: list[Cell] = []
+        layouts: list[RankFileLayout] = []
+        for cell in self.planner.cells():
+            if not cell.tp or cell.names != cells[-1].names:
+                layouts = [layout for shard in cell.held for layout in self._rank_files(cell, shard)]
+            for layout in layouts:
+                self.bytes.add(self._name(layout.kind, cell, layout.shard), layout, cell.tp)
+            cells.append(cell)
+        described = self.planner.described(cells)
+        if self.target.writes_meta:
+            self.bytes.add_literal(MODEL_META, self.planner.meta(described))
+        saving = 1 if self.target.expert_axis == "dp" else self.topology.dp
+        for rank in range(self.topology.world_size // saving if self.checkpoint.has_optimizer else 0):
+            self.bytes.add_literal(f"{SIGNAL_PREFIX}{rank}", b"1")
+        return TargetFiles(
+            tuple(self.bytes.files),
+            self.bytes.literals,
+            tuple(self.bytes.fills),
+            self.bytes.placements.fragments(),
+            {self.planner.name(cell): cell.names for cell in described},
+        )
+
+    def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFileLayout]:
+        if self.target.writes_meta and not self.planner.with_lora:
+            yield self._model_state(cell, shard, cell.model_state[shard])
+        elif shard < self.topology.dense_sharding:
+            yield self._model_state(cell, None, cell.model_state[shard])
+        if not self.checkpoint.has_optimizer:
+            return
+        yield (self._experts if self.planner.only_experts(cell.ep) else self._optimizer)(cell, shard)
+        if self.checkpoint.has_ema:
+            yield self._ema(cell, shard)
+
+    def _name(self, kind: str, cell: Cell, shard: int | None) -> str:
+        degrees = self.topology
+        return rank_file_name(
+            kind,
+            cell.tp if degrees.tp > 1 else None,
+            cell.pp if degrees.pp > 1 else None,
+            shard if degrees.sharding > 1 else None,
+            moe=cell.ep if self.target.expert_axis == "dp" else None,
+            ep=cell.ep if kind in WEIGHTS and shard is None and degrees.ep > 1 else None,
+        )
+
+    def _model_state(self, cell: Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> RankFileLayout:
+        arrays = FileArrays(cell)
+        add = self.bytes.adder(arrays, PARAM)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            for t in tensors:
+                yield self.saved[t.key], add(t.key, None, None)
+            yield STRUCTURED_NAMES, {self.saved[t.key]: cell.names[t.key] for t in tensors}
+
+        kind = LORA_MODEL_STATE if self.planner.with_lora else MODEL_STATE
+        return self.bytes.lay_out(kind, shard, entries(), arrays)
+
+    def _optimizer(self, cell: Cell, shard: int) -> RankFileLayout:
+        held_by_any = {a for accumulators in {t.accumulators for t in cell.parameters} for a in accumulators}
+        accumulators = [a for a in ACCUMULATORS if a in held_by_any]
+        held = cell.of_shard(shard)
+        with_master = any(t.master for t in held)
+        arrays = FileArrays(cell)
+        pieces = [
+            (t.key, t.accumulators, self._key_of_states(cell, t, shard), cell.shares[t.key][shard])
+            for t in held
+        ]
+
+        def entries() -> Iterator[tuple[object, object]]:
+            unnamed = {}
+            for accumulator in accumulators:
+                add, ending = self.bytes.adder(arrays, accumulator), accumulator_ending(accumulator)
+                for tensor, held_by, begins, flat in pieces:
+                    if accumulator in held_by:
+                        key = begins + ending
+                        yield key, add(tensor, flat, key if with_master else None)
+                        if not with_master:
+                            unnamed[key] = key
+            if with_master:
+                yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+            if self.checkpoint.job.lr_scheduler is not None:
+                yield "LR_Scheduler", self.checkpoint.job.lr_scheduler
+            if not with_master:
+                yield STRUCTURED_NAMES, unnamed
+
+        return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
+
+    def _experts(self, cell: Cell, shard: int) -> RankFileLayout:
+        """The optimizer file of a dp rank above 0, only its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
+        held = cell.of_shard(shard)
+        with_master = any(t.master for t in held)
+        arrays = FileArrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+            unnamed = {}
+            add = {a: self.bytes.adder(arrays, a) for tensor in held for a in tensor.accumulators}
+            for tensor in held:
+                flat = cell.shares[tensor.key][shard]
+                for accumulator in tensor.accumulators:
+                    key = self._key_of_states(cell, tensor, shard) + accumulator_ending(accumulator)
+                    yield key, add[accumulator](tensor.key, flat, key if with_master else None)
+                    if not with_master:
+                        unnamed[key] = key
+            if not with_master:
+                yield STRUCTURED_NAMES, unnamed
+
+        return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
+
+    def _ema(self, cell: Cell, shard: int) -> RankFileLayout:
+        with_master = any(t.master for t in cell.of_shard(shard))
+        plain = [t for t in cell.model_state[shard] if self.bytes.has(t, EMA_PARAM)]
+        if self.planner.only_experts(cell.ep):
+            plain = []
+        arrays = FileArrays(cell)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            yield MASTER_WEIGHTS, self._master_weights(arrays, shard, EMA_MASTER_WEIGHT)
+            add = self.bytes.adder(arrays, EMA_PARAM)
+            for tensor in plain:
+                name = cell.names[tensor.key] if with_master else None
+                yield self.written[tensor.key], add(tensor.key, None, name)
+            if not with_master:
+                yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in plain}
+
+        return self.bytes.lay_out(EMA, shard, entries(), arrays)
+
+    def _master_weights(self, arrays: FileArrays, shard: int, state: str) -> DictEntries:
+        cell, colors = arrays.cell, self.checkpoint.model.table.colors
+        add = self.bytes.adder(arrays, state)
+
+        def entries() -> Iterator[tuple[object, object]]:
+            for tensor in cell.of_shard_by_master(shard, self.target.strategy, colors):
+                if not tensor.master:
+                    continue
+                name = cell.names[tensor.key]
+                entry = f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name
+                tensor_name = master_tensor_name(name) if self._separate_master_names() else name
+                yield entry, add(tensor.key, cell.shares[tensor.key][shard], tensor_name)
+
+        return DictEntries(entries())
+
+    def _separate_master_names(self) -> bool:
+        """Whether master weights have names of their own; under stages 2 and 3 they have those of their parameters."""
+        return self.target.strategy not in ("stage2", "stage3")
+
+    def _is_stage3_slice(self, cell: Cell, tensor: ModelTensor, shard: int) -> bool:
+        return self.target.strategy == "stage3" and cell.shares[tensor.key][shard] is not None
+
+    def _key_of_states(self, cell: Cell, tensor: ModelTensor, shard: int) -> str:
+        """What the keys of a parameter's states begin with."""
+        name = cell.names[tensor.key]
+        if tensor.master:
+            return master_tensor_name(name) if self._separate_master_names() else name
+        return f"{SLICE_PREFIX}{name}" if self._is_stage3_slice(cell, tensor, shard) else name

@@ -1,0 +1,404 @@
+"""Determine the tensors, parameter names and slices of every cell of a hybrid-parallel job.
+
+A *cell* is a coordinate of the target that writes files: a tp rank of a stage, and a rank of the expert group if
+experts are distributed. The ranks of its sharding group share its optimizer states::
+
+    tp=2, pp=2, sharding=3      4 cells, the optimizer states of each in 3 files
+
+Everything is a function of the model and the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import MTP
+from paddle_reshard.pipeline.formats.jobs.job import HybridJob
+from paddle_reshard.pipeline.formats.jobs.keys import (
+    LORA_PREFIX,
+    cell_name,
+    expert_of,
+    first_keys,
+    shift_expert,
+)
+from paddle_reshard.pipeline.formats.jobs.segments import segment
+from paddle_reshard.pipeline.formats.model_meta import CellMeta, ParameterMeta, format_model_meta
+from paddle_reshard.pipeline.formats.sharding import Parameter, Shares, partition_parameters
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, lead_experts, predict_parameter_names
+from paddle_reshard.pipeline.model.placement import TensorCut
+from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry
+from paddle_reshard.pipeline.model.rules.items import LAYERS, Item, mtp_entry
+from paddle_reshard.pipeline.model.rules.table import RuleTable, renamed_prefix
+
+PipelineItem = tuple[str, int | None]
+"""Kind of an item of a pipeline, and its number among those of its kind."""
+
+
+@dataclass(slots=True)
+class Cell:
+    """One coordinate of the target."""
+
+    tp: int
+    pp: int
+    ep: int
+    tensors: list[ModelTensor]
+    names: Mapping[str, str]
+    local_shapes: dict[str, Shape]
+    cuts: dict[str, TensorCut]
+    listed: list[ModelTensor]
+    """The optimizer's list: trained tensors. Of two to which the library gives one name, it has the first twice."""
+    parameters: list[ModelTensor]
+    """The same, each parameter once."""
+    shares: Shares
+    """Parameter → rank of the sharding group → slice that it stores; for experts only ranks of this cell."""
+    held: dict[int, list[ModelTensor]]
+    """Rank of the sharding group, if it belongs to this cell → parameters with states in its optimizer."""
+    model_state: dict[int, list[ModelTensor]]
+    """Rank of the sharding group → tensors in its model_state file."""
+
+    def of_shard(self, shard: int) -> list[ModelTensor]:
+        """Parameters with states in the rank's optimizer, in the order of its accumulators.
+
+        Stage 3 puts parameters that it cuts first.
+        """
+        return sorted(self.held[shard], key=lambda t: self.shares[t.key][shard] is None)
+
+    def of_shard_by_master(self, shard: int, strategy: str, colors: Sequence[str]) -> list[ModelTensor]:
+        """The same parameters in the order of the master weights.
+
+        Stage 2 creates them in order of size; a job with ``colors`` those of each color first.
+        """
+        held = self.of_shard(shard)
+        if strategy == "stage2":
+            return sorted(held, key=lambda t: prod(self.local_shapes[t.key]))
+        turn = {color: number for number, color in enumerate(colors)}
+        return sorted(held, key=lambda t: turn.get(t.rule.color or "", len(turn)))
+
+
+def _optimizer_list(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> list[ModelTensor]:
+    """The trained tensors of a cell in the order of its optimizer, for :attr:`Cell.listed`.
+
+    Raises
+    ------
+    PlanError
+        If two tensors would be one parameter.
+    """
+    first: dict[str, ModelTensor] = {}
+    listed = []
+    for tensor in tensors:
+        known = first.setdefault(names[tensor.key], tensor)
+        alone = tensor.rule.parameter_name is None or tensor.is_alias
+        if not tensor.trained or (known is not tensor and alone):
+            continue
+        if known is not tensor and tensor.tied_to != known.key:
+            raise PlanError(
+                f"{tensor.key} and {known.key} have the same parameter name {names[tensor.key]} in a job that has both "
+                "in one stage: its optimizer would keep one value and one set of states for the two. Choose stages "
+                "that hold one of them each"
+            )
+        listed.append(known)
+    return listed
+
+
+def _is_shared(tensor: ModelTensor) -> bool:
+    """Whether two stages share a layer with it, if it is on another stage than its twin."""
+    return tensor.tied_to is not None and tensor.rule.tied_to is not None and not tensor.rule.own_in_stages
+
+
+def with_empty_layers(
+    table: RuleTable, config: Config, items: Sequence[PipelineItem | None]
+) -> list[PipelineItem | None]:
+    """The items of a pipeline with ``None`` for each layer without parameters that the config puts between them."""
+    if table.empty is None:
+        return list(items)
+    behind, tail = config_entry(config, table.empty.after) or (), config_entry(config, table.empty.tail) or 0
+    repeated = next(item.name for item in table.items if item.repeated)
+    found: list[PipelineItem | None] = []
+    for item in items:
+        if item is not None and item[0] == table.empty.before:
+            found += [None] * (tail - count_entry(config, mtp_entry(config)))
+        found.append(item)
+        if item is not None and item[0] == repeated and item[1] in behind:
+            found.append(None)
+    return found
+
+
+class CellPlanner:
+    """Determines what every cell of a target holds."""
+
+    def __init__(self, model: Model, target: HybridJob) -> None:
+        self.model, self.target, self.topology = model, target, target.topology
+        self.expert = {t.key: expert_of(t.key) for t in model.tensors if t.rule.of_expert}
+        self.experts = len(set(self.expert.values()))
+        item_of = {t.key: t.item for t in model.tensors}
+        self.tied = {
+            key
+            for t in model.tensors
+            if t.tied_to and _is_shared(t) and item_of[t.tied_to] != t.item
+            for key in (t.key, t.tied_to)
+        }
+        under_pp = self.topology.pp > 1
+        self.written = {t.key: self._own_number((under_pp and t.rule.key_pp) or t.key) for t in model.tensors}
+        """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
+        by_class = model.has_lora or not target.writes_meta
+        renames = model.table.saved_prefixes if by_class else {}
+        self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
+        """The same for files of weights, which a class can rename as it saves them."""
+        self.with_lora = model.has_lora
+
+    def _own_number(self, key: str) -> str:
+        """The key with the number that a rank gives the expert, if it numbers its own from 0 on."""
+        expert = expert_of(key)
+        if expert is None or self.target.expert_axis != "ep" or not self.model.table.local_experts:
+            return key
+        return shift_expert(key, expert % (self.experts // self.topology.ep) - expert)
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells, the tp axis varying fastest."""
+        for pp, tensors in enumerate(self._stages()):
+            for turn in range(self.target.cells_per_tp_rank):
+                cell: Cell | None = None
+                for tp in range(self.topology.tp):
+                    cell = self._cell(tp, pp, turn, tensors, cell)
+                    yield cell
+
+    def name(self, cell: Cell) -> str:
+        """Name of a cell in ``model_meta.json``."""
+        return self._name(cell.tp, cell.pp, cell.ep)
+
+    def _name(self, tp: int, pp: int, ep: int) -> str:
+        return cell_name(tp, pp, ep if self.topology.ep > 1 else None)
+
+    def meta_key(self, key: str) -> str:
+        """The key of a tensor in ``model_meta.json``."""
+        return f"{LORA_PREFIX if self.with_lora else ''}{self.written[key]}"
+
+    def only_experts(self, ep: int) -> bool:
+        """Whether the optimizer files of a cell hold only experts: data-parallel rank 0 writes everything else."""
+        return self.target.expert_axis == "dp" and ep > 0
+
+    def described(self, cells: Sequence[Cell]) -> list[Cell]:
+        """The cells that ``model_meta.json`` lists, in its order."""
+        if self.target.expert_axis == "dp":  # the trainer lists data-parallel rank 0 only
+            cells = [cell for cell in cells if cell.ep == 0]
+        # The trainer gathers all tp ranks and stages of a rank in the expert group before the next rank.
+        return sorted(cells, key=lambda cell: cell.ep // self.topology.tp)
+
+    def meta(self, described: Sequence[Cell]) -> bytes:
+        """Contents of ``model_meta.json``."""
+        metas: dict[str, CellMeta] = {}
+        before: tuple[Cell, CellMeta] | None = None
+        for cell in described:
+            if before is not None and replace(cell, tp=before[0].tp) == before[0]:
+                meta = before[1]  # tp ranks whose cells differ only in this coordinate
+            else:
+                meta = self._cell_meta(cell)
+            metas[self.name(cell)], before = meta, (cell, meta)
+        return format_model_meta(self.model.table.convention, self.topology, metas).encode()
+
+    def _stages(self) -> list[list[ModelTensor]]:
+        """The tensors of every stage, in the order in which it builds them.
+
+        Raises
+        ------
+        PlanError
+            If the library's pipeline class does not contain some of them.
+        """
+        tensors = self.model.as_built(self.topology.pp)
+        items = self._items(tensors)
+        described = {item.name: item for item in self.model.table.items}
+        if self.topology.pp > 1:
+            self._check_mtp_stages(tensors, described)
+            items = with_empty_layers(self.model.table, self.model.config, items)
+        empty = Item("", "" if self.model.table.empty is None else self.model.table.empty.layer_class)
+        positions = segment(
+            [empty if item is None else described[item[0]] for item in items],
+            self.topology.pp,
+            self.topology.vpp,
+            self.target.segmentation,
+            self.model.table.stages(self.model.config),
+        )
+        placed = [(item, place) for item, place in zip(items, positions, strict=True) if item is not None]
+        self.chunk = {item: chunk for item, (_, chunk) in placed}
+        stage_of = {item: stage for item, (stage, _) in placed}
+        stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
+        for tensor in tensors:
+            stages[stage_of[self.model.place(tensor)]].append(tensor)
+        if [] in stages:
+            raise PlanError(
+                f"pp={self.topology.pp}: stage {stages.index([])} would consist of empty layers; what a job saves of "
+                "it has not been seen"
+            )
+        return stages
+
+    def _items(self, tensors: Sequence[ModelTensor]) -> list[PipelineItem | None]:
+        """The pipeline items, as kind and decoder layer; an adapter may have no tensors in some of them."""
+        table, config = self.model.table, self.model.config
+        held: list[PipelineItem | None] = list(dict.fromkeys(self.model.place(t) for t in tensors))
+        if not self.model.has_lora or not isinstance(config_entry(config, LAYERS), int):
+            return held
+        used = {rule.item for rule in table.rules if rule.applies(config)}
+        return [
+            (item.name, layer)
+            for item in table.items
+            if item.name in used and (item.layer_class or self.topology.pp == 1)
+            for layer in table.numbers(item, config)
+        ]
+
+    def _check_mtp_stages(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
+        table = self.model.table
+        if not any(item.layer_class for item in table.items):
+            raise PlanError(
+                f"pp={self.topology.pp}: {table.convention} has no pipeline class of {table.family}; use pp=1"
+            )
+        lost = next((t.key for t in tensors if (i := described[t.rule.item]).mtp and not i.layer_class), None)
+        if lost is not None:
+            raise PlanError(
+                f"{lost}: with pp={self.topology.pp}, {table.convention}'s pipeline class of {table.family} has no "
+                f"multi-token prediction; omit it with --drop {MTP}"
+            )
+
+    def _cell(self, tp: int, pp: int, turn: int, tensors: list[ModelTensor], sibling: Cell | None) -> Cell:
+        """The cell of a coordinate.
+
+        ``sibling`` is the same cell of the previous tp rank; it differs only if parameter names were given, or if
+        experts are distributed.
+        """
+        ep = turn if self.target.expert_axis == "dp" else self.topology.expert_rank(tp, turn)
+        if sibling is not None and self.target.names is None and self.target.expert_axis is None:
+            return replace(sibling, tp=tp)
+        tensors = self._of_rank(tensors, tp, ep)
+        names = self._names(tp, pp, ep, tensors)
+        if self.topology.pp > 1:
+            # Layers are named as they are built, but a stage lists the layers that it shares with another
+            # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
+            tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
+            names = {t.key: names[t.key] for t in tensors}
+        cuts = {t.key: self.model.cut(t, self.topology.tp, self.target.expert_axis) for t in tensors}
+        local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
+        listed = _optimizer_list(tensors, names)
+        parameters = list({tensor.key: tensor for tensor in listed}.values())
+        shares = self._shares(listed, local, turn)
+        apart = self.topology.dense_sharding
+        held: dict[int, list[ModelTensor]] = {
+            shard: [] for shard in range(turn % apart, self.topology.sharding, apart)
+        }
+        for tensor in parameters:
+            if self.only_experts(ep) and not tensor.rule.of_expert:
+                continue
+            for shard in shares[tensor.key].keys() & held.keys():
+                held[shard].append(tensor)
+        cell = Cell(tp, pp, ep, tensors, names, local, cuts, listed, parameters, shares, held, {})
+        cell.model_state = self._model_state_tensors(cell)
+        return cell
+
+    def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
+        """The tensors of a stage that a rank holds.
+
+        With 8 experts over ``ep=4``, expert rank 1 holds experts 2 and 3.
+        """
+        axis = self.target.expert_axis
+        if axis is None:
+            return tensors
+        rank = tp if axis == "tp" else ep
+        each = self.experts // {"ep": self.topology.ep, "tp": self.topology.tp, "dp": self.topology.dp}[axis]
+        mine = range(rank * each, (rank + 1) * each)
+        held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
+        return lead_experts(held, self.target.unified_experts) if axis == "ep" else held
+
+    def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
+        """Slices of every parameter; with expert parallelism, experts are cut separately, by ``moe_sharding`` ranks.
+
+        Under stage 1 v2 the parameters of each color are cut separately too.
+        """
+        topology, strategy, options = self.topology, self.target.strategy, self.target.sharding
+        listed: dict[tuple[bool, str | None], list[Parameter]] = {}
+        for t in parameters:
+            apart = topology.ep > 1 and t.rule.of_expert, t.rule.color if strategy == "stage1v2" else None
+            listed.setdefault(apart, []).append(
+                Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[self.model.place(t)])
+            )
+        shares: Shares = {}
+        for (alone, _), together in sorted(listed.items(), key=lambda of: of[0][0]):
+            degree = topology.moe_sharding if alone else topology.sharding
+            for key, ranks in partition_parameters(strategy, together, degree, options).items():
+                shares[key] = (
+                    {rank * topology.dense_sharding + turn: piece for rank, piece in ranks.items()}
+                    if alone
+                    else ranks
+                )
+        return shares
+
+    def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
+        if self.target.names is None:
+            topology, parallel = self.topology, self.target.sequence_parallel
+            return predict_parameter_names(
+                tensors, self.model.config, topology.pp, topology.tp, parallel, topology.ep
+            )
+        where = self._name(tp, pp, ep)
+        given = self.target.names.get(where, {})
+        if self.target.expert_axis == "dp":
+            given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
+        keys = {t.key: self.meta_key(t.key) for t in tensors}
+        if set(given) != set(keys.values()):
+            differing = sorted(set(given) ^ set(keys.values()))
+            raise RuleError(
+                differing[0] if differing else where,
+                f"the target's model_meta.json and the segmentation disagree about the cell {where}",
+            )
+        return {key: given[written] for key, written in keys.items()}
+
+    def _model_state_tensors(self, cell: Cell) -> dict[int, list[ModelTensor]]:
+        """Rank of the sharding group → tensors in its model_state file.
+
+        Without ``model_meta.json``, and for LoRA, rank 0 stores everything. Sharded saving omits bfloat16 parameters
+        with a master weight. The owner stores the remaining trained parameters under v1; v2 distributes them round
+        robin. Tensors that are not trained go to rank 0 (PaddleNLP 3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2
+        loses them by default).
+        """
+        stored = [t for t in cell.tensors if not t.missing]
+        if self.with_lora or not self.target.writes_meta:
+            return {shard: stored if shard < self.topology.dense_sharding else [] for shard in cell.held}
+        held_by: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
+        listed: dict[str, list[int]] = {}
+        for position, tensor in enumerate(cell.listed):
+            listed.setdefault(tensor.key, []).append(position)
+        first_key = first_keys(cell.names)
+        for tensor in stored:
+            if tensor.master and tensor.dtype.name == "bfloat16":
+                continue
+            key = first_key[cell.names[tensor.key]]
+            owners = {position % self.topology.sharding for position in listed.get(key, [0])}
+            if key in listed and self.target.strategy == "stage1v1":
+                owners = {*cell.shares[key]}
+            for owner in owners:
+                held_by[owner].append(tensor)
+        return held_by
+
+    def _cell_meta(self, cell: Cell) -> CellMeta:
+        return CellMeta(
+            strategy=self.target.strategy,
+            comm_overlap=self.target.sharding.comm_overlap,
+            names={self.meta_key(key): name for key, name in cell.names.items()},
+            parameters={
+                self.meta_key(tensor.key): ParameterMeta(
+                    local_shape=cell.local_shapes[tensor.key],
+                    dtype=tensor.dtype,
+                    is_distributed=self._is_distributed(cell, tensor),
+                    no_sync=self.target.expert_axis == "ep" and tensor.rule.of_expert,
+                )
+                for tensor in cell.tensors
+            },
+            owners={cell.names[key]: rank for key, (rank, *_) in cell.shares.items()}
+            if self.target.strategy == "stage1v1"
+            else {},
+        )
+
+    def _is_distributed(self, cell: Cell, tensor: ModelTensor) -> bool:
+        of_rank = self.target.expert_axis in ("ep", "tp") and tensor.rule.of_expert
+        cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
+        return tensor.rule.marked_distributed(cut, self.topology.ep, of_rank=of_rank)

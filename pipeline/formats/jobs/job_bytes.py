@@ -1,0 +1,131 @@
+"""The bytes that each rank of a hybrid-parallel job holds, and those of all files.
+
+The same cells, slices and padding as in the files of its ranks, without their bytes: a second where laying out takes
+several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.format import RankBytes
+from paddle_reshard.pipeline.core.tensors import (
+    DTYPES,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    is_per_parameter,
+)
+from paddle_reshard.pipeline.formats.jobs.cells import Cell, CellPlanner
+from paddle_reshard.pipeline.formats.jobs.job import HybridJob
+from paddle_reshard.pipeline.formats.jobs.keys import first_keys
+from paddle_reshard.pipeline.model.model import ModelTensor
+
+ItemSize = Callable[[str], int]
+"""Key of a parameter → bytes of an element of one of its states; 0 if the source does not have it."""
+
+
+def job_bytes(checkpoint: Checkpoint, target: HybridJob) -> tuple[RankBytes, int]:
+    """What the rank with most bytes on its card holds, and the bytes of the tensors in all files.
+
+    Raises
+    ------
+    PlanError, RuleError
+        If the model cannot take the topology, as where its files are laid out.
+    """
+    sizes = _Sizes(checkpoint, target)
+    fullest, total = RankBytes(0, 0, 0, 0), 0
+    before: Cell | None = None
+    of_cell, in_files = fullest, 0
+    for cell in sizes.planner.cells():
+        if (
+            before is None or cell.held is not before.held
+        ):  # tp ranks share what only their coordinate tells apart
+            ranks = sizes.of_ranks(cell)
+            of_cell = max(ranks, key=lambda rank: rank.on_card)
+            in_files = sizes.in_files(cell, ranks)
+        fullest = max(fullest, of_cell, key=lambda rank: rank.on_card)
+        total += in_files
+        before = cell
+    return fullest, total
+
+
+class _Sizes:
+    """The bytes of cells and ranks of a target."""
+
+    def __init__(self, checkpoint: Checkpoint, target: HybridJob) -> None:
+        self.checkpoint, self.target = checkpoint, target
+        self.planner = CellPlanner(checkpoint.model, target)
+        tensors = checkpoint.catalog.tensors
+        identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
+        dtypes = tensors.dtypes.tolist()
+
+        def item_size(state: str) -> ItemSize:
+            find = tensors.finder(state)
+
+            def size(key: str) -> int:
+                number = find(identity[key])
+                return 0 if number is None else DTYPES[dtypes[number]].itemsize
+
+            return size
+
+        accumulators = {a for t in checkpoint.model.tensors for a in t.accumulators}
+        self.item_size = {
+            state: item_size(state) for state in (*accumulators, MASTER_WEIGHT, EMA_MASTER_WEIGHT, EMA_PARAM)
+        }
+
+    def of_ranks(self, cell: Cell) -> list[RankBytes]:
+        """What each rank of the sharding group holds."""
+        whole = 0 if self.target.strategy == "stage3" else self._parameters(cell, 0)
+        return [self._of_rank(cell, shard, whole or self._parameters(cell, shard)) for shard in cell.held]
+
+    def _of_rank(self, cell: Cell, shard: int, parameters: int) -> RankBytes:
+        masters = moments = ema = 0
+        for tensor in cell.held[shard] if self.checkpoint.has_optimizer else ():
+            key, elements = tensor.key, self._elements(cell, tensor.key, shard)
+            for state in tensor.accumulators:
+                moments += self.item_size[state](key) * (1 if is_per_parameter(state) else elements)
+            if tensor.master:
+                masters += self.item_size[MASTER_WEIGHT](key) * elements
+                ema += self.item_size[EMA_MASTER_WEIGHT](key) * elements
+        plain = () if self.planner.only_experts(cell.ep) else cell.model_state[shard]
+        ema += sum(self.item_size[EMA_PARAM](t.key) * prod(cell.local_shapes[t.key]) for t in plain)
+        return RankBytes(parameters, masters, moments, ema if self.checkpoint.has_ema else 0)
+
+    def in_files(self, cell: Cell, ranks: Sequence[RankBytes]) -> int:
+        """Bytes of the tensors in all files of a cell."""
+        states = sum(rank.master_weights + rank.moments + rank.ema for rank in ranks)
+        return states + sum(_bytes(cell, t) for shard in self._saving(cell) for t in cell.model_state[shard])
+
+    def _saving(self, cell: Cell) -> Iterator[int]:
+        """The ranks of the sharding group that write parameters."""
+        each = self.target.writes_meta and not self.planner.with_lora
+        return (shard for shard in cell.held if each or shard < self.planner.topology.dense_sharding)
+
+    def _parameters(self, cell: Cell, shard: int) -> int:
+        """Every parameter once, also those that only a master weight in the files defines.
+
+        Stage 3 leaves each rank a slice of the parameters that it cuts.
+        """
+        slices = self.target.strategy == "stage3"
+        once = first_keys(cell.names)  # of tied tensors, the first
+        total = 0
+        for tensor in cell.tensors:
+            if once[cell.names[tensor.key]] != tensor.key:
+                continue
+            if slices and tensor.key in cell.shares:
+                total += tensor.dtype.itemsize * self._elements(cell, tensor.key, shard)
+            else:
+                total += _bytes(cell, tensor)
+        return total
+
+    def _elements(self, cell: Cell, key: str, shard: int) -> int:
+        """Elements of a parameter, padding included, whose states a rank of the sharding group stores."""
+        flat = cell.shares[key][shard]
+        return prod(cell.local_shapes[key]) if flat is None else flat.elements
+
+
+def _bytes(cell: Cell, tensor: ModelTensor) -> int:
+    return tensor.dtype.itemsize * prod(cell.local_shapes[tensor.key])

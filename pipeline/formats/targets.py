@@ -1,0 +1,203 @@
+"""Lay out targets of any format, and join several targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
+from paddle_reshard.pipeline.checkpoint.format import Format, JobTarget, Outline, Target
+from paddle_reshard.pipeline.checkpoint.quantising import joined as join_quantised
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensors import DROPPABLE, Cast
+from paddle_reshard.pipeline.formats.registry import FORMATS, average_target, formats_for_average, names_of
+from paddle_reshard.pipeline.model.model import Model
+from paddle_reshard.pipeline.model.optimizers import refuse_optimizer, special_optimizer
+
+
+def lay_out(
+    source: Checkpoint,
+    wanted: Checkpoint,
+    target: Target,
+    sizes: Mapping[str, int],
+    folders: Sequence[str],
+) -> LaidOut:
+    """Lay out a target, without states that its format cannot hold.
+
+    Parameters
+    ----------
+    wanted
+        The source with all requested changes applied, such as another size of the vocabulary.
+    sizes, folders
+        Path of every file of the source → size in bytes; names of its folders.
+
+    Raises
+    ------
+    PlanError
+        If the source cannot become this target.
+    """
+    source, wanted, omitted = _to_lay_out(source, wanted, target)
+    laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), sizes, folders)
+    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *omitted}))
+    casts = laid_out.files.casts | _defined_casts(source.catalog)
+    return replace(
+        laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
+    )
+
+
+def outline(
+    source: Checkpoint,
+    wanted: Checkpoint,
+    target: JobTarget,
+    sizes: Mapping[str, int],
+    folders: Sequence[str],
+) -> Outline:
+    """What :func:`lay_out` would make, without the files; arguments and errors are the same."""
+    source, wanted, omitted = _to_lay_out(source, wanted, target)
+    found = target.outline(source.without(omitted), wanted.without(omitted), sizes, folders)
+    return replace(found, states_not_carried=tuple(sorted({*found.states_not_carried, *omitted})))
+
+
+def _to_lay_out(
+    source: Checkpoint, wanted: Checkpoint, target: Target
+) -> tuple[Checkpoint, Checkpoint, frozenset[str]]:
+    """Source and wanted, as the target takes them, and the states that its format cannot hold."""
+    format = FORMATS[target.format]
+    if wanted.model.has_lora:
+        _check_lora(wanted.model, target)
+    _check_optimizer(wanted.model, format)
+    if wanted.history.masters_made and not format.starts_with_masters:
+        starting = names_of([other for other in FORMATS.values() if other.starts_with_masters], "or")
+        raise PlanError(
+            "--master-weights from-parameters: no job starts from master weights without other optimizer states in "
+            f"the format {format.name}; use --format {starting}"
+        )
+    if starts_anew(source, target):
+        source, wanted = replace(source, has_optimizer=False), replace(wanted, has_optimizer=False)
+    cannot_hold = {state for name in format.cannot_hold for state in DROPPABLE[name]}
+    return source, wanted, source.catalog.tensors.states & cannot_hold
+
+
+def starts_anew(source: Checkpoint, target: Target) -> bool:
+    """Whether a job starts from the target with a new optimizer, because the source holds parameters only.
+
+    Empty optimizer files of a hybrid checkpoint are an optimizer without states, which is carried.
+    """
+    if not FORMATS[target.format].starts_with:
+        return False
+    has_files = FORMATS[source.format].starts_with and source.has_optimizer
+    return not (has_files or any(tensor.trained for tensor in source.model.tensors))
+
+
+def _check_lora(model: Model, target: Target) -> None:
+    format = FORMATS[target.format]
+    holding = [other for other in FORMATS.values() if other.holds_lora]
+    if not format.holds_lora:
+        raise UnsupportedError(
+            f"the format {format.name} cannot hold LoRA; use --format {names_of(holding, 'or')}"
+        )
+    if (reason := target.cannot_hold_lora(model)) is not None:
+        # Formats of one class, such as hybrid and hybrid-plain, hold LoRA under the same conditions.
+        others = [other for other in holding if type(other) is not type(format)]
+        raise PlanError(f"{reason}; or use --format {names_of(others, 'or')}")
+
+
+def _check_optimizer(model: Model, format: Format) -> None:
+    optimizer = special_optimizer(model)
+    if optimizer is None or format.model_only or optimizer in format.special_optimizers:
+        return
+    saving = names_of([other for other in FORMATS.values() if optimizer in other.special_optimizers], "or")
+    for_models = names_of([other for other in FORMATS.values() if other.model_only], "or")
+    refuse_optimizer(model, format.name, saving, for_models)
+
+
+def check_nothing_lost(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -> None:
+    """Refuse targets if a state would be lost: its format cannot hold it, and no other target does.
+
+    Formats that hold only a model omit everything else intentionally.
+
+    Raises
+    ------
+    PlanError
+    """
+    for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
+        others = (other for index, other in enumerate(laid_out) if index != number)
+        held = {state for other in others for state in other.catalog.tensors.states}
+        if FORMATS[target.format].model_only or not set(one.states_not_carried) - held:
+            continue
+        lost = ", ".join(sorted(set(one.states_not_carried) - held))
+        beside, model = formats_for_average()
+        raise PlanError(
+            f"the format {target.format} cannot hold the exponential moving average of the source ({lost}): omit it "
+            f"with --drop ema, convert to {beside}, or write it to a second target: "
+            f"--target DST:{average_target(model)}"
+        )
+
+
+def _defined_casts(source: Catalog) -> frozenset[Cast]:
+    """Casts that are part of the source: tensors defined as casts by its format, or made by an AOA program."""
+    dtype = source.tensors.dtype
+    return source.casts() | {(dtype(of).name, dtype(tensor).name) for tensor, of in source.implied.items()}
+
+
+def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) -> LaidOut:
+    """Join several targets into one, so that the source is read once; paths get the prefix of their target."""
+    if len(laid_out) == 1:
+        return laid_out[0]
+    chosen = [one.catalog.index() for one in laid_out]
+    kept = [
+        number for identity, number in source.index().items() if any(identity in of_one for of_one in chosen)
+    ]
+    catalog = source.only(kept)
+    index = catalog.index()
+    files: list[File] = []
+    first_files: list[int] = []
+    literals = Literals()
+    fills: list[tuple[int, int, int]] = []
+    fragments: list[Fragments] = []
+    omitted: set[int] = set()
+    for prefix, one in zip(prefixes, laid_out, strict=True):
+        first = len(files)
+        first_files.append(first)
+        files += [replace(file, path=prefix + file.path) for file in one.files.files]
+        for file, start, content in one.files.literals:
+            literals.add(first + file, start, content)
+        fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
+        rows = one.files.fragments.copy()
+        rows["file"] = rows["file"] + first
+        new_index = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
+        rows["tensor"] = new_index[rows["tensor"]]
+        fragments.append(rows)
+        omitted.update(new_index[_omitted(one)].tolist())
+    casts = frozenset(cast for one in laid_out for cast in one.files.casts)
+    quantised = [
+        one.files.quantised.below(prefix)
+        for prefix, one in zip(prefixes, laid_out, strict=True)
+        if one.files.quantised is not None
+    ]
+    joined = TargetFiles(
+        tuple(files),
+        literals,
+        tuple(fills),
+        Fragments.joined(fragments),
+        casts=casts,
+        quantised=join_quantised(quantised),
+        omitted=frozenset(omitted),
+        first_files=tuple(first_files),
+    )
+    return LaidOut(catalog, joined, (), ())
+
+
+def _omitted(target: LaidOut) -> list[int]:
+    """Tensors of the source that this target does not use."""
+    catalog = target.catalog
+    fed: set[int] = set()
+    for tensor in np.unique(target.files.fragments["tensor"]).tolist():
+        mixture = catalog.mixtures.get(tensor)
+        fed |= {catalog.implied.get(tensor, tensor)} if mixture is None else {t.tensor for t in mixture.terms}
+    return sorted({*np.unique(catalog.fragments["tensor"]).tolist()} - fed)

@@ -1,0 +1,120 @@
+"""The arguments that start a trainer in the topology of a checkpoint.
+
+PaddleFormers 1.2 (``paddleformers/trainer/training_args.py``) and PaddleNLP 3 (``paddlenlp/trainer/training_args.py``)
+spell the axes differently. Every real checkpoint of ``tests/corpus`` names the arguments that its trainer was given,
+and the jobs of ``tests/parity`` resume with theirs; both are compared with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
+from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.formats.registry import FORMATS
+
+Arguments = Mapping[str, str | int | bool]
+"""Name of an argument of the trainer, without dashes → its value."""
+
+
+def trainer_arguments(job: TrainingJob) -> Arguments:
+    """The arguments that make a trainer's ranks those of a checkpoint, and read its format.
+
+    Arguments at their default are left out: a job of one rank needs only those of its format.
+
+    >>> job = TrainingJob("paddleformers", "hybrid-plain", Topology(tp=2, pp=4), "none")
+    >>> trainer_arguments(job)
+    {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 4, 'load_checkpoint_format': 'sharding_io'}
+
+    Raises
+    ------
+    UnsupportedError
+        For a library, a format or a topology whose arguments are not known.
+    """
+    if job.library not in _LIBRARIES:
+        raise UnsupportedError(
+            f"the arguments of {job.library} are not known, only those of {' and '.join(_LIBRARIES)}; the checkpoint "
+            f"needs a job of {job.topology}"
+        )
+    of_format = FORMATS[job.format].loaded_with(job.library, job.strategy)
+    if of_format is None:
+        raise UnsupportedError(f"how {job.library} reads a checkpoint of format {job.format} is not known")
+    return {**_LIBRARIES[job.library](job), **of_format}
+
+
+def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
+    found: dict[str, str | int | bool] = {"stage": job.recipe} if job.recipe else {}
+    found |= _axes(job.topology, names) | _sharding(job, "sharding_parallel_size")
+    if job.topology.ep > 1:
+        found["use_expert_parallel"] = True
+    if job.strategy == "none" and job.topology.dp > 1:
+        found["sharding"] = ""  # by default all data-parallel ranks are a sharding group
+    if job.strategy in _SPLITS:
+        found["split_param"] = _SPLITS[job.strategy]
+    if job.comm_overlap:
+        found["pp_sharding_comm_overlap"] = True
+    of_recipe = _RECIPES.get(job.recipe, _no_more)
+    return found | _common(job) | dict.fromkeys(job.switches, True) | of_recipe(job)
+
+
+def _no_more(job: TrainingJob) -> dict[str, str | int | bool]:
+    return {}
+
+
+def _ernie_pretrain(job: TrainingJob) -> dict[str, str | int | bool]:
+    """What the recipe takes beside the library's arguments (1.2.0 ``cli/train/ernie_pretrain``).
+
+    By default its experts are distributed over data-parallel ranks, with which it does not start. Its
+    ``sequence_parallel`` is a number.
+    """
+    found: dict[str, str | int | bool] = {"sequence_parallel": 1} if job.sequence_parallel else {}
+    return found | ({"use_moe": True, "moe_group": "ep"} if job.topology.ep > 1 else {})
+
+
+def _paddlenlp(job: TrainingJob) -> dict[str, str | int | bool]:
+    if job.topology.ep > 1:
+        raise UnsupportedError(
+            f"how PaddleNLP starts a job of {job.topology} is not known: no such job was seen"
+        )
+    names = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "vpp": "virtual_pp_degree"}
+    found = _axes(job.topology, names) | _sharding(job, "sharding_parallel_degree")
+    if job.experts_over_dp:
+        found["use_expert_parallel"] = True
+    if _SPLITS.get(job.strategy):
+        found["sharding_parallel_config"] = "split_param"
+    return found | _common(job)
+
+
+def _axes(topology: Topology, names: Mapping[str, str]) -> dict[str, str | int | bool]:
+    """The sizes of axes that are used; ``names``: axis → argument."""
+    return {name: size for axis, name in names.items() if (size := getattr(topology, axis)) > 1}
+
+
+_LIBRARIES = {"paddleformers": _paddleformers, "paddlenlp": _paddlenlp}
+_RECIPES = {"ernie_pretrain": _ernie_pretrain}
+"""Argument ``stage`` of PaddleFormers → further arguments of this recipe."""
+_SPLITS = {"stage1v1": False, "stage1v2": True}
+"""Strategy → whether ranks hold slices of parameters (v2) or whole parameters (v1) of stage 1."""
+
+
+def _sharding(job: TrainingJob, degree: str) -> dict[str, str | int | bool]:
+    """The stage, and over how many ranks."""
+    if job.strategy == "none":
+        return {}
+    return {"sharding": job.strategy[: len("stage1")], degree: job.topology.sharding}
+
+
+def _common(job: TrainingJob) -> dict[str, str | int | bool]:
+    found: dict[str, str | int | bool] = {}
+    if job.sequence_parallel:
+        found["sequence_parallel"] = True
+    if job.muon:
+        found["optim"] = "muon"
+    return found

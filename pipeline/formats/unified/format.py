@@ -1,0 +1,69 @@
+"""Unified checkpoints: whole tensors in safetensors files, in Paddle's own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
+from paddle_reshard.pipeline.formats.unified.name import UNIFIED
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+    from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
+    from paddle_reshard.pipeline.formats.unified.target import UnifiedTarget
+    from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+
+@dataclass(frozen=True)
+class UnifiedFormat(Format):
+    """Weights, master weights and optimizer states, each kind in files of its own."""
+
+    name: str
+    help: str
+    options: ClassVar[Mapping[str, FormatOption]] = {
+        "files": FormatOption("number of files of each kind. Default: 1.")
+    }
+    cannot_hold: ClassVar[tuple[str, ...]] = ("ema",)
+
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool]:
+        """Under any strategy."""
+        if library == "paddlenlp":
+            return {"unified_checkpoint": True}
+        return {
+            "save_checkpoint_format": "unified_checkpoint",
+            "load_checkpoint_format": "unified_checkpoint",
+        }
+
+    def recognises(self, files: SourceFiles) -> bool:
+        """By the names of files of states; weights alone by the layout that they say they are in (not ERNIE's)."""
+        if not files.safetensors:
+            return False
+        from paddle_reshard.pipeline.formats.unified.names import holds_adapter, is_unified
+        from paddle_reshard.pipeline.model.ernie import is_ernie_layout
+        from paddle_reshard.pipeline.model.weights import PADDLE_LAYOUTS
+
+        if is_unified(files.sizes) or holds_adapter(files.safetensors):
+            return True
+        if files.pickles:
+            return False
+        return any(
+            header.metadata.get("format") in PADDLE_LAYOUTS and not is_ernie_layout(header.tensors)
+            for header in files.headers.values()
+        )
+
+    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
+        """Understand the headers of all files."""
+        from paddle_reshard.pipeline.formats.unified.index import index_unified
+
+        return index_unified(files, tables)
+
+    def request(self, asked: Mapping[str, Any]) -> UnifiedTarget:
+        """Number of files; nothing of it depends on the source."""
+        from paddle_reshard.pipeline.formats.unified.request import parse_unified
+
+        return parse_unified(asked.get("files"))
+
+
+FORMAT = UnifiedFormat(UNIFIED, "unified checkpoint")

@@ -1,0 +1,525 @@
+"""Build the catalog of logical tensors from the headers of a unified checkpoint.
+
+The files hold whole tensors by structured key, so the model follows from them and the rules. Details that the files do
+not state (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkpoint``):
+
+* **Transposed weights.** Files of weights have ``format: np`` if they are in Paddle's own layout. With ``save_to_hf``,
+  PaddleFormers' default, they have ``format: pt`` (``transformers/model_utils.py:621-629``) and linear layers are
+  transposed (:func:`~paddle_reshard.pipeline.model.weights.is_transposed`). Optimizer states and master weights are
+  always in Paddle's layout.
+* **Slices.** Under stage 1 v2 PaddleFormers writes the padded slices of each rank, under the same key in several files;
+  the index names only the last file. Slices are joined in the order of the files, which is that of the sharding ranks
+  in every pipeline stage. PaddleNLP merges them.
+* **Tensor parallelism.** PaddleNLP merges the pieces of tp ranks: fused gate and up projections part by part; fused
+  query, key and value projections, which are grouped by key/value head, as a whole (``naive_fuse_merge_tp`` and
+  ``normal_fuse_merge_tp`` in ``transformers/conversion_utils.py``). PaddleFormers 1.2 raises an error.
+* **float32 parameters** (routers) have no master weight, but are also written to ``master_weights``
+  (``unified_checkpoint.py``, ``fp32_weight``): a copy.
+* **Missing master weights** of 16-bit parameters (``remove_master_weight``): the loader casts the weights
+  (``load_local.py``), and so does this module.
+* **Missing weights** (``skip_save_model_weight``): the master weights are in ``model-*.safetensors``, and the weights
+  are their cast.
+* **Tied weights** are a single tensor under two keys. On one card only the last key has optimizer states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple
+
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
+from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    Tensor,
+    dtype_named,
+    is_per_parameter,
+)
+from paddle_reshard.pipeline.formats.padding import padded_elements
+from paddle_reshard.pipeline.formats.sharding import Parameter, cut_buffer, not_of_these_ranks, read_buffers
+from paddle_reshard.pipeline.formats.unified.name import UNIFIED
+from paddle_reshard.pipeline.formats.unified.names import (
+    MASTER_WEIGHTS,
+    MODEL,
+    OPTIMIZER,
+    UnifiedFile,
+    check_indexes,
+    refuse_other_files,
+    sort_files,
+    split_optimizer_key,
+)
+from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
+from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.model.rules.choose import choose_table
+from paddle_reshard.pipeline.model.rules.rule import expected_shape
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.pipeline.model.weights import dtype_of_tag, is_transposed
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
+
+_FLOATING = ("float32", "bfloat16", "float16", "float64")
+_HALVES = ("bfloat16", "float16")
+TensorId = tuple[str, str]
+"""Key and state."""
+
+
+class _Stored(NamedTuple):
+    """An array in a file."""
+
+    file: UnifiedFile
+    key: str
+    """Structured key under which it is stored; tied weights have several."""
+    array: ArrayRef
+    dtype: DType
+    transposed: bool = False
+    """Whether its two dims are swapped, compared with Paddle."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape in Paddle's layout."""
+        return self.array.shape[::-1] if self.transposed else self.array.shape
+
+
+Arrays = Mapping[TensorId, list[_Stored]]
+"""All arrays of each tensor."""
+
+
+def read_unified(
+    sizes: Mapping[str, int],
+    payloads: Mapping[str, SafetensorsPayload],
+    indexes: Mapping[str, Index],
+    config: Mapping[str, Any],
+    tables: RuleTables,
+    lr_scheduler: Any,
+) -> Checkpoint:
+    """Interpret a checkpoint from its headers.
+
+    Parameters
+    ----------
+    sizes
+        Every path of the checkpoint → size in bytes.
+    payloads
+        Path → header of every ``.safetensors`` file.
+    indexes
+        Path → contents of an index file; without a ``weight_map`` if every rank wrote its own files.
+    config, tables
+        ``config.json`` and rule tables to choose from.
+    lr_scheduler
+        State of the learning-rate schedule, or ``None``.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
+        interpreted exactly.
+    """
+    refuse_other_files(sizes)
+    files = sort_files(payloads)
+    check_indexes(files, payloads, indexes)
+    arrays = _arrays(files, payloads, config)
+    keys = dict.fromkeys(key for key, _ in arrays)
+    table = choose_table(tables, keys, config, UNIFIED)
+    _refuse_unknown_dtypes(arrays, table, config)
+    arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
+    model = read_model(_tensors(arrays, table, config), table, config)
+    check_complete(model)
+    catalog = _UnifiedCatalogBuilder(model, files, sizes).catalog(arrays)
+    _check_states(model)
+    check_catalog(catalog)
+    return Checkpoint(
+        format=UNIFIED,
+        catalog=catalog,
+        own_files=frozenset([*payloads, *indexes]),
+        model=model,
+        job=Job(lr_scheduler=lr_scheduler),
+    )
+
+
+# ---------------------------------------------------------------------------------------- arrays and tensors
+
+
+def _arrays(
+    files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
+) -> dict[TensorId, list[_Stored]]:
+    """All arrays of each tensor, in the order of the files."""
+    found: dict[TensorId, list[_Stored]] = {}
+    masters_only = _masters_only(files, payloads, config)
+    for file in files:
+        payload = payloads[file.path]
+        for stored_key, array in payload.tensors.items():
+            if file.kind == OPTIMIZER:
+                key, state = split_optimizer_key(stored_key, file.path)
+            else:
+                is_param = file.kind == MODEL and not masters_only
+                key, state = stored_key, PARAM if is_param else MASTER_WEIGHT
+            dtype = dtype_of_tag(payload.tags[stored_key], f"{file.path}: {stored_key}")
+            _check_dtype(key, state, dtype, file)
+            found.setdefault((key, state), []).append(_Stored(file, key, array, dtype))
+    for key in [key for key, state in found if state == MASTER_WEIGHT]:
+        param = found.get((key, PARAM))
+        if param and param[0].dtype.name == "float32":
+            param += found.pop((key, MASTER_WEIGHT))
+    for (key, state), stored in found.items():
+        for copy in stored[1:]:
+            if copy.dtype != stored[0].dtype:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"stored as {stored[0].dtype.name} and as {copy.dtype.name}",
+                    (stored[0].file.path, copy.file.path),
+                )
+    return found
+
+
+def _masters_only(
+    files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
+) -> bool:
+    """Whether the files of weights hold master weights: ``skip_save_model_weight``."""
+    kinds = {file.kind for file in files}
+    tags = {tag for file in files if file.kind == MODEL for tag in payloads[file.path].tags.values()}
+    trained_in = config.get("dtype", config.get("torch_dtype"))
+    if MASTER_WEIGHTS in kinds or OPTIMIZER not in kinds or tags != {"F32"} or trained_in == "float32":
+        return False
+    if trained_in == "bfloat16":
+        return True
+    raise UnsupportedError(
+        f"all weights are float32 and config.json says dtype={trained_in!r}: only for float32 and bfloat16 is it known "
+        "whether they are weights or master weights (skip_save_model_weight)"
+    )
+
+
+def _refuse_unknown_dtypes(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> None:
+    """Refuse mixtures of experts without weights: master weights do not show which parameters are float32."""
+    if any(state == PARAM for _, state in arrays):
+        return
+    for key, state in arrays:
+        if state == MASTER_WEIGHT and ".experts." in table.find(key, config)[0].key:
+            raise UnsupportedError(
+                f"{key}: the files of a mixture of experts hold master weights but no weights "
+                "(skip_save_model_weight); which parameters are float32 is not stored, so the weights cannot be derived"
+            )
+
+
+def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:
+    if state == PARAM or dtype.name == "float32" or (state in ACCUMULATORS and dtype.name in _FLOATING):
+        return
+    expected = "float32" if state == MASTER_WEIGHT else "a floating dtype"
+    raise CoverageError(f"{key} ({state})", f"stored as {dtype.name}, {expected} is expected", (file.path,))
+
+
+def _joined_twins(
+    arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
+) -> dict[TensorId, list[_Stored]]:
+    """Merge tied weights under their common key; arrays stored under that key come first."""
+    twins = {
+        key: table.find(key, config)[0].twin(config, key) for key in dict.fromkeys(key for key, _ in arrays)
+    }
+    joined: dict[TensorId, list[_Stored]] = {}
+    for tied in (False, True):
+        for (key, state), stored in arrays.items():
+            if (twins[key] is not None) == tied:
+                joined.setdefault((twins[key] or key, state), []).extend(stored)
+    return joined
+
+
+def _oriented(
+    arrays: Arrays,
+    payloads: Mapping[str, SafetensorsPayload],
+    table: RuleTable,
+    config: Mapping[str, Any],
+) -> dict[TensorId, list[_Stored]]:
+    """Mark transposed arrays; only weights can be transposed."""
+
+    def oriented(key: str, stored: _Stored) -> _Stored:
+        if stored.file.kind != MODEL:
+            return stored
+        path = stored.file.path
+        layout = payloads[path].metadata.get("format")
+        transposed = is_transposed(key, stored.array.shape, layout, path, table, config)
+        return stored._replace(transposed=transposed)
+
+    return {(key, state): [oriented(key, one) for one in stored] for (key, state), stored in arrays.items()}
+
+
+def _tensors(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> list[Tensor]:
+    """The logical tensors, including those that are cast from others."""
+    shapes = {key: _shape(key, arrays, table, config) for key, _ in arrays}
+    tensors = [
+        Tensor(key, state, stored[0].dtype, (1,) if is_per_parameter(state) else shapes[key])
+        for (key, state), stored in arrays.items()
+    ]
+    if any(state == MASTER_WEIGHT for _, state in arrays):
+        return tensors
+    trained = {key for key, state in arrays if state in ACCUMULATORS}
+    return tensors + [
+        Tensor(key, MASTER_WEIGHT, dtype_named("float32"), shapes[key])
+        for key in shapes
+        if key in trained and (key, PARAM) in arrays and arrays[key, PARAM][0].dtype.name in _HALVES
+    ]
+
+
+def _shape(key: str, arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> Shape:
+    """Global shape of a parameter, from its weight, its master weight or the rules, in this order."""
+    if stored := arrays.get((key, PARAM)):
+        return stored[0].shape
+    masters = arrays.get((key, MASTER_WEIGHT))
+    if masters is None:
+        states = sorted(state for other, state in arrays if other == key)
+        raise CoverageError(key, f"nothing but its {', '.join(states)} is stored")
+    if len(masters[0].shape) > 1:
+        return masters[0].shape
+    expected = expected_shape(table.find(key, config)[0], config, key)
+    if expected is None:
+        raise RuleError(
+            key,
+            "only its flattened master weight is stored, and its rule has no shape; add 'shape' to its row in a copy "
+            "of the rule table and pass it with --rules FILE",
+        )
+    return expected
+
+
+# ------------------------------------------------------------------------------------------------ the catalog
+
+
+class _Cutting:
+    """How tensor parallelism and sharding cut parameters into stored arrays."""
+
+    def __init__(self, model: Model, files: Sequence[UnifiedFile]) -> None:
+        self.model = model
+        self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.tp = max((file.tp for file in files), default=0) + 1
+        self.degrees = _sharding_degrees(files)
+
+    def cut(self, key: str, file: UnifiedFile) -> TensorCut:
+        """How tensor parallelism cuts a tensor in a file."""
+        return self.model.cut(self.by_key[key], self.tp) if file.of_rank else TensorCut(1, None)
+
+    def sliced(self, arrays: Arrays) -> set[TensorId]:
+        """The tensors stored as slices.
+
+        Raises
+        ------
+        CoverageError
+            If only some tensors are, or the slices do not add up to the padded tensor for any sharding degree.
+        """
+        sliced = {
+            (key, state)
+            for (key, state), stored in arrays.items()
+            if state != PARAM and not is_per_parameter(state) and self._are_slices(key, stored)
+        }
+        if sliced:
+            self._check(arrays)
+            self._check_ranks(arrays)
+        return sliced
+
+    def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
+        return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
+
+    def _check(self, arrays: Arrays) -> None:
+        """Check the lengths of slices; experts may have a smaller sharding degree than other parameters."""
+        totals: dict[TensorId, set[int]] = {}
+        for (key, state), stored in arrays.items():
+            if state == PARAM or is_per_parameter(state):
+                continue
+            if whole := [array for array in stored if len(array.shape) != 1]:
+                raise CoverageError(
+                    f"{key} ({state})",
+                    f"stored with shape {whole[0].shape}, but other tensors are stored as 1-D slices",
+                    (whole[0].file.path,),
+                )
+            for _, group in groupby(stored, key=_copy_of):
+                totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
+        for of_experts in (False, True):
+            chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
+            degrees = [1, *self.degrees] if of_experts else self.degrees
+            misfits = [self._misfit(chosen, degree, arrays) for degree in degrees or [1]]
+            if misfit := next(reversed(misfits)) if None not in misfits else None:
+                raise misfit
+
+    def _misfit(
+        self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Arrays
+    ) -> CoverageError | None:
+        """Why slices cannot be those of a sharding degree, or ``None``."""
+        for (key, state), found in totals.items():
+            tensor = self.by_key[key]
+            cut = self.cut(key, arrays[key, state][0].file)
+            elements = prod(cut.local_shape(key, tensor.global_shape))
+            expected = padded_elements(elements, tensor.dtype, degree)
+            if found != {expected}:
+                return CoverageError(
+                    f"{key} ({state})",
+                    f"its slices have {max(found)} elements in total, but {elements} elements padded for "
+                    f"sharding={degree} are {expected}",
+                    tuple(one.file.path for one in arrays[key, state]),
+                )
+        return None
+
+    def _check_ranks(self, arrays: Arrays) -> None:
+        """Check that ranks with files of their own hold equal parts of communication buffers."""
+        held: dict[tuple[str, int, int], dict[str, dict[int, int]]] = {}
+        for (key, state), stored in arrays.items():
+            for one in stored:
+                if one.file.of_rank and state != PARAM and not is_per_parameter(state):
+                    of_rank = held.setdefault((state, one.file.tp, one.file.pp), {}).setdefault(key, {})
+                    of_rank[one.file.number] = one.shape[0]
+        stages = 1 + max((pp for _, _, pp in held), default=0)
+        for (state, _, pp), found in held.items():
+            # Experts have buffers of their own under expert parallelism, of which these files do not tell.
+            misfits = [self._misplaced(found, stages, experts) for experts in ({False, True}, {False})]
+            if None not in misfits:
+                key, wanted = misfits[0] or ("", {})
+                raise CoverageError(
+                    f"{key} ({state})",
+                    not_of_these_ranks({rank: (n,) for rank, n in found[key].items()}, wanted),
+                    tuple(one.file.path for one in arrays[key, state] if one.file.pp == pp),
+                )
+
+    def _misplaced(
+        self, held: Mapping[str, Mapping[int, int]], stages: int, experts: set[bool]
+    ) -> tuple[str, dict[int, Shape]] | None:
+        """The first key of which ranks hold other slices than they must, with the shapes of those."""
+        listed = [
+            Parameter(tensor.key, prod(self._local(tensor)), tensor.dtype)
+            for tensor in self.model.as_built(stages)
+            if tensor.key in held and tensor.rule.of_expert in experts
+        ]
+        for buffer in read_buffers(listed, held):
+            for key, cut in cut_buffer(buffer, max(self.degrees, default=1)).items():
+                wanted = {rank: piece.elements for rank, piece in cut.items()}
+                if held[key] != wanted:
+                    return key, {rank: (elements,) for rank, elements in wanted.items()}
+        return None
+
+    def _local(self, tensor: ModelTensor) -> Shape:
+        return self.model.cut(tensor, self.tp).local_shape(tensor.key, tensor.global_shape)
+
+
+class _UnifiedCatalogBuilder:
+    """Collects tensors and fragments, numbering the copies of each tensor."""
+
+    def __init__(self, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> None:
+        self.model = model
+        self.cutting = _Cutting(model, files)
+        self.by_key = self.cutting.by_key
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        for tensor in model.tensors:
+            if tensor.tied_to is not None:
+                self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
+        self.files = [File(file.path, sizes[file.path]) for file in files]
+        self.file_index = {file.path: number for number, file in enumerate(self.files)}
+        self.tensors: list[Tensor] = []
+        self.copies: dict[tuple[int, int], int] = {}
+        self.placements = Placements()
+
+    def catalog(self, arrays: Arrays) -> Catalog:
+        sliced = self.cutting.sliced(arrays)
+        for (key, state), stored in arrays.items():
+            self._add(key, state, stored, bool(sliced))
+        implied = self._imply(set(arrays))
+        return Catalog(Tensors(self.tensors), tuple(self.files), self.placements.fragments(), implied)
+
+    def _new(self, key: str, state: str, dtype: DType) -> int:
+        shape = (1,) if is_per_parameter(state) else self.by_key[key].global_shape
+        self.tensors.append(
+            Tensor(key, state, dtype, shape, self.aliases.get(key, ()) if state == PARAM else ())
+        )
+        return len(self.tensors) - 1
+
+    def _add(self, key: str, state: str, stored: Sequence[_Stored], sliced: bool) -> None:
+        index = self._new(key, state, stored[0].dtype)
+        if is_per_parameter(state):
+            self._add_numbers(index, stored)
+            return
+        for _, group in groupby(stored, key=_copy_of):
+            of_rank = list(group)
+            cut = self.cutting.cut(key, of_rank[0].file)
+            rank = of_rank[0].file.tp if cut.dim is not None else 0
+            local = cut.local_shape(key, self.by_key[key].global_shape)
+            kind = partial(ArrayKind, local, cut, of_rank[0].dtype.itemsize)
+            if sliced and state != PARAM:
+                replica, start = self._replica(index, rank), 0
+                for one in of_rank:
+                    stop = start + one.shape[0]
+                    self._add_array(index, kind((start, stop)), rank, one, replica)
+                    start = stop
+                continue
+            for one in of_rank:
+                if one.shape != local:
+                    detail = f"stored with shape {one.shape}, {local} is expected"
+                    raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
+                axes = (1, 0) if one.transposed else None
+                self._add_array(index, kind(None, axes), rank, one, self._replica(index, rank))
+
+    def _add_numbers(self, index: int, stored: Sequence[_Stored]) -> None:
+        """Every rank that holds a piece of a parameter holds a copy of its numbers."""
+        for one in stored:
+            if prod(one.shape) != 1:
+                detail = f"shape {one.shape}, one number per parameter is expected"
+                raise CoverageError(self.tensors[index].label, detail, (one.file.path,))
+            kind = ArrayKind((1,), TensorCut(1, None), one.dtype.itemsize)
+            self._add_array(index, kind, 0, one, self._replica(index, 0))
+
+    def _add_array(self, index: int, kind: ArrayKind, rank: int, stored: _Stored, replica: int) -> None:
+        number, file = self.placements.kind(kind), self.file_index[stored.file.path]
+        self.placements.add(number, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
+
+    def _replica(self, tensor: int, rank: int) -> int:
+        count = self.copies.get((tensor, rank), 0)
+        self.copies[tensor, rank] = count + 1
+        return count
+
+    def _imply(self, stored: Collection[TensorId]) -> dict[int, int]:
+        """Tensors that no file holds → their source: parameters are cast from master weights, and vice versa."""
+        index = {(tensor.key, tensor.state): number for number, tensor in enumerate(self.tensors)}
+        implied = {}
+        for tensor in self.model.tensors:
+            if tensor.tied_to is not None:
+                continue
+            if (tensor.key, PARAM) not in stored:
+                implied[self._new(tensor.key, PARAM, tensor.dtype)] = index[tensor.key, MASTER_WEIGHT]
+            elif tensor.master and (tensor.key, MASTER_WEIGHT) not in stored:
+                master = self._new(tensor.key, MASTER_WEIGHT, dtype_named("float32"))
+                implied[master] = index[tensor.key, PARAM]
+        return implied
+
+
+def _check_states(model: Model) -> None:
+    """Check that all trained tensors have the same optimizer states, and a master weight if they need one."""
+    trained = [t for t in model.tensors if t.trained and t.tied_to is None]
+    wanted = {name for t in trained for name in t.accumulators}
+    masters = any(t.master for t in trained)
+    for tensor in trained:
+        if tensor.dtype.name not in _FLOATING:
+            raise CoverageError(
+                f"{tensor.key} (param)",
+                f"trained, but stored as {tensor.dtype.name}; a floating dtype is expected",
+            )
+        lacking = sorted(wanted - set(tensor.accumulators))
+        if masters and not tensor.master and tensor.dtype.name in _HALVES:
+            lacking.append(MASTER_WEIGHT)
+        if lacking:
+            raise CoverageError(
+                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
+            )
+
+
+def _copy_of(stored: _Stored) -> tuple[str, str, int]:
+    """Identifies the copy that a slice belongs to."""
+    return stored.key, stored.file.kind, stored.file.tp
+
+
+def _sharding_degrees(files: Iterable[UnifiedFile]) -> list[int]:
+    """Possible sharding degrees above 1: the divisors of the number of ranks."""
+    own = [file.number for file in files if file.of_rank]
+    ranks = max(own) + 1 if own else sum(file.kind == OPTIMIZER for file in files)
+    return [degree for degree in range(2, ranks + 1) if ranks % degree == 0]

@@ -1,1 +1,0 @@
-"""Checkpoints loaded into running jobs."""

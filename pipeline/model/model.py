@@ -1,0 +1,322 @@
+"""The model of a checkpoint, independent of any topology."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
+    MASTER_WEIGHT,
+    PARAM,
+    DType,
+    Tensor,
+    dtype_named,
+)
+from paddle_reshard.pipeline.model.placement import TensorCut
+from paddle_reshard.pipeline.model.rules.entries import Config, config_entry
+from paddle_reshard.pipeline.model.rules.rule import LoraRule, Rule, expected_shape
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+
+AUTOMATIC = "eager_tmp"
+"""Class in the name of an unnamed tensor."""
+UNNAMED_PARAMETER = "_eager_param_base"
+"""Class in the name of an unnamed parameter. Its number counts all parameters that the process created before: Paddle
+generates such a name for every parameter, and discards it for named parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A structured key of the model."""
+
+    key: str
+    rule: Rule
+    layer: int | None
+    """Number of the decoder layer that owns it."""
+    global_shape: Shape
+    dtype: DType
+    """Dtype of the parameter."""
+    accumulators: tuple[str, ...]
+    """Optimizer states, in the order of the files; empty for a tensor that is not trained."""
+    master: bool
+    """Whether the optimizer keeps a master weight."""
+    tied_to: str | None = None
+    """The key with the same values."""
+    automatic_name: str | None = None
+    """Name in the source of an unnamed buffer; loaders ignore it."""
+    missing: bool = False
+    """Whether no file holds it, because that was allowed, or it belongs to the base model of an adapter."""
+    of_base: bool = False
+    """Whether it belongs to the base model of an adapter; most formats do not store these tensors."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer has any state of it."""
+        return self.master or bool(self.accumulators)
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether it is another key of the parameter ``tied_to``, and not a parameter that only has the same name."""
+        return self.tied_to is not None and self.rule.tied_to is not None
+
+    @property
+    def item(self) -> tuple[str, int | None]:
+        """The pipeline item that owns it, and its layer number, if any."""
+        return self.rule.item, self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All tensors in the order of ``model.parameters()`` of a job without pipeline stages."""
+
+    tensors: tuple[ModelTensor, ...]
+    table: RuleTable
+    config: Mapping[str, Any]
+
+    @property
+    def recipe_switches(self) -> tuple[str, ...]:
+        """The switches that are on in the config, and that a job of its recipe has to be told."""
+        return tuple(name for name in self.table.recipe_switches if config_entry(self.config, name))
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether it contains LoRA matrices."""
+        return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)
+
+    def as_built(self, pp: int) -> list[ModelTensor]:
+        """All tensors in the order in which a job with ``pp`` stages builds them."""
+        position = self.table.build_order(pp)
+
+        def built(tensor: ModelTensor) -> tuple[int, int]:
+            item, layer = self.place(tensor)
+            return position[item], -1 if layer is None else layer
+
+        return sorted(self.tensors, key=built)
+
+    def place(self, tensor: ModelTensor) -> tuple[str, int | None]:
+        """The pipeline item that owns a tensor."""
+        return self.table.place(tensor.rule.item, tensor.layer)
+
+    def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
+        """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
+        if expert_axis in ("ep", "tp") and tensor.rule.of_expert:
+            return TensorCut(1, None)
+        return TensorCut(
+            tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.shares(self.config)
+        )
+
+
+def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str, Any]) -> Model:
+    """The model with these logical tensors, determined by the rules alone.
+
+    For formats that hold whole tensors by structured key and no other facts about the model. Parameters that are absent
+    are bfloat16 casts of their master weights, by definition of these formats. Tied tensors that are absent are added.
+
+    Raises
+    ------
+    RuleError
+        Naming a tensor that has no row in the table, or another shape than the config requires.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    for tensor in tensors:
+        states.setdefault(tensor.key, {})[tensor.state] = tensor
+    found = {key: _model_tensor(key, of_key, table, config) for key, of_key in states.items()}
+    for rule in table.rules:
+        for key, twin in _twins(rule, found, config):
+            row, layer = table.find(key, config)
+            found.setdefault(key, replace(twin, key=key, rule=row, layer=layer, tied_to=twin.key))
+    tied = [replace(t, tied_to=t.tied_to if t.tied_to in found else None) for t in found.values()]
+    return Model(tuple(sorted(tied, key=model_order(table))), table, config)
+
+
+def _twins(rule: Rule, found: Mapping[str, ModelTensor], config: Config) -> list[tuple[str, ModelTensor]]:
+    """The keys of a row for tensors that are tied to others, each with the tensor to which it is tied."""
+    if rule.of_stages or rule.twin(config, rule.key) is None or not rule.applies(config):
+        return []
+    other = replace(rule, key=rule.tied_to or "")
+    keys = (key for key in found if other.pattern().fullmatch(key)) if "{" in other.key else (other.key,)
+    return [
+        (other.fill_in(rule.key, key), found[key])
+        for key in keys
+        if key in found and (rule.only_with is None or other.fill_in(rule.only_with, key) in found)
+    ]
+
+
+def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
+    """A sort key for the order of ``model.parameters()``: items, layers and rows of the table in order.
+
+    Consecutive rows of experts repeat as a block for every expert: ``0.gate, 0.up, 1.gate, 1.up``. An item with all
+    layers of its kind has one module after another: ``block.0, block.1, norm.0, norm.1``.
+    """
+    items = table.build_order(pp=1)
+    blocks: dict[str, int] = {}
+    modules = {rule.key.rpartition(".")[0]: row for row, rule in enumerate(table.rules)}
+    rows = {rule.key: row for row, rule in enumerate(table.rules)}
+    lists = list(dict.fromkeys(rule.key.partition("{layer}")[0] for rule in table.rules))
+    previous: Rule | None = None
+    for rule in table.rules:
+        together = previous is not None and "{expert}" in rule.key and "{expert}" in previous.key
+        blocks[rule.key] = blocks[previous.key] if together and previous is not None else rows[rule.key]
+        previous = rule
+
+    def sort_key(tensor: ModelTensor) -> tuple[int, ...]:
+        rule = tensor.rule
+        layer = -1 if tensor.layer is None else tensor.layer
+        if isinstance(rule, LoraRule):  # after all tensors of the linear layer itself
+            last = modules[rule.key.rpartition(".")[0]]
+            return items[rule.item], layer, last, -1, last, rule.first_number
+        match = rule.pattern().fullmatch(tensor.key) if "{expert}" in rule.key else None
+        expert = match["expert"] if match else "-1"
+        if table.place(rule.item, layer)[1] is None:
+            module = lists.index(rule.key.partition("{layer}")[0])
+            return items[rule.item], -1, module, layer, blocks[rule.key], int(expert), rows[rule.key]
+        return items[rule.item], layer, blocks[rule.key], int(expert), rows[rule.key]
+
+    return sort_key
+
+
+def lead_experts(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTensor]:
+    """Put routers before (``unified``) or after the experts of their layer, if the library has both orders."""
+    ordered: list[ModelTensor] = []
+    for _, run in groupby(tensors, key=lambda t: t.item):
+        layer = list(run)
+        leading = [t for t in layer if t.rule.leads_if_unified]
+        rest = [t for t in layer if not t.rule.leads_if_unified]
+        experts = [index for index, t in enumerate(rest) if t.rule.of_expert]
+        if not (leading and experts):
+            ordered += layer
+            continue
+        position = experts[0] if unified else experts[-1] + 1
+        ordered += [*rest[:position], *leading, *rest[position:]]
+    return ordered
+
+
+def _model_tensor(
+    key: str, states: Mapping[str, Tensor], table: RuleTable, config: Mapping[str, Any]
+) -> ModelTensor:
+    rule, layer = table.find(key, config)
+    whole = states.get(PARAM) or states.get(MASTER_WEIGHT)
+    if whole is None:
+        raise CoverageError(key, f"nothing but its {', '.join(sorted(states))} is stored")
+    expected = expected_shape(rule, config, key)
+    if expected is not None and expected != whole.global_shape:
+        lost = f"; {rule.saved_in_part}" if rule.saved_in_part else ""
+        raise RuleError(
+            key,
+            f"config.json and the rule table expect the shape {expected}, the files hold {whole.global_shape}{lost}",
+        )
+    return ModelTensor(
+        key=key,
+        rule=rule,
+        layer=layer,
+        global_shape=whole.global_shape,
+        dtype=whole.dtype if PARAM in states else dtype_named("bfloat16"),
+        accumulators=tuple(name for name in ACCUMULATORS if name in states),
+        master=MASTER_WEIGHT in states,
+        tied_to=rule.twin(config, key),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """The facts that determine a parameter name."""
+
+    key: str
+    rule: Rule
+    tied_to: str | None
+    automatic_name: str | None = None
+
+
+def predict_parameter_names(
+    tensors: Sequence[ModelTensor | NamedTensor],
+    config: Config,
+    pp: int,
+    tp: int,
+    sequence_parallel: bool,
+    ep: int = 1,
+) -> dict[str, str]:
+    """Structured key → parameter name in one cell that holds ``tensors``, in model order.
+
+    A name consists of the layer's class and a counter of that class in the process, as ``paddle.utils.unique_name``
+    generates it when layers are built in order: ``linear_0.w_0``, ``linear_0.b_0``, ``linear_1.w_0``. Tied tensors in
+    the same cell have the same name.
+    """
+    counters: dict[str, int] = {}
+    modules: dict[str, str] = {}
+    names: dict[str, str] = {}
+    first_experts: dict[str, str] = {}
+    built = copies = 0
+    for tensor in _in_building_order(tensors):
+        if tensor.tied_to in names:
+            names[tensor.key] = names[tensor.tied_to or ""]
+            continue
+        if tensor.rule.copied:
+            first = first_experts.setdefault(tensor.rule.of_every_expert(tensor.key), tensor.key)
+            if first != tensor.key:
+                names[tensor.key] = f"{names[first]}_deepcopy_{copies}"
+                copies += 1
+                continue
+        for discarded in tensor.rule.discards:
+            name_class = discarded.class_for(tp, sequence_parallel)
+            counters[name_class] = counters.get(name_class, 0) + 1
+        built += len(tensor.rule.discards)
+        # What tp does not cut is of a plain layer, also under sequence parallelism.
+        cut_in_sequence = sequence_parallel and not tensor.rule.stays_whole(config, tp, tensor.key)
+        name_class = tensor.rule.class_for(pp, tp, cut_in_sequence, ep)
+        if name_class == UNNAMED_PARAMETER:
+            names[tensor.key] = f"{UNNAMED_PARAMETER}_{built}"
+            built += 1
+            continue
+        if name_class == AUTOMATIC:
+            count = counters.get(name_class, 0)
+            counters[name_class] = count + 1
+            names[tensor.key] = tensor.automatic_name or f"{AUTOMATIC}_{count}"
+            continue
+        module, _, leaf = tensor.key.rpartition(".")
+        if tensor.rule.first_number:  # the LoRA layer that replaces the linear layer
+            module = f"{module} with LoRA"
+        else:
+            built += 1
+        if tensor.rule.parameter_name is not None:
+            count = counters.get(name_class, 0)
+            counters[name_class] = count + 1
+            match = tensor.rule.pattern().fullmatch(tensor.key)
+            layer = match.groupdict().get("layer") if match else None
+            names[tensor.key] = tensor.rule.parameter_name.format(n=count, layer=layer)
+            continue
+        kind = "b" if leaf == "bias" else "w"
+        if name_class == "create_parameter":
+            module, kind = tensor.key, "w"  # paddle.create_parameter counts its calls, not layers
+        if module not in modules:
+            modules[module] = f"{name_class}_{counters.get(name_class, 0)}"
+            counters[name_class] = counters.get(name_class, 0) + 1
+        parameter = f"{modules[module]}.{kind}"
+        count = counters.get(parameter, tensor.rule.first_number)
+        counters[parameter] = count + 1
+        names[tensor.key] = f"{parameter}_{count}"
+    return {tensor.key: names[tensor.key] for tensor in tensors}
+
+
+def _in_building_order(
+    tensors: Sequence[ModelTensor | NamedTensor],
+) -> Sequence[ModelTensor | NamedTensor]:
+    """Tensors of a cell in the order in which their parameters are built, according to ``built_after`` in the rows."""
+    keys = {tensor.key for tensor in tensors}
+    later: dict[str, list[ModelTensor | NamedTensor]] = {}
+    first: list[ModelTensor | NamedTensor] = []
+    for tensor in tensors:
+        rule = tensor.rule
+        after = rule.fill_in(rule.built_after, tensor.key) if rule.built_after else None
+        (first if after is None or after not in keys else later.setdefault(after, [])).append(tensor)
+    if not later:
+        return tensors
+    ordered: list[ModelTensor | NamedTensor] = []
+    waiting = first[::-1]
+    while waiting:
+        ordered.append(waiting.pop())
+        waiting += later.pop(ordered[-1].key, [])[::-1]
+    return ordered

@@ -1,0 +1,134 @@
+"""Check the optimizer states of trained parameters.
+
+An optimizer keeps the same states for every parameter, in its shape or as one number, with two exceptions.
+**AdamWMini** (PaddleFormers) keeps ``moment2`` as one number. **Muon** (Paddle 3.4) keeps only ``moment1`` for
+matrices, and trains everything else with AdamW. The choice of parameters is a setting of the job
+(``muon_exclude_patterns`` of its arguments) that no file records: only the absence of the other states shows it. A
+checkpoint of AdamW that has lost states looks the same, so the absence is checked against Muon's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from paddle_reshard.pipeline.core.choices import ADAMW_MINI, MUON
+from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.tensors import MEAN_MOMENT2
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
+
+MUON_STATES = ("moment1",)
+MUON_DIMS = (2, 3)
+
+
+def check_states(model: Model) -> None:
+    """Refuse a model in which a trained tensor lacks states: all must have the same, or those of Muon.
+
+    Raises
+    ------
+    CoverageError
+        Naming the tensor and the state; if tensors have only ``moment1`` in contradiction to Muon's rule, with the
+        reason.
+    """
+    trained = [tensor for tensor in model.tensors if tensor.trained and tensor.tied_to is None]
+    kept = {name for tensor in trained for name in tensor.accumulators}
+    by_muon = [tensor for tensor in trained if _has_muon_states(tensor, kept)]
+    if by_muon:
+        _check_muon(model, trained, by_muon)
+    for tensor in trained:
+        wanted = set(MUON_STATES) if by_muon and is_muon_parameter(tensor, model) else kept
+        if lacking := sorted(wanted - set(tensor.accumulators)):
+            raise CoverageError(
+                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
+            )
+
+
+def is_muon_parameter(tensor: ModelTensor, model: Model) -> bool:
+    """Whether Muon updates a parameter, by its published rule; it leaves the others to AdamW.
+
+    It updates matrices (also several in one tensor) if neither their structured name nor their parameter name contains
+    one of the patterns (Paddle 3.4 ``optimizer/muon.py``, ``build_muon_param_info_map`` of the model classes).
+    """
+    return len(tensor.global_shape) in MUON_DIMS and _excluded_by(tensor, model) is None
+
+
+def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
+    """Keys of the tensors that have only Muon's state; empty for any other optimizer."""
+    trained = [tensor for tensor in tensors if tensor.tied_to is None]
+    kept = {name for tensor in trained for name in tensor.accumulators}
+    return [tensor.key for tensor in trained if _has_muon_states(tensor, kept)]
+
+
+def special_optimizer(model: Model) -> str | None:
+    """The optimizer, if trainers do not save it in every format."""
+    if muon_parameters(model.tensors):
+        return MUON
+    return ADAMW_MINI if any(MEAN_MOMENT2 in tensor.accumulators for tensor in model.tensors) else None
+
+
+def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_models: str) -> None:
+    """Refuse states of a special optimizer for a format in which no trainer is known to keep them.
+
+    Parameters
+    ----------
+    alternatives, for_models
+        Names of the formats in which a trainer keeps them, and of those that hold only parameters.
+
+    Raises
+    ------
+    UnsupportedError
+        With what would be lost.
+    """
+    instead = f"The parameters alone can be written with --format {for_models}"
+    if keys := muon_parameters(model.tensors):
+        raise UnsupportedError(
+            f"{keys[0]}{_and_more(len(keys) - 1)}: the optimizer is Muon, which keeps only {MUON_STATES[0]} for these. "
+            f"The trainer does not save or load Muon in the format {format_name}, only as {alternatives}; and AdamW "
+            f"cannot continue from it, because moment2 and the beta powers of these parameters never existed. {instead}"
+        )
+    raise UnsupportedError(
+        "the optimizer is AdamWMini, which keeps moment2 as one number per parameter. How the trainer loads that in "
+        f"the format {format_name} is not known; convert to {alternatives}. {instead}"
+    )
+
+
+def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:
+    """Whether it has only those, and other tensors have more."""
+    return tensor.accumulators == MUON_STATES and len(kept) > len(MUON_STATES)
+
+
+def _excluded_by(tensor: ModelTensor, model: Model) -> str | None:
+    names = (tensor.key, tensor.rule.parameter_name or tensor.rule.name_class)
+    patterns = model.table.muon_exclude_patterns
+    # The library compares both in lower case.
+    return next((p for p in patterns if any(p.lower() in name.lower() for name in names)), None)
+
+
+def _check_muon(model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]) -> None:
+    """Refuse tensors with only ``moment1`` unless they are exactly those that Muon updates by its rule."""
+    for tensor, reason in _contradictions(model, trained, by_muon):
+        patterns = ", ".join(model.table.muon_exclude_patterns)
+        raise CoverageError(
+            f"{tensor.key} (moment2)",
+            f"no file holds it, but other parameters have it. Muon keeps only {MUON_STATES[0]} for tensors of 2 or 3 "
+            f"dims whose name contains none of {patterns}; but {reason}. If the job has other muon_exclude_patterns, "
+            "add them to a copy of the rule table and pass it with --rules FILE",
+        )
+
+
+def _contradictions(
+    model: Model, trained: list[ModelTensor], by_muon: list[ModelTensor]
+) -> Iterator[tuple[ModelTensor, str]]:
+    """Tensors with only ``moment1``, and why Muon cannot be the reason."""
+    for tensor in by_muon:
+        pattern = _excluded_by(tensor, model)
+        if pattern is not None:
+            yield tensor, f"this name contains {pattern}"
+        elif len(tensor.global_shape) not in MUON_DIMS:
+            yield tensor, f"its shape is {tensor.global_shape}"
+    for tensor in trained:
+        if len(tensor.accumulators) > len(MUON_STATES) and is_muon_parameter(tensor, model):
+            yield by_muon[0], f"{tensor.key} has {', '.join(tensor.accumulators)}"
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""

@@ -1,0 +1,199 @@
+"""Choose the rule table of a checkpoint, by its config and its keys; and say what the tables know, if none fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.model.rules.entries import Config
+from paddle_reshard.pipeline.model.rules.libraries import PADDLEFLEET, conventions_of, library_of
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+
+def choose_table(
+    tables: RuleTables,
+    keys: Iterable[str],
+    config: Config,
+    format: str | None = None,
+    stages_known: bool = False,
+) -> RuleTable:
+    """The table that has a row for every key; of several, the one that is for all formats.
+
+    ``stages_known``: whether it is known if the job that wrote the keys has pipeline stages.
+
+    Raises
+    ------
+    RuleError
+        If there is none, naming the first key, in alphabetical order, that the closest table lacks; if several fit;
+        or if the table does not tell enough for ``format``.
+    """
+    keys = sorted(set(keys))
+    candidates = candidate_tables(tables, config)
+    refusals = [table.unsupported_option(config, stages_known) for table in candidates]
+    if all(refusals):
+        raise refusals[0] or RuleError(f"model type {config.get('model_type')!r}", NOT_KNOWN)
+    beyond = [(table, refused) for table, refused in zip(candidates, refusals, strict=True) if refused]
+    candidates = [table for table, refused in zip(candidates, refusals, strict=True) if not refused]
+    failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
+    fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
+    if len(fitting) > 1:
+        fitting = [table for table in fitting if table.formats is None] or fitting
+        fitting = [table for table in fitting if table.version is None] or fitting
+    if len(fitting) > 1:
+        raise RuleError(
+            f"model type {config.get('model_type')!r}",
+            f"several rule tables fit: {', '.join(f'{t.family} ({t.convention})' for t in fitting)}; pass the "
+            "right one with --rules FILE",
+        )
+    if fitting:
+        if format is not None:
+            fitting[0].check_format(format)
+        return fitting[0]
+    for table, refused in beyond:
+        if not any(_failure(table, key, config) for key in keys):
+            raise refused
+    nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
+    raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
+
+
+def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
+    """The tables for the model type and the library in the config.
+
+    Raises
+    ------
+    RuleError
+        If there are none.
+    """
+    model_type = config.get("model_type")
+    library = library_of(config)
+    likely = tables.that_mention(str(model_type))
+    candidates = [
+        table
+        for table in likely
+        if (not table.model_types or model_type in table.model_types)
+        and (library is None or len(tables) == 1 or table.convention in conventions_of(library))
+    ]
+    if not candidates:
+        known = what_is_known(tables, config)
+        if known == NOT_KNOWN:
+            known += f" (known: {', '.join(sorted({name for t in tables for name in t.model_types}))})"
+        raise RuleError(f"model type {model_type!r}", f"{known}; write one and pass it with --rules FILE")
+    return candidates
+
+
+def is_known(tables: RuleTables, config: Config, format: str | None = None) -> bool:
+    """Whether one of the tables is for the model's family, and tells enough for ``format`` if that is given.
+
+    A table that the user passes is for any family and format.
+    """
+    if tables.for_any_family:
+        return True
+    try:
+        candidates = candidate_tables(tables, config)
+    except RuleError:
+        return False
+    return format is None or any(table.is_for(format) for table in candidates)
+
+
+def is_beyond(tables: RuleTables, keys: Iterable[str], config: Config, stages_known: bool) -> bool:
+    """Whether the tables of a family say that they do not describe a model with these keys and this config.
+
+    Raises
+    ------
+    RuleError
+        If the family has no table.
+    """
+    keys = list(keys)
+    return all(
+        table.unsupported_option(config, stages_known)
+        or any(re.match(start, key) for start in table.unsupported_keys for key in keys)
+        for table in candidate_tables(tables, config)
+    )
+
+
+def table_of_other_formats(tables: RuleTables, keys: Iterable[str], config: Config) -> RuleTable | None:
+    """The table with a row for every key, whichever formats it is for; ``None`` if there is none."""
+    try:
+        return choose_table(tables, keys, config)
+    except RuleError:
+        return None
+
+
+NOT_KNOWN: Final = "no rule table knows it"
+
+
+def what_is_known(tables: RuleTables, config: Config) -> str:
+    """What the tables know about the family in the config, in words, where they do not tell enough.
+
+    >>> from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+    >>> what_is_known(shipped_tables(), {"model_type": "granite"})
+    'the paddlefleet rule table knows it in the formats flex and huggingface only'
+    >>> what_is_known(shipped_tables(), {"model_type": "granite", "paddlenlp_version": "3.0"})
+    'no rule table knows it as paddlenlp trains it, only as paddlefleet does'
+    >>> what_is_known(shipped_tables(), {"model_type": "mamba"})
+    'no rule table knows it'
+    """
+    model_type, library = config.get("model_type"), library_of(config)
+    likely = tables.that_mention(str(model_type))
+    of_family = [table for table in likely if model_type in table.model_types]
+    own = [table for table in of_family if library is None or table.convention in conventions_of(library)]
+    if limited := [table for table in own if table.formats is not None]:
+        return (
+            f"the {limited[0].convention} rule table knows it in the formats "
+            f"{' and '.join(limited[0].formats or ())} only"
+        )
+    if of_family and not own:
+        others = " and ".join(sorted({table.convention for table in of_family}))
+        return f"{NOT_KNOWN} as {library} trains it, only as {others} does"
+    return NOT_KNOWN
+
+
+def keys_in_model(tables: RuleTables, saved: Iterable[str], config: Config) -> dict[str, str]:
+    """Keys in files of weights that the model's class has saved itself → what they are in the model, if it renames."""
+    try:
+        renaming = [table for table in candidate_tables(tables, config) if table.saved_prefixes]
+    except RuleError:
+        renaming = []
+    return {key: renaming[0].key_saved_as(key) for key in saved} if renaming else {}
+
+
+def keys_of_stages(tables: RuleTables, config: Config) -> dict[str, str]:
+    """Keys that tensors have in jobs with pipeline stages only → what they are in the model."""
+    try:
+        candidates = candidate_tables(tables, config)
+    except RuleError:
+        return {}
+    return {
+        rule.key_pp: rule.key
+        for table in candidates
+        for rule in table.rules
+        if rule.key_pp and rule.applies(config) and rule.key_pp not in {row.key for row in table.rules}
+    }
+
+
+def tables_to_train_with(tables: RuleTables, config: Config) -> list[RuleTable]:
+    """The tables for a model that no library has given names yet: those of the library that is to train it.
+
+    Raises
+    ------
+    RuleError
+        If there is none.
+    """
+    candidates = [table for table in candidate_tables(tables, config) if table.version is None]
+    candidates = [table for table in candidates if not table.recipe] or candidates
+    wanted = tables.preferred or (PADDLEFLEET if library_of(config) == PADDLEFLEET else None)
+    if wanted is not None:
+        own = [table for table in candidates if table.convention == wanted]
+        return own or [table for table in candidates if wanted in table.shared_with] or candidates
+    return [table for table in candidates if table.formats is None] or candidates
+
+
+def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:
+    try:
+        table.find(key, config)
+    except RuleError as error:
+        return error
+    return None

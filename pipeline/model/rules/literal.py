@@ -1,0 +1,317 @@
+"""Rule tables for models of unknown families: one row per key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NoReturn
+
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError
+from paddle_reshard.pipeline.core.file_names import CONFIG
+from paddle_reshard.pipeline.model.rules.choose import NOT_KNOWN
+from paddle_reshard.pipeline.model.rules.entries import Config
+from paddle_reshard.pipeline.model.rules.items import Item
+from paddle_reshard.pipeline.model.rules.libraries import library_of
+from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+
+FAMILY = "by its keys"
+_ITEM = Item("model", "", repeated=True)
+
+
+@dataclass(frozen=True)
+class LiteralTable(RuleTable):
+    """A table whose rows are keys: whole tensors that keep their keys.
+
+    It gives no tensor parallelism, order of layers or parameter names.
+    """
+
+    @property
+    def not_known(self) -> str:
+        """No table knows models that a program has made."""
+        return NOT_KNOWN
+
+    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
+        """The row for ``key``; no layer."""
+        rule = self._rows.get(key)
+        if rule is None:
+            raise RuleError(key, "no such tensor is in the model")
+        return rule, None
+
+    @cached_property
+    def _rows(self) -> dict[str, Rule]:
+        return {rule.key: rule for rule in self.rules}
+
+
+def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
+    """The table of a model with these keys, which was made from a model that ``origin`` describes."""
+    rules = tuple(
+        Rule(key, _ITEM.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
+    )
+    return LiteralTable(
+        FAMILY,
+        origin.convention,
+        (),
+        (_ITEM,),
+        rules,
+        muon_exclude_patterns=origin.muon_exclude_patterns,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """Degrees of the job that wrote the files; only jobs with the same degrees can read them."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def differing(self, degrees: Mapping[str, int]) -> str:
+        """The ``degrees`` that differ from this job's, in words. Axes that this job does not list count as 1.
+
+        For ``tp=2``, the degrees ``tp=4, pp=1, vpp=2`` give ``"tp=4, vpp=2"``.
+        """
+        return ", ".join(f"{axis}={n}" for axis, n in degrees.items() if n != getattr(self, axis, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRule(Rule):
+    """What files say about a tensor; everything else is refused.
+
+    They do not say which dim tp has cut, or what is fused. A tensor of several tp ranks is therefore their parts in a
+    row along the first dim; in a job with as many ranks, each gets its own part back. Two ranks with parts of
+    ``(8, 4)`` make a tensor of ``(16, 4)``, whatever tp has cut.
+    """
+
+    job: StoredJob = StoredJob()
+    expert: bool = False
+    """Whether it belongs to a routed expert that some expert ranks hold."""
+    known: str = NOT_KNOWN
+    """What rule tables know about the family (:func:`what_is_known`)."""
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether its tensor belongs to one routed expert."""
+        return self.expert
+
+    def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
+        """The first dim, if ``tp`` is that of the job that wrote the files.
+
+        Raises
+        ------
+        RuleError
+            For any other ``tp``: no file says which dim it cuts, and what is fused.
+        """
+        if tp != self.job.tp:
+            raise RuleError(self.key, _not_told(self.known, f"which dim tp={tp} cuts, and what is fused"))
+        return self.split
+
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
+        """An empty class, because the files give the whole parameter name.
+
+        Raises
+        ------
+        RuleError
+            If names differ in this job, or no file gives any.
+        """
+        if self.parameter_name is None or StoredJob(tp, pp, ep) != self.job:
+            raise RuleError(self.key, _not_told(self.known, "its parameter name in such a job"))
+        return self.name_class
+
+
+@dataclass(frozen=True)
+class StoredTable(LiteralTable):
+    """What the files of a checkpoint say about its model, if there is no rule table for the family."""
+
+    job: StoredJob = StoredJob()
+    ordered: bool = False
+    """Whether the rows are in the order of ``model.parameters()``, and give parameter names."""
+    marked: bool = False
+    """Whether the files give ``is_distributed`` for every tensor."""
+    known: str = NOT_KNOWN
+    """What rule tables know about the family (:func:`what_is_known`)."""
+
+    @property
+    def not_known(self) -> str:
+        """What rule tables know about the family."""
+        return self.known
+
+    @property
+    def ranks_in_a_row(self) -> int:
+        """The tp degree of the job that wrote the files."""
+        return self.job.tp
+
+    def check_job(
+        self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
+    ) -> None:
+        """Refuse a hybrid-parallel target that the files do not determine.
+
+        Raises
+        ------
+        RuleError
+            Naming what is missing.
+        """
+        if not self.ordered:
+            self.refuse(config, "the order of parameters, and their names; the source's format has neither")
+        if changed := self.job.differing(degrees):
+            self.refuse(
+                config, f"what {changed} changes: how tensors are cut or distributed, and their names"
+            )
+        if stages_given and self.job.pp > 1:
+            self.refuse(
+                config, "which layers follow each other in a stage: omit segmentation and comm_overlap"
+            )
+        if marked is not None and not self.marked:
+            self.refuse(config, marked)
+
+    def check_known(self, config: Config, what: str) -> None:
+        """Refuse: no file tells.
+
+        Raises
+        ------
+        PlanError, RuleError
+        """
+        self.refuse(config, what)
+
+    def check_whole(self, config: Config) -> None:
+        """Refuse a use of whole tensors if tp has cut them.
+
+        Raises
+        ------
+        RuleError
+        """
+        if self.job.tp > 1:
+            self.refuse(config, f"which dim its tp={self.job.tp} ranks have cut, and what is fused")
+
+    def check_keys(self, config: Config) -> None:
+        """Refuse a target that has the model's own keys, if the source's files may have different ones.
+
+        The trainer saves some models of several parts with Hugging Face keys (PaddleFormers 1.2 qwen2_5_vl: ``visual.``
+        instead of ``model.visual.``); ``model_meta.json`` and a FlexCheckpoint have the model's own keys.
+
+        Raises
+        ------
+        RuleError
+        """
+        if self.ordered and not self.marked and "text_config" in config:
+            self.refuse(config, "which keys its tensors have in the model: model_state may rename them")
+
+    def refuse(self, config: Config, missing: str) -> NoReturn:
+        """Refuse a target, naming what is ``missing``.
+
+        Raises
+        ------
+        PlanError, RuleError
+        """
+        if not config:
+            raise PlanError(
+                f"{CONFIG} is missing, and the other files do not tell {missing}; pass the model's with --config FILE"
+            )
+        raise RuleError(f"model type {config.get('model_type')!r}", _not_told(self.known, missing))
+
+
+def _not_told(known: str, missing: str) -> str:
+    return (
+        f"{known}, and the source's files do not tell {missing}. Write a table and pass it with --rules FILE"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """What files say about a key."""
+
+    key: str
+    name: str | None = None
+    """Parameter name."""
+    tied_to: str | None = None
+    """An earlier key with the same parameter name."""
+    distributed: bool | None = None
+    """``is_distributed`` of ``model_meta.json``; ``None`` without it."""
+    stage: int = 0
+    """The pipeline stage that holds it."""
+    scalar: bool = False
+    """Whether it has no dims."""
+    expert: bool = False
+    """Whether it belongs to a routed expert that some expert ranks hold."""
+
+
+def stored_table(
+    keys: Iterable[StoredKey],
+    config: Config,
+    ordered: bool,
+    job: StoredJob = StoredJob(),
+    convention: str | None = None,
+    of_family: RuleTable | None = None,
+    known: str = NOT_KNOWN,
+) -> StoredTable:
+    """Make a table from the files of a model; ``keys`` in the order of the files.
+
+    ``convention`` is the library that wrote them, if their format determines it. ``of_family`` is the rule table of the
+    family, if there is one that does not tell enough for their format: it gives their form in a Hugging Face
+    checkpoint. ``known`` says what rule tables know about the family (:func:`what_is_known`).
+
+    Raises
+    ------
+    RuleError
+        If ``config.json`` does not say which library wrote them.
+    """
+    family = str(config.get("model_type", "not known"))
+    convention = convention or library_of(config)
+    if convention is None:
+        raise RuleError(
+            f"model type {family!r}",
+            f"{known}, and config.json does not tell which library wrote the checkpoint "
+            "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
+        )
+    keys = list(keys)
+    # A stage is one item: its tensors stay together.
+    stages = tuple(Item(_stage(number), "DecoderLayer", repeated=True) for number in range(job.pp))
+    return StoredTable(
+        family,
+        convention,
+        (),
+        stages,
+        tuple(
+            replace(_stored_rule(key, job), huggingface=_form(key.key, of_family, config, job), known=known)
+            for key in keys
+        ),
+        expert_axis="ep" if job.ep > 1 else None,
+        job=job,
+        ordered=ordered,
+        marked=all(key.distributed is not None for key in keys),
+        known=known,
+    )
+
+
+def _form(key: str, of_family: RuleTable | None, config: Config, job: StoredJob) -> HuggingFaceForm | None:
+    """The form of a tensor in a Hugging Face checkpoint, where it is known to be whole."""
+    if of_family is None or job.tp > 1:
+        return None
+    rule, _ = of_family.find(key, config)
+    if rule.huggingface is None:
+        return None
+    return replace(
+        rule.huggingface, keys=tuple(rule.fill_in(spelled, key) for spelled in rule.huggingface.keys)
+    )
+
+
+def _stage(number: int) -> str:
+    return f"stage {number}"
+
+
+def _stored_rule(stored: StoredKey, job: StoredJob) -> StoredRule:
+    name = stored.name
+    return StoredRule(
+        stored.key,
+        _stage(stored.stage),
+        "",
+        "the files",
+        split=0 if job.tp > 1 and not stored.scalar else None,
+        parameter_name=None if name is None else name.replace("{", "{{").replace("}", "}}"),
+        tied_to=stored.tied_to,
+        always_tied=stored.tied_to is not None,
+        is_distributed="always" if stored.distributed else "never",
+        job=job,
+        expert=stored.expert,
+    )

@@ -1,0 +1,414 @@
+"""A row of a rule table: which dim tp cuts, what is fused, how a parameter is named, here and in other checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import gcd, prod
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.model.rules.entries import (
+    Config,
+    config_entry,
+    count_entry,
+    derived_sizes,
+    size_of,
+    ties_words,
+)
+from paddle_reshard.pipeline.model.rules.items import mtp_entry
+from paddle_reshard.storage.documents.typed_json import Bounds
+
+if TYPE_CHECKING:  # NumPy, which the table of families does without
+    from paddle_reshard.pipeline.core.geometry import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceForm:
+    """A tensor's form in a Hugging Face checkpoint: a single tensor, or several that Paddle fuses."""
+
+    keys: tuple[str, ...]
+    """Key of each part in Hugging Face checkpoints; ``{layer}`` and ``{expert}`` are the numbers in the row's key.
+    Parts with the same key are one tensor there."""
+    transposed: bool = False
+    """Whether the last two dims are swapped: ``[in, out]`` in Paddle, ``[out, in]`` in Hugging Face."""
+    saved_transposed: bool | None = None
+    """Whether the two dims are swapped when the trainer saves with ``save_to_hf``; ``None``: as ``transposed`` for a
+    single key, not at all for several."""
+    widths: tuple[str, ...] | None = None
+    """Extent of each part along Paddle's last dim, as sums of products of config entries; required for several keys."""
+    groups: str | None = None
+    """Config entry with the number of groups into which the last dim is divided; each group has a share of every part.
+
+    4 query heads and 2 key/value heads with ``groups = "num_key_value_heads"`` are stored as
+    ``[q q k v | q q k v]``.
+    """
+    groups_there: str | None = None
+    """Config entry with the number of groups into which a tensor of several parts is divided in Hugging Face
+    checkpoints; each group has a share of every part. ``None``: one part after the other."""
+    stacked: str | None = None
+    """Config entry: the number of routed experts that lie one after the other along the first dim here, or in a
+    ``shape`` of three dims along a dim of their own. Each has tensors of its own there, numbered where its key has
+    ``{expert}``."""
+    keep_float32: bool = False
+    """Whether it stays float32 when the model is converted to another dtype."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The keys there, each once."""
+        return tuple(dict.fromkeys(self.keys))
+
+    def key_of(self, tensor: int, expert: int) -> str:
+        """Key of one of the :attr:`tensors` there, of one of several experts that are stacked here."""
+        return self.tensors[tensor].replace("{expert}", str(expert))
+
+    @property
+    def transposed_as_saved(self) -> bool:
+        """Whether the two dims are swapped when the trainer saves with ``save_to_hf``."""
+        if self.saved_transposed is not None:
+            return self.saved_transposed
+        return self.transposed and len(self.keys) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """A parameter that the library creates and then replaces; it only advances the counters in parameter names."""
+
+    name_class: str
+    """Layer class, as in a row."""
+    name_class_sp: str | None = None
+    """Layer class under sequence parallelism (tp > 1), if it differs."""
+
+    def class_for(self, tp: int, sequence_parallel: bool) -> str:
+        """Layer class in a job with this configuration."""
+        return (tp > 1 and sequence_parallel and self.name_class_sp) or self.name_class
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A row of a rule table; applies to every tensor whose key matches ``key``."""
+
+    key: str
+    """Structured name; ``{layer}`` matches the number of a decoder layer, ``{expert}`` that of a routed expert."""
+    item: str
+    """Name of the pipeline item that owns it."""
+    name_class: str
+    """Layer class in the framework's parameter name: ``linear`` in ``linear_0.w_0``."""
+    source: str
+    """Evidence for the row."""
+    split: Annotated[int, Bounds(0)] | None = None
+    """Dim that tensor parallelism cuts; ``None``: every tp rank holds the whole tensor."""
+    parts: Annotated[int, Bounds(1)] = 1
+    """How many equal logical parts are fused along ``split``; a tp rank holds its piece of each."""
+    part_widths: tuple[str, ...] | None = None
+    """For unequal parts: the extent of each along ``split``, as sums of products of config entries."""
+    split_if_divisible: str | None = None
+    """Config entry that tp must divide; otherwise every tp rank holds the whole tensor."""
+    must_divide: str | None = None
+    """Config entry that tp must divide; otherwise the topology is refused, because heads are never divided."""
+    name_class_pp: str | None = None
+    """Layer class under pipeline parallelism, if it differs."""
+    name_class_sp: str | None = None
+    """Layer class under sequence parallelism (tp > 1), if it differs."""
+    name_class_tp: str | None = None
+    """Layer class under tensor parallelism without sequence parallelism, if it differs; empty where it is not known."""
+    shape: tuple[str, ...] | None = None
+    """Expected global shape; each dim is a sum of products of config entries, in which ``a/b`` is rounded down."""
+    tied_to: str | None = None
+    """Key with the same values if the config ties word embeddings; may have the numbers of ``key``."""
+    always_tied: bool = False
+    """Whether the family ties them regardless of the config: ``tied_to`` is another key of the same parameter."""
+    only_with: str | None = None
+    """Key of the tensor without which the model does not have it, with the numbers of ``tied_to``."""
+    of_stages: bool = False
+    """Whether only jobs with pipeline stages have it: another copy of the tensor that it is tied to."""
+    own_in_stages: bool = False
+    """Whether it is tied in jobs without pipeline stages only, and a tensor of its own in others."""
+    key_pp: str | None = None
+    """Key in the files under pipeline parallelism, if it differs; the key of another row stands in files of the last
+    stage for a tensor that it shares with the first."""
+    name_class_ep: str | None = None
+    """Layer class under expert parallelism, if it differs."""
+    name_class_ep_sp: str | None = None
+    """Layer class under expert and sequence parallelism together, if it differs."""
+    is_distributed: Literal["always", "never", "ep"] | None = None
+    """If the library's flag does not say whether tp cuts the tensor: ``always``, ``never``, or set under ``ep`` too."""
+    leads_if_unified: bool = False
+    """Whether it comes before the experts in the unified layer of expert parallelism."""
+    parameter_name: str | None = None
+    """The whole parameter name if the library sets it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
+    built_after: str | None = None
+    """Key of the row right after whose tensor the library builds it, if that is not the order of the rows."""
+    discards: tuple[Discarded, ...] = ()
+    """What the library creates right before it and then replaces."""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    """Config entries that must have these values for the row to apply."""
+    with_mtp: bool | None = None
+    """For models with layers of multi-token prediction (``True``), or only for others (``False``)."""
+    grouped_heads: bool | None = None
+    """For models with fewer key-value heads than attention heads (``True``), or only for others (``False``)."""
+    copied: bool = False
+    """Whether the library builds it for the first expert of a rank only, and copies that for the others."""
+    states_if_sharded: bool = False
+    """Whether the optimizer has states of it in jobs with sharding only, where it gets a gradient of zeros."""
+    color: str | None = None
+    """Name that the library gives the communication buffers of stage 1 v2 in which it lies, apart from others."""
+    unused: bool = False
+    """Whether the model computes nothing with it: checkpoints of training have it, and no other model has."""
+    saved_in_part: str | None = None
+    """What the library has lost where its files say that one tp rank's piece is the whole tensor."""
+    untrained: bool = False
+    """Whether no optimizer of the library has states of it, whatever another library's has."""
+    former: bool = False
+    """Whether only earlier versions of the library call it so: it is read, and not written."""
+    huggingface: HuggingFaceForm | None = None
+    """The tensor's form in a Hugging Face checkpoint; ``None``: unknown."""
+
+    def pattern(self) -> re.Pattern[str]:
+        """``key`` as a regular expression for the whole key."""
+        return _pattern(self.key)
+
+    def applies(self, config: Config) -> bool:
+        """Whether the model with this config has the row."""
+        if self.with_mtp is not None and self.with_mtp != (count_entry(config, mtp_entry(config)) > 0):
+            return False
+        return self._fits_heads(config) and all(
+            config_entry(config, name, False) == value for name, value in self.where.items()
+        )
+
+    def _fits_heads(self, config: Config) -> bool:
+        if self.grouped_heads is None:
+            return True
+        sizes = derived_sizes(config)
+        grouped = sizes.get("num_key_value_heads") != sizes.get("num_attention_heads")
+        return grouped == self.grouped_heads
+
+    def fill_in(self, form: str, key: str) -> str:
+        """``form`` with the layer and expert numbers of ``key`` filled in; a number that ``key`` lacks stays open."""
+        match = self.pattern().fullmatch(key)
+        for name, number in (match.groupdict() if match else {}).items():
+            form = form.replace(f"{{{name}}}", number)
+        return form
+
+    def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
+        """The dim that ``tp`` ranks cut in this model, or ``None`` if each holds the whole tensor.
+
+        Raises
+        ------
+        RuleError
+            If tp does not divide ``must_divide``, or the config lacks an entry.
+        """
+        if self.split is None or tp == 1:
+            return self.split
+        if not self.must_divide and not self.split_if_divisible:
+            return self.split
+        key = key or self.key
+        values = derived_sizes(config)
+        if self.must_divide and size_of(values, self.must_divide, key) % tp:
+            raise RuleError(
+                key,
+                f"tp={tp} does not divide {self.must_divide}={values[self.must_divide]} of the config, as the trainer "
+                "asserts",
+            )
+        if self.split_if_divisible and size_of(values, self.split_if_divisible, key) % tp:
+            return None
+        return self.split
+
+    def stays_whole(self, config: Config, tp: int, key: str) -> bool:
+        """Whether each of ``tp`` ranks holds the whole tensor because they do not divide ``split_if_divisible``."""
+        return tp > 1 and self.split_if_divisible is not None and self.split_dim(config, tp, key) is None
+
+    @property
+    def fused_parts(self) -> int:
+        """How many logical parts are fused along ``split``."""
+        return self.parts if self.part_widths is None else len(self.part_widths)
+
+    def shares(self, config: Config) -> tuple[int, ...]:
+        """The extents of the parts fused along ``split``, as a ratio in lowest terms; ``(1,)`` for a single part.
+
+        Parts of 4096, 1024 and 1024 elements are ``(4, 1, 1)``.
+
+        Raises
+        ------
+        RuleError
+            If the extents of the parts do not add up to the dim.
+        """
+        if self.part_widths is None:
+            return (1,) * self.parts
+        widths = evaluate_sizes(self.part_widths, config, self.key)
+        shape = expected_shape(self, config)
+        extent = sum(widths) if shape is None or self.split is None else shape[self.split]
+        if min(widths) < 1 or sum(widths) != extent:
+            raise RuleError(
+                self.key, f"parts of {list(widths)} elements do not add up to its dim of {extent} elements"
+            )
+        return tuple(width // gcd(*widths) for width in widths)
+
+    def twin(self, config: Config, key: str) -> str | None:
+        """The key with the same values as ``key`` in this model, or ``None``."""
+        if self.tied_to is None or not (self.always_tied or ties_words(config)):
+            return None
+        return self.fill_in(self.tied_to, key)
+
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
+        """Layer class in the parameter names of a job.
+
+        Raises
+        ------
+        RuleError
+            If the row does not tell it.
+        """
+        in_sequence = tp > 1 and sequence_parallel and self.name_class_sp is not None
+        if not self.name_class or (tp > 1 and not in_sequence and self.name_class_tp == ""):
+            raise RuleError(
+                self.key, "what a job calls its parameter is not known: no file that tells it was available"
+            )
+        if pp > 1 and self.name_class_pp:
+            return self.name_class_pp
+        if ep > 1 and tp > 1 and sequence_parallel and self.name_class_ep_sp:
+            return self.name_class_ep_sp
+        if ep > 1 and self.name_class_ep:
+            return self.name_class_ep
+        if tp > 1 and sequence_parallel and self.name_class_sp:
+            return self.name_class_sp
+        if tp > 1 and self.name_class_tp:
+            return self.name_class_tp
+        return self.name_class
+
+    @property
+    def first_number(self) -> int:
+        """Number in the parameter name of a layer's first weight or bias: 0 in ``linear_0.w_0``."""
+        return 0
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether each of its tensors belongs to a single routed expert."""
+        return "{expert}" in self.key
+
+    def of_every_expert(self, key: str) -> str:
+        """``key`` without the number of its expert: the same for all experts of a layer."""
+        match = self.pattern().fullmatch(key)
+        layer = match.groupdict().get("layer") if match else None
+        return self.key if layer is None else self.key.replace("{layer}", layer)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each of its tensors holds all routed experts of a layer, one after the other along the first dim."""
+        form = self.huggingface
+        return form is not None and form.stacked is not None and len(self.shape or ()) == 2
+
+    def marked_distributed(self, cut: bool, ep: int, *, of_rank: bool) -> bool:
+        """Value of the library's ``is_distributed`` flag.
+
+        ``cut``: whether tp cuts the tensor; ``of_rank``: whether it is an expert that only some ranks hold.
+        """
+        if self.is_distributed == "never":
+            return False
+        return cut or of_rank or self.is_distributed == "always" or (self.is_distributed == "ep" and ep > 1)
+
+
+LORA = {"lora_A": 1, "lora_B": 2}
+"""Last component of the keys of the two LoRA matrices of a linear layer → number in the parameter name. The layer that
+replaces the linear one first creates a weight of its own (``w_0``), which it then discards."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRule(Rule):
+    """The row of ``lora_A [in, r]`` or ``lora_B [r, out]``, derived from the row of the weight ``[in, out]``.
+
+    tp cuts ``lora_A`` if it cuts rows of the weight, and ``lora_B`` if it cuts columns; every rank holds the whole of
+    the matrix that is not cut (PaddleFormers 1.2 ``peft/lora/lora_layers.py``).
+    """
+
+    weight: Rule | None = None
+    """The row of the weight."""
+
+    @classmethod
+    def beside(cls, weight: Rule, name: str) -> LoraRule:
+        """The row of the matrix ``name``, a key of :data:`LORA`, of a linear layer.
+
+        Raises
+        ------
+        RuleError
+            If LoRA of this layer is not supported.
+        """
+        key = f"{weight.key.removesuffix('weight')}{name}"
+        if weight.name_class != "linear" or weight.of_expert or (weight.split or 0) > 1:
+            what = "a routed expert" if weight.of_expert else f"{weight.key}, which is not a linear layer,"
+            raise RuleError(key, f"LoRA of {what} is not supported")
+        cut = weight.split is not None and weight.split == (name == "lora_B")
+        return cls(
+            key=key,
+            item=weight.item,
+            name_class="lo_ra_linear",
+            source=weight.source,
+            split=weight.split if cut else None,
+            parts=weight.parts if cut else 1,
+            part_widths=weight.part_widths if cut else None,
+            split_if_divisible=weight.split_if_divisible if cut else None,
+            must_divide=weight.must_divide if cut else None,
+            where=weight.where,
+            weight=weight,
+        )
+
+    @property
+    def name(self) -> str:
+        """``lora_A`` or ``lora_B``."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def first_number(self) -> int:
+        """1 or 2: see :data:`LORA`."""
+        return LORA[self.name]
+
+    def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
+        """Layer class in the parameter names of a job: LoRA's counterpart of the linear layer's class."""
+        if tp == 1 or self.weight is None or self.weight.split is None:
+            return self.name_class
+        axis = ("row", "column")[self.weight.split]
+        in_sequence = sequence_parallel and self.weight.name_class_sp == f"{axis}_sequence_parallel_linear"
+        return f"{axis}_{'sequence_' if in_sequence else ''}parallel_lo_ra_linear"
+
+
+@cache
+def _pattern(key: str) -> re.Pattern[str]:
+    pattern = re.escape(key).replace(re.escape("{layer}"), r"(?P<layer>\d+)")
+    return re.compile(pattern.replace(re.escape("{expert}"), r"(?P<expert>\d+)"))
+
+
+def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape | None:
+    """The global shape according to the config, or ``None`` if the row gives no shape.
+
+    Raises
+    ------
+    RuleError
+        If the config lacks an entry that the row names.
+    """
+    if rule.shape is None:
+        return None
+    return evaluate_sizes(rule.shape, config, key or rule.key)
+
+
+def evaluate_sizes(texts: Sequence[str], config: Config, key: str) -> Shape:
+    """Evaluate sums of products of config entries, such as ``"2 * hidden_size + 8"``; ``key`` is for error messages."""
+    values = derived_sizes(config)
+    return tuple(_evaluate(text, values, key) for text in texts)
+
+
+def _evaluate(text: str, values: Mapping[str, int], key: str) -> int:
+    def number(word: str) -> int:
+        word = word.strip()
+        return int(word) if word.isascii() and word.isdigit() else size_of(values, word, key)
+
+    def factor(text: str) -> int:
+        whole, *by = text.split("/")
+        result = number(whole)
+        for word in by:
+            if (divisor := number(word)) < 1:
+                raise RuleError(key, f"its rule divides by {word.strip()}={divisor}")
+            result //= divisor
+        return result
+
+    return sum(prod(factor(word) for word in term.split("*")) for term in text.split("+"))

@@ -1,0 +1,367 @@
+"""The rule table of a model family: all its rows, as one library spells them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry
+from paddle_reshard.pipeline.model.rules.items import LAYERS, EmptyLayers, Item, mtp_entry
+from paddle_reshard.pipeline.model.rules.libraries import library_of
+from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule, Rule
+from paddle_reshard.pipeline.model.rules.stages import DECODER_LAYERS, Stages, stages_said
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the rows of a table have been compared with."""
+
+    files: Literal["checkpoints", "classes", "declarations"]
+    """Files of ranks: with real checkpoints, with tensors that the library's classes build, or with nothing but what
+    its code declares."""
+    huggingface: Literal["transformers", "library", "declarations"] | None = None
+    """Hugging Face forms: ``transformers`` computes the logits of the Paddle model from an export; an export equals
+    the library's own, or the library imports it as the same parameters; or nothing but what its code declares.
+    ``None`` without forms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An option of a family whose models the rows do not describe."""
+
+    entry: str
+    """Entry of ``config.json`` that is set: true, a number, or a list with elements."""
+    why: str
+    """What such a model has, and why it cannot be read."""
+    above: int = 0
+    """Up to which number the rows describe it all the same."""
+
+    def concerns(self, config: Config) -> bool:
+        """Whether it is set in a model."""
+        value = config_entry(config, self.entry)
+        within = isinstance(value, int) and not isinstance(value, bool) and value <= self.above
+        return bool(value) and not within
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTable:
+    """All rows of a model family as a library spells it. ``items`` are in pipeline order."""
+
+    family: str
+    convention: str
+    model_types: tuple[str, ...]
+    items: tuple[Item, ...]
+    rules: tuple[Rule, ...]
+    experts: str | None = None
+    """Config entry with the number of routed experts in a layer."""
+    expert_axis: Literal["ep", "tp", "dp"] | None = None
+    """The axis over which the library can distribute whole routed experts: ``ep``, ``tp`` or ``dp``."""
+    local_experts: bool = False
+    """Whether the keys of a rank number its own experts from 0 on, under ``ep``."""
+    segmentation: str = DECODER_LAYERS
+    """How the pipeline class distributes its items by default."""
+    segmentation_entry: str | None = None
+    """Config entry that says how instead. Only with ``None``, and from :data:`DECODER_LAYERS`, the pipeline class
+    distributes all items evenly where the number of stages does not divide the decoder layers."""
+    recipe: str = ""
+    """The pre-training recipe whose own model it is, as the library's argument ``stage`` calls it; empty: the model is
+    the library's."""
+    recipe_switches: tuple[str, ...] = ()
+    """With ``recipe``: entries of the config that its jobs take from arguments of the same name, whatever it says."""
+    library_types: tuple[str, ...] = ()
+    """With ``recipe``: values of ``model_type`` by which the library knows its own models of the family, if others."""
+    colors: tuple[str, ...] = ()
+    """The colors of its rows, in the order in which a job makes their master weights, before all others."""
+    scheduler_ahead: int = 0
+    """By how many steps the schedule of a job may be ahead of its trainer."""
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Axis that every job of the family has → what stops the trainer without it."""
+    empty: EmptyLayers | None = None
+    """Layers without parameters that a config can put between the others."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
+    unsupported: tuple[Unsupported, ...] = ()
+    """Options of the family that the rows do not describe."""
+    unsupported_keys: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of keys that no row describes, as a regular expression → what has them, and why it cannot be read."""
+    muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
+    """Parameters whose name contains any of these are not updated by Muon; the trainer's default."""
+    saved_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of keys → prefix under which the model class saves them in files without ``model_meta.json``."""
+    proven: Proof | None = field(default=None, compare=False, repr=False)
+    """How the table was tested; ``None``: not recorded, as in a table that a user writes."""
+    formats: tuple[str, ...] | None = None
+    """Formats that the table supports; ``None``: all."""
+    version: str | None = None
+    """The earlier versions of the library whose models alone have these tensors; ``None``: the current one. Such a
+    table is for checkpoints, and is not chosen for models that no library has given names yet."""
+    peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of keys in Hugging Face checkpoints → prefix of the modules in ``transformers``, by which ``peft`` finds
+    them."""
+    lora: bool | None = None
+    """Whether LoRA of the family is supported; ``None``: if it is a language model alone."""
+    shared_with: tuple[str, ...] = ()
+    """Further libraries whose models of the family have the same tensors under the same names."""
+    shifted_by: str | None = None
+    """Config entry: by how much layers may be numbered higher in keys than in the model."""
+    comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
+    """Ignored by the program."""
+
+    @property
+    def library(self) -> str:
+        """The library whose jobs load its checkpoints, with its version if that is not the current one."""
+        return self.convention if self.version is None else f"{self.convention} {self.version}"
+
+    @property
+    def supports_lora(self) -> bool:
+        """Whether LoRA of the family is supported: language models of PaddleFormers, but not those of its recipes."""
+        trains = self.convention == "paddleformers" and not self.recipe
+        published = any(rule.huggingface for rule in self.rules)
+        alone = not any(item.count for item in self.items)
+        return trains and published and (alone if self.lora is None else self.lora)
+
+    @property
+    def counts_layers(self) -> bool:
+        """Whether keys contain layer numbers, so that their count can be checked against the config."""
+        return any("{layer}" in rule.key for rule in self.rules)
+
+    @property
+    def mtp_items(self) -> dict[str, Item]:
+        """Name → item, for the items of multi-token prediction."""
+        return {item.name: item for item in self.items if item.mtp}
+
+    def build_order(self, pp: int) -> dict[str, int]:
+        """Name of an item → its position in the order in which a job with ``pp`` stages builds the model."""
+        names = [item.name for item in self.items]
+        for item in self.items:
+            if pp == 1 and item.built_before is not None:
+                names.remove(item.name)
+                names.insert(names.index(item.built_before), item.name)
+        return {name: position for position, name in enumerate(names)}
+
+    def place(self, item: str, layer: int | None) -> tuple[str, int | None]:
+        """The pipeline item with a tensor of a layer: its kind, and its number unless it has all layers of its kind."""
+        whole = any(known.whole for known in self.items if known.name == item)
+        return item, None if whole else layer
+
+    def first_mtp_layer(self, item: Item, config: Config) -> int:
+        """Number of the first MTP layer in the keys of its item."""
+        return count_entry(config, LAYERS) if item.continues else 0
+
+    def numbers(self, item: Item, config: Config) -> Sequence[int | None]:
+        """The layer numbers of all items of a kind in a model; ``(None,)`` for an item that occurs once."""
+        if item.repeated:
+            return range(count_entry(config, LAYERS))
+        if item.count is not None:
+            return range(count_entry(config, item.count))
+        first = self.first_mtp_layer(item, config)
+        return range(first, first + count_entry(config, mtp_entry(config))) if item.mtp else (None,)
+
+    def key_saved_as(self, saved: str) -> str:
+        """The key in the model of a tensor that the model class saved as ``saved``."""
+        if any(saved.startswith(prefix) for prefix in self.saved_prefixes):
+            return saved
+        return renamed_prefix(saved, {saved_as: prefix for prefix, saved_as in self.saved_prefixes.items()})
+
+    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
+        """The row for ``key``, and the number of its decoder layer; rows of LoRA matrices follow from the weight's.
+
+        Raises
+        ------
+        RuleError
+            If no row matches, or more than one.
+        """
+        module, _, name = key.rpartition(".")
+        if name in LORA:
+            weight, numbered = self.find(f"{module}.weight", config)
+            return LoraRule.beside(weight, name), numbered
+        fits = [
+            (self._of_layer(rule, match, config), match)
+            for rule in self.rules
+            if rule.applies(config) and (match := rule.pattern().fullmatch(key))
+        ]
+        fits = [(rule, match) for rule, match in fits if self.holds(rule, _layer_of(match), config)]
+        why = next((why for start, why in self.unsupported_keys.items() if re.match(start, key)), None)
+        if not fits and why is not None:
+            raise RuleError(key, f"{why}; such checkpoints are not supported")
+        if len(fits) != 1:
+            found = f"{len(fits)} rows" if fits else "no row"
+            advice = "keep only one in" if fits else "add one to"
+            raise RuleError(
+                key,
+                f"{found} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
+                "copy of the table and pass it with --rules FILE",
+            )
+        rule, match = fits[0]
+        return rule, _layer_of(match)
+
+    def _of_layer(self, rule: Rule, match: re.Match[str], config: Config) -> Rule:
+        """The row, assigned to the MTP item that continues its item if the layer is an MTP layer."""
+        layer = _layer_of(match)
+        if layer is None:
+            return rule
+        for item in self.items:
+            if item.continues == rule.item and item.inner is None and item.there is None:
+                first = self.first_mtp_layer(item, config)
+                if first and first <= layer < first + count_entry(config, mtp_entry(config)):
+                    return replace(rule, item=item.name)
+        return rule
+
+    def holds(self, rule: Rule, layer: int | None, config: Config) -> bool:
+        """Whether a row may be one of a layer: items that share their numbers have layers of their own."""
+        if layer is None:
+            return True
+        if (item := self.mtp_items.get(rule.item)) is not None:
+            return layer >= self.first_mtp_layer(item, config)
+        behind = [
+            item
+            for item in self.items
+            if item.continues == rule.item and (item.inner is not None or item.there is not None)
+        ]
+        return not behind or layer < (self.first_mtp_layer(behind[0], config) or layer + 1)
+
+    def written_shift(self, config: Config) -> int:
+        """By how much a target's keys number layers higher than the model does: 2 behind two empty layers.
+
+        Raises
+        ------
+        RuleError
+            If it is not settled how the version that is to train on numbers them.
+        """
+        shift = config.get(self.shifted_by) if self.shifted_by is not None else None
+        if not shift:
+            return 0
+        if isinstance(shift, int) and library_of(config) == "paddleformers":
+            return shift
+        raise RuleError(
+            f"{self.family} ({self.convention})",
+            f"config.json says {self.shifted_by}={shift!r}: {self.convention} 0.3, with which PaddleFormers 1.2 "
+            "trains, numbers its layers from there on, and later versions number them from 0 on; which of them is to "
+            "train on is not known. For 0.3, give a config.json with paddleformers_version with --config FILE; for a "
+            "later one, set the entry to 0 in it",
+        )
+
+    def unsupported_option(self, config: Config, stages_known: bool) -> RuleError | None:
+        """Why the table does not describe a model with this config; ``None`` if it does.
+
+        ``stages_known``: whether it is known if its job has pipeline stages.
+        """
+        name = f"{self.family} ({self.convention})"
+        for option in self.unsupported:
+            if option.concerns(config):
+                value = config_entry(config, option.entry)
+                return RuleError(
+                    name,
+                    f"config.json says {option.entry}={value!r}: {option.why}; such checkpoints are not supported",
+                )
+        for rule in self.rules:
+            if not stages_known and (rule.of_stages or rule.own_in_stages) and rule.applies(config):
+                return RuleError(
+                    name,
+                    f"{rule.key}: only jobs with pipeline stages have it as a tensor of its own beside {rule.tied_to}; "
+                    "of which jobs files are, this format does not tell, and such models are not supported in it",
+                )
+        return None
+
+    def is_for(self, format: str) -> bool:
+        """Whether the table tells enough for a format."""
+        return self.formats is None or format in self.formats
+
+    def check_format(self, format: str) -> None:
+        """Refuse a format for which the table does not tell enough.
+
+        Raises
+        ------
+        RuleError
+            Naming the formats for which it does.
+        """
+        if not self.is_for(format):
+            raise RuleError(
+                f"{self.family} ({self.convention})",
+                f"{self.convention}'s names and layouts are known for the formats {' and '.join(self.formats or ())} "
+                f"only, "
+                f"not for {format}: no file of another one was available; convert to one of these, or to the names of "
+                "another library with --convention",
+            )
+
+    def stages(self, config: Config) -> Stages:
+        """How the pipeline class of a model with this config distributes its items.
+
+        Raises
+        ------
+        PlanError
+            If the config says what no pipeline class understands.
+        """
+        if self.segmentation_entry is None:
+            return Stages(self.segmentation)
+        said = config.get(self.segmentation_entry)
+        return stages_said(self.segmentation if said is None else said, self.segmentation_entry)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the library's trainer starts a pipeline of the family, unless a config says how to divide it."""
+        decoder = next(item for item in self.items if item.repeated)
+        if self.segmentation_entry is None:
+            return bool(decoder.layer_class)
+        pattern = self.segmentation.removeprefix("layer:")
+        return any(
+            item.layer_class and re.search(pattern, item.layer_class, re.IGNORECASE) for item in self.items
+        )
+
+    # What files do not tell if no table knows the family: refused by tables that are made of them, known to all others.
+
+    @property
+    def not_known(self) -> str | None:
+        """Why it does not describe the family of the model, but what was found of one; ``None`` if it does."""
+        return None
+
+    @property
+    def ranks_in_a_row(self) -> int:
+        """Of how many tp ranks the parts of a tensor lie in a row, because it is not known how tp has cut it; or 1."""
+        return 1
+
+    def check_known(self, config: Config, what: str) -> None:
+        """Refuse a target that needs to know ``what``, if it is not known."""
+
+    def check_whole(self, config: Config) -> None:
+        """Refuse a use of whole tensors if it is not known how tp has cut them."""
+
+    def check_keys(self, config: Config) -> None:
+        """Refuse a target of no certain topology that has the model's own keys, if they are not known."""
+        if refused := self.unsupported_option(config, stages_known=False):
+            raise refused
+
+    def check_job(
+        self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
+    ) -> None:
+        """Refuse a hybrid-parallel target that the files do not determine.
+
+        Parameters
+        ----------
+        degrees
+            Axis → degree in the target, for axes that change more than the rank that holds an optimizer state.
+        stages_given
+            Whether options of the target determine the layers of its stages or virtual stages.
+        marked
+            What has to be known if the target says of every tensor whether it is distributed.
+        """
+
+
+def renamed_prefix(key: str, prefixes: Mapping[str, str]) -> str:
+    """A key with another beginning, if it has one of the prefixes.
+
+    >>> renamed_prefix("model.visual.merger.ln_q.weight", {"model.visual.": "visual."})
+    'visual.merger.ln_q.weight'
+    """
+    for prefix, other in prefixes.items():
+        if key.startswith(prefix):
+            return other + key.removeprefix(prefix)
+    return key
+
+
+def _layer_of(match: re.Match[str]) -> int | None:
+    layer = match.groupdict().get("layer")
+    return None if layer is None else int(layer)

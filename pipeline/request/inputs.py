@@ -1,0 +1,59 @@
+"""Read the small files that a user gives along with a checkpoint: rule tables, layouts, names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.model_meta import parse_names
+from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
+from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.model.rules.tables import RuleTables, shipped_tables
+from paddle_reshard.pipeline.request.given_file import GivenFile, read_object, read_text
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
+
+File = PathLike | GivenFile
+
+
+def given_inputs(rules: PathLike | None, config: PathLike | None) -> tuple[RuleTables, dict[str, Any] | None]:
+    """The rule tables and ``config.json`` with which to interpret a checkpoint."""
+    return load_tables(rules), load_config(config)
+
+
+def load_tables(rules: File | None, preferred: str | None = None) -> RuleTables:
+    """The rule table in a file, or the built-in tables, those of the preferred library first."""
+    if rules is None:
+        return shipped_tables(preferred)
+    return RuleTables([parse_rule_table(read_text(rules), str(rules))])
+
+
+def load_config(config: File | None) -> dict[str, Any] | None:
+    """The given ``config.json``."""
+    return None if config is None else read_object(config)
+
+
+def load_adapter(lora_config: File | None) -> Adapter | None:
+    """The adapter described by the given ``lora_config.json``."""
+    return None if lora_config is None else parse_adapter(read_object(lora_config), str(lora_config))
+
+
+def load_program(aoa: File | None) -> AoaProgram | None:
+    """The AOA statements in a file."""
+    if aoa is None:
+        return None
+    from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
+
+    return parse_aoa(read_text(aoa), str(aoa))
+
+
+def load_target_names(target_meta: File | None) -> dict[str, dict[str, str]] | None:
+    """Cell → structured key → parameter name, from a ``model_meta.json`` for the target topology."""
+    if target_meta is None:
+        return None
+    try:
+        return parse_names(read_object(target_meta))
+    except CheckpointError as error:
+        raise UsageError(f"{target_meta}: {error}") from error

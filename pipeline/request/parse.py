@@ -1,0 +1,519 @@
+"""What a user asks for, parsed once: options become values, and the values a request.
+
+The command line imports this module, so anything that needs NumPy is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from paddle_reshard.pipeline.checkpoint.format import Entries
+from paddle_reshard.pipeline.core.choices import (
+    CHECKS,
+    DEVICES,
+    EXCHANGES,
+    FINGERPRINTS,
+    MASTER_WEIGHTS,
+    REPLICAS,
+)
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
+from paddle_reshard.pipeline.core.ranks import parse_ranks, ranks_in_words
+from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.units import (
+    DEFAULT_MEMORY,
+    PathLike,
+    parse_count,
+    parse_memory,
+    parse_size,
+    texts_of,
+)
+from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
+from paddle_reshard.pipeline.request.given_file import GivenFile, read_object
+from paddle_reshard.pipeline.request.options import (
+    CONVERSION_OPTIONS,
+    TARGET_OPTIONS,
+    AverageOptions,
+    ConversionOptions,
+    ConvertOptions,
+    Decides,
+    Kind,
+    TargetOptions,
+    Targets,
+    declarations,
+    flag_of,
+)
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.checkpoint.format import Request
+    from paddle_reshard.storage.locate import Access
+
+Values = Mapping[str, Any]
+"""Option → its value; options that were not given are not in it."""
+SHARED_OPTIONS = tuple(name for name in CONVERSION_OPTIONS if name not in TARGET_OPTIONS)
+"""Options of a conversion that all of its targets share."""
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes, and how it was written."""
+
+    nbytes: int
+    text: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of a conversion as values: files are read, topologies and sizes parsed, choices known."""
+
+    targets: tuple[Values, ...]
+    """The options of each target."""
+    shared: Values
+    """The options of all targets."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a topology or a format is among them; options that are not given then have their defaults."""
+        return any(target.get("to") or target.get("format") for target in self.targets)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory budget of each worker."""
+        memory: Size | None = self.shared.get("memory")
+        return parse_memory(DEFAULT_MEMORY) if memory is None else memory.nbytes
+
+    def with_shared(self, **values: Any) -> Asked:
+        """The same with other values of options of all targets."""
+        return replace(self, shared={**self.shared, **values})
+
+    def check_targets(self) -> None:
+        """Refuse options that do not apply to the format of their target.
+
+        Raises
+        ------
+        UsageError
+        """
+        for target in self.targets:
+            check_options(target.get("format") or DEFAULT, target)
+
+
+def read_options(options: ConversionOptions, target: Targets | None = None, resume: bool = False) -> Asked:
+    """Parse the options of a conversion. Nothing else looks at what a user wrote.
+
+    With ``resume``, options that describe no target may be completed by a session.
+
+    Raises
+    ------
+    UsageError
+        If an option is invalid, or does not apply to its target.
+    """
+    of_targets: Collection[Mapping[str, Any]] = [options]
+    if isinstance(target, Mapping):
+        if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
+            raise UsageError(
+                f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
+            )
+        if not target:
+            raise UsageError("no target given")
+        of_targets = target.values()
+    asked = Asked(
+        tuple(_values(of_target, TARGET_OPTIONS) for of_target in of_targets),
+        _values(options, SHARED_OPTIONS),
+    )
+    if asked.is_complete or not resume:
+        asked.check_targets()
+    return asked
+
+
+def locations_of(target: Targets | None) -> tuple[str, ...]:
+    """The locations of all targets."""
+    targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
+    return tuple(os.fspath(location) for location in targets)
+
+
+def _values(options: Mapping[str, Any], names: Sequence[str]) -> Values:
+    return {name: value_of(name, options[name]) for name in names if name in options}
+
+
+def value_of(name: str, given: Any) -> Any:
+    """The value of an option. ``None``: it is as if it were not given.
+
+    Raises
+    ------
+    UsageError
+        If it is invalid.
+    """
+    option = declarations()[name]
+    empty = name in (*TARGET_OPTIONS, "ranks") and not isinstance(given, int) and not given
+    if given is None or given is False or empty:
+        return None
+    if (parse := _PARSERS.get(name)) is not None:
+        return parse(given)
+    if option.kind is Kind.FILE:
+        return given if isinstance(given, GivenFile) else GivenFile.read(given)
+    if option.kind is Kind.LIST:
+        return texts_of(given)
+    if option.decides is Decides.LOCATION:
+        return os.fspath(given)
+    if option.choices and name not in TARGET_OPTIONS and given not in option.choices:
+        words = name.replace("_", " ")
+        known = f"{', '.join(option.choices)}{did_you_mean(given, option.choices)}"
+        raise UsageError(f"unknown {words} {given!r}; known: {known}")
+    return given
+
+
+def read_layout(layout: PathLike | Mapping[str, Any]) -> Entries:
+    """The entries of a layout, from a JSON file or a mapping, not yet validated."""
+    if isinstance(layout, Mapping):
+        return Entries(layout, "layout")
+    return Entries(read_object(layout), str(layout))
+
+
+def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
+    """The names to drop, each once, in the order of :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
+
+    >>> parse_drop(["mtp", "ema", "mtp"])
+    ('ema', 'mtp')
+
+    Raises
+    ------
+    UsageError
+    """
+    from paddle_reshard.pipeline.core.tensors import DROPPABLE
+
+    chosen = texts_of(names)
+    for name in chosen:
+        if name not in DROPPABLE:
+            known = f"{', '.join(DROPPABLE)}{did_you_mean(name, DROPPABLE)}"
+            raise UsageError(f"--drop {name}: cannot be dropped; known: {known}")
+    return tuple(name for name in DROPPABLE if name in chosen)
+
+
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "to": Topology.of,
+    "layout": read_layout,
+    "files": parse_count,
+    "max_shard_size": lambda text: Size(parse_size(text, "--max-shard-size"), str(text)),
+    "memory": lambda text: Size(parse_memory(text), str(text)),
+    "drop": parse_drop,
+    "ranks": parse_ranks,
+}
+"""Option → what makes a value of it, where its kind does not say that."""
+
+
+# --------------------------------------------------------------------------------------------------- request
+
+
+@dataclass(frozen=True)
+class Locations:
+    """The paths and URLs of a conversion, and how to access them."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    """Empty if the conversion is only planned."""
+    fill: str | None
+    """A checkpoint or file with missing tensors."""
+    merge_into: str | None
+    """The base model of an adapter."""
+    like: str | None
+    """The Hugging Face model that gives what the source lacks."""
+    reading: Access
+    """Access to everything that is read."""
+    writing: Access
+    """Access to the targets."""
+    overwrite: bool
+
+
+@dataclass(frozen=True)
+class ConversionRequest:
+    """A requested conversion, with every value parsed and in range."""
+
+    target_requests: tuple[Request, ...]
+    """The request for each target."""
+    locations: Locations
+    aoa: GivenFile | None
+    rules: GivenFile | None
+    config: GivenFile | None
+    lora_config: GivenFile | None
+    convention: str | None
+    """The library whose names and layouts the targets have, where that is not to be the source's."""
+    allow_missing: tuple[str, ...]
+    """Patterns of keys."""
+    planning: PlanSettings
+    fingerprint: str
+    check_in_full: bool
+    vocab_pad: int | None
+    vocab_trim: int | None
+    makes_master_weights: bool = False
+    """Whether to make master weights from parameters."""
+    dropped: tuple[str, ...] = ()
+    """What to exclude from every target: names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
+
+    ranks: tuple[int, ...] = ()
+    """Global ranks of the target's job whose files are made, in order; empty: all files."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_pad is not None and self.vocab_trim is not None:
+            raise UsageError("the vocabulary can be padded or trimmed, not both")
+        if self.vocab_pad is not None and self.vocab_pad > MAX_VOCABULARY:
+            raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
+        if self.ranks:
+            self._check_ranks()
+        from paddle_reshard.pipeline.core.tensors import EMA, MTP
+
+        if any(asked.of_average for asked in self.target_requests) and EMA in self.dropped:
+            raise UsageError("--drop ema cannot be combined with --state ema")
+        if self.convention is not None and self.aoa is not None:
+            raise UsageError("--convention and --aoa both give tensors other keys; convert in two steps")
+        if MTP in self.dropped and self.aoa is not None:
+            raise UsageError(
+                "--drop mtp finds tensors by name, which --aoa may change; drop them with statements, NAME -> _, or in "
+                "an earlier conversion"
+            )
+
+    def _check_ranks(self) -> None:
+        asked = f"--ranks {ranks_in_words(self.ranks)}"
+        if len(self.target_requests) > 1:
+            raise UsageError(
+                f"{asked} with several targets: the ranks are those of one job; convert one by one"
+            )
+        if self.fingerprint != FINGERPRINTS[0]:
+            raise UsageError(
+                f"{asked} with --fingerprint {self.fingerprint}: a portion holds pieces of tensors"
+            )
+        if self.check_in_full:
+            raise UsageError(
+                f"{asked} with --check full: a portion compares what it loads anyway, and samples; paddle-reshard "
+                "verify of the source compares everything"
+            )
+
+
+def read_request(
+    sources: Sequence[PathLike], targets: Sequence[str], asked: Asked, sizes: PlanSizes = PlanSizes()
+) -> ConversionRequest:
+    """The request that options describe, for targets at these locations; none, if it is only to be planned.
+
+    Raises
+    ------
+    UsageError
+        If an option is invalid, or options contradict each other.
+    """
+    given = {name: value for name, value in asked.shared.items() if value is not None}
+    fingerprint = given.get("fingerprint", FINGERPRINTS[0])
+    return ConversionRequest(
+        target_requests=tuple(map(read_target, asked.targets)),
+        locations=read_locations(sources, targets, asked),
+        aoa=given.get("aoa"),
+        rules=given.get("rules"),
+        config=given.get("config"),
+        lora_config=given.get("lora_config"),
+        convention=given.get("convention"),
+        allow_missing=given.get("allow_missing", ()),
+        planning=PlanSettings(
+            budget_bytes=asked.budget_bytes,
+            compare_replicas=given.get("replicas", REPLICAS[0]) == REPLICAS[0],
+            allow_replica_drift=bool(given.get("allow_replica_drift")),
+            allow_master_drift=bool(given.get("allow_master_drift")),
+            allow_reread=bool(given.get("allow_reread")),
+            sums=fingerprint != FINGERPRINTS[0],
+            sizes=sizes,
+        ),
+        fingerprint=fingerprint,
+        check_in_full=given.get("check", CHECKS[0]) != CHECKS[0],
+        vocab_pad=given.get("vocab_pad"),
+        vocab_trim=given.get("vocab_trim"),
+        makes_master_weights=given.get("master_weights", MASTER_WEIGHTS[0]) != MASTER_WEIGHTS[0],
+        dropped=given.get("drop", ()),
+        ranks=given.get("ranks", ()),
+    )
+
+
+def read_locations(sources: Sequence[PathLike], targets: Sequence[str], asked: Asked) -> Locations:
+    """The locations of a conversion, which must be given even if a session supplies the rest."""
+    from paddle_reshard.storage.locate import source_access, target_access
+
+    given = asked.shared
+    return Locations(
+        sources=tuple(os.fspath(source) for source in sources),
+        targets=tuple(targets),
+        fill=given.get("fill"),
+        merge_into=given.get("merge_into"),
+        like=given.get("like"),
+        reading=source_access(given),
+        writing=target_access(given),
+        overwrite=bool(given.get("overwrite")),
+    )
+
+
+def read_target(values: Values) -> Request:
+    """The request for one target."""
+    from paddle_reshard.pipeline.request.inputs import load_target_names
+
+    names = load_target_names(values.get("target_meta"))
+    return FORMATS[values.get("format") or DEFAULT].request({**values, "target_meta": names})
+
+
+def needs_rule_table(requests: Sequence[Request]) -> bool:
+    """Whether the targets need a rule table, to cut tensors or to name parameters."""
+    by_table = {FORMATS[asked.format].by_table for asked in requests}
+    if len(by_table) > 1:
+        described = names_of(format for format in FORMATS.values() if format.by_table)
+        raise UsageError(
+            f"with --aoa, the formats {described} need a rule table for the resulting model, and the rest must not "
+            "have one; use separate conversions"
+        )
+    return by_table.pop()
+
+
+# ------------------------------------------------------------------------------------------- where and how
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Where and how a conversion runs."""
+
+    cluster: str = "inline"
+    workers: int | None = None
+    label_selector: tuple[str, ...] = ()
+    exchange: str = EXCHANGES[0]
+    device: str = DEVICES[0]
+    resume: bool = False
+    """Whether to continue an unfinished conversion, if there is one."""
+    take_over: bool = False
+    """Whether to continue it even if its process, on another machine, may still be running."""
+    expected_plan: Path | None = None
+    """File with the only plan that may be run."""
+    verify: bool = False
+    """Whether to finally read every byte of the targets."""
+    no_space_check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionSettings:
+    """The options of a conversion without the locations of its source and targets, so that many can have them."""
+
+    asked: Asked
+    """As given, without defaults: an omitted option may be in a session."""
+    run: RunSettings = RunSettings()
+    sizes: PlanSizes = PlanSizes()
+
+
+def read_settings(
+    options: ConversionOptions | ConvertOptions | AverageOptions, target: Targets | None = None
+) -> ConversionSettings:
+    """The options of :func:`~paddle_reshard.convert` or :func:`~paddle_reshard.average` as a value.
+
+    Raises
+    ------
+    UsageError
+        If an option is invalid.
+    """
+    run = read_run(options)
+    chosen = {name: value for name, value in options.items() if name in CONVERSION_OPTIONS}
+    return ConversionSettings(read_options(cast(ConversionOptions, chosen), target, run.resume), run)
+
+
+def read_run(options: Mapping[str, Any]) -> RunSettings:
+    """The run settings among ``options``."""
+    names = RunSettings.__dataclass_fields__.keys()
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if name in names}
+    if plan := chosen.get("expected_plan"):
+        chosen["expected_plan"] = Path(plan)
+    if selector := chosen.get("label_selector"):
+        chosen["label_selector"] = texts_of(selector)
+    chosen["resume"] = bool(chosen.get("resume") or chosen.get("take_over"))
+    return RunSettings(**chosen)
+
+
+# ------------------------------------------------------------------------------------------------- targets
+
+
+def check_options(format: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that do not apply to targets of this format; an empty value counts as not given.
+
+    Raises
+    ------
+    UsageError
+    """
+    if format not in FORMATS:
+        raise UsageError(
+            f"unknown format {format!r}; known: {', '.join(FORMATS)}{did_you_mean(format, FORMATS)}"
+        )
+    for name, value in given.items():
+        if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format].options and value:
+            raise UsageError(_misplaced(name, value, format))
+    if FORMATS[format].needs_topology and not given.get("to"):
+        raise UsageError("--to is missing; give the topology of the target, such as tp=2,pp=2,sharding=2")
+
+
+def _misplaced(name: str, value: Any, format: str) -> str:
+    """The message for an option that does not apply to a format."""
+    option = flag_of(name)
+    if isinstance(value, Entries):
+        option += f" ({', '.join(value.values)})"
+    formats = names_of(known for known in FORMATS.values() if name in known.options)
+    own = " and ".join(flag_of(option) for option in FORMATS[format].options)
+    return f"{option} does not apply to --format {format}, only to {formats}; options for {format}: {own}"
+
+
+_TARGET = re.compile(rf"(?P<location>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
+
+
+def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
+    """Location and options of ``DST:FORMAT:NAME=VALUE,…``; a NAME can also be an axis of the topology.
+
+    With ``resume``, ``DST`` alone is enough: the session there has the options.
+
+    >>> parse_target("s3://bucket/a:hybrid:sharding-strategy=stage2,tp=4,sharding=2")
+    ('s3://bucket/a', {'format': 'hybrid', 'sharding_strategy': 'stage2', 'to': 'tp=4,sharding=2'})
+
+    Raises
+    ------
+    UsageError
+    """
+    match = _TARGET.fullmatch(text)
+    if match is None:
+        for word in text.split(":")[1:]:
+            if meant := did_you_mean(word, FORMATS):
+                raise UsageError(f"--target {text!r}: unknown format {word!r}{meant}")
+        if resume:
+            return text, {}
+        raise UsageError(
+            f"--target {text!r}: write DST:FORMAT or DST:FORMAT:NAME=VALUE,…; known formats: {', '.join(FORMATS)}"
+        )
+    given: dict[str, Any] = {"format": match["format"]}
+    options = FORMATS[match["format"]].options
+    axes: list[str] = []
+    for item in filter(None, (match["options"] or "").split(",")):
+        name, mark, value = (part.strip() for part in item.partition("="))
+        name = name.replace("-", "_")
+        if name in Topology.__dataclass_fields__:
+            axes.append(item.strip())
+            continue
+        if name not in TARGET_OPTIONS or name == "format":
+            own = ", ".join(name.replace("_", "-") for name in options if name != "to")
+            known = f"an axis or {own}" if "to" in options else own
+            likely = did_you_mean(name, (*Topology.__dataclass_fields__, *TARGET_OPTIONS))
+            raise UsageError(f"--target {text!r}: unknown name in {item!r}; known: {known}{likely}")
+        if not mark or not value:
+            raise UsageError(f"--target {text!r}: {item!r} has no value; write NAME=VALUE")
+        if name in given:
+            raise UsageError(f"--target {text!r}: {name.replace('_', '-')} is given twice")
+        given[name] = value
+    if axes:
+        given["to"] = ",".join(axes)
+    check_options(match["format"], given)
+    return match["location"], cast(TargetOptions, given)

@@ -1,0 +1,1 @@
+"""What runs inside training jobs: checkpoints loaded into them, averages kept next to them, names checked."""

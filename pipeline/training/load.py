@@ -1,0 +1,247 @@
+"""Fill the tensors of a running job from a checkpoint of any topology and format.
+
+This is the offline conversion with memory as the target: the live tensors of a process are laid out as files, and the
+same planner and tasks read and move their values. Processes do not communicate; each reads only the bytes that its own
+tensors need.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paddle_reshard.clusters.inline import InlineEngine, Reports
+from paddle_reshard.pipeline.changes.fill import index_filled, open_filling
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
+from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
+from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
+from paddle_reshard.pipeline.planning.settings import PlanSettings
+from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.pipeline.request.inputs import load_config, load_tables
+from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.read_options import LoadOptions
+from paddle_reshard.pipeline.training.layout import Names, check_complete, find_tensors, lay_out_live
+from paddle_reshard.pipeline.training.tensors import (
+    LR_SCHEDULER,
+    LiveTensor,
+    MemoryWriter,
+    empty_sections,
+    entries_of,
+    parameter_names_of,
+    read_entry,
+    schedules_of,
+    tensor_parallel,
+)
+from paddle_reshard.storage.locate import Access, is_local, source_access
+from paddle_reshard.storage.store import Source
+from paddle_reshard.tasks.device import Mover
+from paddle_reshard.tasks.group import GroupReport
+from paddle_reshard.tasks.needed import NeededBytes
+from paddle_reshard.tasks.run_group import run_group
+from paddle_reshard.tasks.workspace import Workspace
+
+REMOTE_GAP_BYTES = 1 << 20
+"""On a remote store, ranges with a smaller gap between them are read together."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result of loading in this process."""
+
+    source: str
+    tensors: int
+    """Number of live tensors that were filled."""
+    filled_bytes: int
+    read_bytes: int
+    """Bytes of tensors read, without metadata."""
+    kept: tuple[str, ...]
+    """Entries without a value in the checkpoint that were left unchanged, as ``allow_missing`` permits."""
+    master_drift: tuple[str, ...] = ()
+    """Parameters that differ from the cast of their master weights, as ``allow_master_drift`` permits."""
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Parsed arguments of :func:`load_into`."""
+
+    location: str
+    access: Access
+    fill: str | None
+    """A file with further tensors."""
+    allow_missing: tuple[str, ...]
+    """Patterns of names."""
+    rules: Path | None
+    config: Path | Mapping[str, Any] | None
+    planning: PlanSettings
+    strict: bool
+    """Whether to refuse empty dicts, and optimizer states of the checkpoint that have no entry."""
+
+
+@takes(LoadOptions)
+def load_into(
+    state_dict: Mapping[str, Any],
+    source: PathLike,
+    *,
+    parameter_to_structured_name: Mapping[str, str] | None = None,
+    config: PathLike | Mapping[str, Any] | None = None,
+    strict: bool = True,
+    **options: Unpack[LoadOptions],
+) -> LoadReport:
+    """Fill the tensors of a ``state_dict`` in place from a checkpoint of any topology and format.
+
+    Parameters
+    ----------
+    state_dict
+        Nested dicts of tensors. Parameters have their structured names as keys. Optimizer states have the names that
+        the optimizer gives them (``linear_0.w_0_fp32_master_0_moment1_0``), parameter names in a dict
+        ``"master_weights"``, or structured names with a suffix (``.moment1_0``, ``.w_0``). Entries below ``"ema"`` are
+        averages. A tensor is a plain tensor (the whole logical tensor, or under ``fleet`` the piece of this tp rank), a
+        DistTensor, a ``ShardedWeight``, or a NumPy array (bfloat16 as ``uint16``). A learning-rate schedule
+        (``"LR_Scheduler"``) is updated if the checkpoint's tensor files hold one.
+    parameter_to_structured_name
+        Parameter name → structured name, in this process. Default: from the parameters in ``state_dict``.
+    config
+        ``config.json`` of the model, for a checkpoint without one.
+    strict
+        Refuse empty dicts, and a ``state_dict`` with some optimizer states of a parameter but not all that the
+        checkpoint has.
+    options
+        :class:`LoadOptions`.
+
+    Raises
+    ------
+    MasterDriftError
+        If a parameter is not its stored master weight, rounded. All elements of which this process loads both are
+        compared; where it loads only one of the two, samples of every array.
+    ReshardError
+        Before any tensor is changed, if the checkpoint has no value for an entry, or one of a different shape or dtype.
+        Errors while bytes are moved (a master drift, a store that is down, a checkpoint that changes) may leave some
+        tensors filled.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(
+            f"state_dict is a {type(state_dict).__name__}, not a dict; pass the result of its state_dict()"
+        )
+    request = _read_request(source, config, strict, options)
+    store, checkpoint, missing = _open(request)
+    schedules = list(schedules_of(state_dict))
+    for schedule in schedules:
+        _check_schedule(schedule, checkpoint)
+    if request.strict:
+        _check_sections(state_dict)
+    entries = dict(entries_of(state_dict))
+    names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
+    numbers = find_tensors(names, entries, missing)
+    live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
+    pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
+    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
+    if request.strict:
+        check_complete(checkpoint.catalog.tensors, numbers)
+    checks = master_checks_of_loaded(checkpoint.catalog, layout.target.fragments)
+    plan = plan_conversion(layout.source, layout.target, (), request.planning, checks=checks)
+    filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(request.location) else REMOTE_GAP_BYTES)
+    store.check_unchanged()
+    for schedule in schedules:
+        schedule.update(checkpoint.job.lr_scheduler)
+    return LoadReport(
+        source=store.location,
+        tensors=len(live),
+        filled_bytes=sum(tensor.piece.nbytes for tensor in live),
+        read_bytes=filled.read_bytes,
+        kept=tuple(".".join(path) for path in entries if path not in numbers),
+        master_drift=filled.master_drift,
+    )
+
+
+def _read_request(
+    source: PathLike, config: PathLike | Mapping[str, Any] | None, strict: bool, options: LoadOptions
+) -> LoadRequest:
+    check_names(options, LoadOptions)
+    rules, fill = options.get("rules"), options.get("fill")
+    return LoadRequest(
+        location=os.fspath(source),
+        access=source_access(options),
+        fill=None if fill is None else os.fspath(fill),
+        allow_missing=texts_of(options.get("allow_missing", ())),
+        rules=None if rules is None else Path(rules),
+        config=config if isinstance(config, Mapping) or config is None else Path(config),
+        planning=PlanSettings(
+            parse_memory(options.get("memory", DEFAULT_MEMORY)),
+            compare_replicas=False,
+            allow_master_drift=options.get("allow_master_drift", False),
+            allow_reread=True,
+        ),
+        strict=strict,
+    )
+
+
+def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
+    """The store, the checkpoint in it, and the policy for missing tensors."""
+    filling = None if request.fill is None else open_filling(request.fill, request.access)
+    own = open_checkpoint(request.location, request.access)
+    config = request.config if not isinstance(request.config, Path) else load_config(request.config)
+    policy = MissingPolicy(allowed=request.allow_missing)
+    store, checkpoint = index_filled(own, filling, load_tables(request.rules), config, policy)
+    check_signals(own)
+    return store, checkpoint, policy
+
+
+def _check_sections(state_dict: Mapping[str, Any]) -> None:
+    """Refuse empty dicts: an empty optimizer may not have created its states yet."""
+    for section in empty_sections(state_dict):
+        raise PlanError(
+            f"{'.'.join(section) or 'the state_dict'}: contains no tensor to fill; let the optimizer "
+            f"create its states first, or pass strict=False"
+        )
+
+
+def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
+    found = checkpoint.job.lr_scheduler
+    stored, expected = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
+    if not stored or sorted(stored) != sorted(expected):
+        raise CheckpointError(
+            f"{LR_SCHEDULER}: has the entries {sorted(expected)}, but the checkpoint's tensor files have "
+            f"{sorted(stored)}; remove it from the state_dict and load it from scheduler.pdparams"
+        )
+
+
+class _Filled(NamedTuple):
+    """The result of moving the data."""
+
+    read_bytes: int
+    master_drift: tuple[str, ...]
+
+
+def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int) -> _Filled:
+    """Read, compare and move everything."""
+    writer = MemoryWriter({tensor.piece.name: tensor.memory for tensor in live})
+
+    def do(work: GroupWork, mover: Mover) -> GroupReport:
+        needed = NeededBytes(store, work, gap_bytes)
+        return replace(run_group(work, needed, writer, mover), read_bytes=needed.read_bytes)
+
+    if all(tensor.on_host for tensor in live):
+        reports = InlineEngine(plan.budget_bytes).each(plan_work(plan), do)
+    else:
+        reports = _run_in_this_thread(plan, do)
+    with closing(reports):
+        done = list(reports)
+    drift = sorted(str(difference) for report in done for difference in report.differences)
+    return _Filled(sum(report.read_bytes for report in done), tuple(drift))
+
+
+def _run_in_this_thread(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+    """Run all groups in the calling thread, which has set the device of the tensors."""
+    space = Workspace(plan.peak_bytes)
+    for work in plan_work(plan):
+        space.clear(work.peak_bytes)
+        yield do(work, space)

@@ -1,0 +1,1 @@
+"""Documents in JSON, read strictly: whatever comes from outside is checked entry by entry."""

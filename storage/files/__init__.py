@@ -1,0 +1,1 @@
+"""Parsing and encoding of file types; touches no store."""

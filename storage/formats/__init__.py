@@ -1,1 +1,0 @@
-"""Parsing and encoding of bytes; touches no store."""
