@@ -12,8 +12,8 @@ The job then goes on with tp=2 and sharding=2, each time from that checkpoint. F
 
 All processes run on this machine: the trainer of PaddleFormers on CPUs with gloo, in the laboratory of ``tests/parity``
 (its README says what is patched). Its seconds to start, which are the same for all, are left out. "load" is
-``_load_flex_checkpoint`` of the slowest rank; processor seconds are those of all ranks, and do not depend on who else
-uses the machine.
+``_load_flex_checkpoint`` of the slowest rank, "read" what of it ``load_state_dict`` took for all folders: the rest builds
+the optimizer, from whatever files. Processor seconds are those of all ranks.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Resumed:
     convert_cpu_seconds: float
     load_seconds: float
     load_cpu_seconds: float
+    read_seconds: float
+    """Within ``load_seconds``: in ``paddle.distributed.load_state_dict``."""
     step_seconds: float
     """From the end of loading to the end of the first step."""
     fast_folders: int
@@ -127,6 +129,7 @@ def resumed(lab: Lab, folder: Path, way: str, layers: int) -> Resumed:
         cpu,
         max(one["load_seconds"] for one in told),
         sum(one["load_cpu_seconds"] for one in told),
+        max(one["read_seconds"] for one in told),
         max(one["step_seconds"] for one in told),
         min(log.count("resumable locally, skipping reshard") for log in logs),
     )
@@ -151,6 +154,8 @@ def table(runs: Mapping[str, Sequence[Resumed]]) -> str:
         "processor: convert": lambda way: middle(way, lambda one: one.convert_cpu_seconds),
         "load ": lambda way: middle(way, lambda one: one.load_cpu_seconds),
         "load, by size ÷ this": lambda way: faster(way, BY_SIZE, lambda one: one.load_seconds),
+        "read": lambda way: middle(way, lambda one: one.read_seconds),
+        "read, by size ÷ this": lambda way: faster(way, BY_SIZE, lambda one: one.read_seconds),
         "folders without reshard": lambda way: f"{min(one.fast_folders for one in runs[way])} of 3",
     }
     rows = [[of(way) for of in columns.values()] for way in runs]
