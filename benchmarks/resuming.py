@@ -12,8 +12,8 @@ The job then goes on with tp=2 and sharding=2, each time from that checkpoint. F
 
 All processes run on this machine: the trainer of PaddleFormers on CPUs with gloo, in the laboratory of ``tests/parity``
 (its README says what is patched). Its seconds to start, which are the same for all, are left out. "load" is
-``_load_flex_checkpoint`` of the slowest rank, "read" what of it ``load_state_dict`` took for all folders: the rest builds
-the optimizer, from whatever files. Processor seconds are those of all ranks.
+``_load_flex_checkpoint`` of the slowest rank, "read" what of it ``load_state_dict`` took for all folders; the rest
+builds the optimizer, from whatever files. Processor seconds are those of all ranks.
 """
 
 from __future__ import annotations
