@@ -1,4 +1,4 @@
-"""Conversions as Ray jobs. A conversion has one submission id, so submitting it twice runs it once.
+"""Conversions as Ray jobs, through Ray's own client. A conversion has one submission id: submitted twice, it runs once.
 
 ::
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -36,10 +37,9 @@ from paddle_reshard.storage.session.holder import user_at_host
 PACKAGE = Path(__file__).parents[2]
 POLL_SECONDS = 1.0
 LOST_CONTACT_SECONDS = 600.0
-_CHATTY = ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging")
-"""Loggers that report every package that Ray uploads; this module reports what matters."""
-_API_ADDRESS = "RAY_API_SERVER_ADDRESS"
-_ADDRESS_VARIABLES = (_API_ADDRESS, "RAY_ADDRESS")
+_CHATTY = ("ray", "ray.dashboard.modules.dashboard_sdk")
+"""Loggers that report every package that Ray uploads; the second has a level of its own."""
+_ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _LOG_IN_MESSAGE = ", last available logs"
 """Text after which Ray's message repeats the log."""
 
@@ -78,17 +78,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How a job ended."""
+    """How a job ended: its status, and Ray's message without the log."""
 
     submission_id: str
-    succeeded: bool
     status: str
     message: str
 
     @property
-    def exit_status(self) -> int:
-        """Exit status for a command that waited for the job."""
-        return 0 if self.succeeded else 1
+    def succeeded(self) -> bool:
+        """Whether it did what it was submitted for."""
+        return self.status == JobStatus.SUCCEEDED
 
 
 def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> str:
@@ -100,16 +99,9 @@ def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> s
 def metadata_of(request: JobRequest) -> dict[str, str]:
     """What Ray's dashboard and ``list_jobs`` show of a job besides its id: a name, and what becomes of what."""
     source, target = request.arguments[:2]
-    return {
-        "job_name": f"paddle-reshard {PurePosixPath(source).name} to {target}",
-        "source": source,
-        "target": target,
-        "submitted_by": user_at_host(),
-        "version": __version__,
-    }
-
-
-# ----------------------------------------------------------------------------------------------- submitting
+    name = f"paddle-reshard {PurePosixPath(source).name} to {target}"
+    shown = {"job_name": name, "source": source, "target": target}
+    return {**shown, "submitted_by": user_at_host(), "version": __version__}
 
 
 def submit_conversion(request: JobRequest, address: str | None) -> Job:
@@ -125,124 +117,107 @@ def submit_conversion(request: JobRequest, address: str | None) -> Job:
     variables = environment.chosen_variables(request.env)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    with _failing(variables.values()):
+    with _failing(variables.values()), tempfile.TemporaryDirectory(prefix="paddle-reshard-") as staging:
         client = connect(address)
-        submission_id, attach = _find_attempt(client, request)
-        if attach:
-            return Job(client, submission_id, attached=True)
-        with tempfile.TemporaryDirectory(prefix="paddle-reshard-") as staging:
-            runtime_env = _runtime_env(request, variables, Path(staging))
+        submission_id, exists = _attempt(client, request)
+        if not exists:
             try:
                 client.submit_job(
                     entrypoint=entrypoint_of(request.arguments, bool(variables)),
                     submission_id=submission_id,
-                    runtime_env=runtime_env,
+                    runtime_env=_runtime_env(request, variables, Path(staging)),
                     entrypoint_num_cpus=request.cpus,
                     metadata=metadata_of(request),
                 )
             except RuntimeError as error:
-                if "already exists" not in str(error):
+                exists = "already exists" in str(error)  # another process was faster
+                if not exists:
                     raise
-                return Job(client, submission_id, attached=True)  # another process was faster
-    return Job(client, submission_id, attached=False)
+    return Job(client, submission_id, attached=exists)
 
 
 def connect(address: str | None) -> JobSubmissionClient:
-    """A client of the cluster at ``address``, or of the one in ``RAY_ADDRESS``.
+    """Ray's client of the cluster at ``address``, or of the one in ``RAY_ADDRESS``.
 
     Ray prefers its variables to an explicit address; here the explicit address takes precedence.
     """
-    if address is None:
-        return JobSubmissionClient()
-    saved = {name: os.environ.pop(name) for name in _ADDRESS_VARIABLES if name in os.environ}
+    names = () if address is None else _ADDRESS_VARIABLES
+    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         return JobSubmissionClient(address)
     finally:
         os.environ.update(saved)
 
 
-def _find_attempt(client: JobSubmissionClient, request: JobRequest) -> tuple[str, bool]:
-    """The id to use, and whether to attach to its job. The latest attempt decides."""
-    latest: tuple[str, JobStatus] | None = None
-    number = 1
-    while True:
-        name = request.submission_id if number == 1 else f"{request.submission_id}-{number}"
-        status = _status(client, name)
-        if status is None:
-            break
-        latest, number = (name, status), number + 1
-    if latest is not None:
-        done = latest[1] == JobStatus.SUCCEEDED and not request.again
-        if done or not latest[1].is_terminal():
-            return latest[0], True
-    return name, False
-
-
-def _status(client: JobSubmissionClient, submission_id: str) -> JobStatus | None:
-    try:
-        return client.get_job_status(submission_id)
-    except RuntimeError as error:
-        if "404" in str(error) or "does not exist" in str(error):
-            return None
-        raise
+def _attempt(client: JobSubmissionClient, request: JobRequest) -> tuple[str, bool]:
+    """The submission id to use, and whether it is that of a job to attach to. The latest attempt decides."""
+    pattern = re.compile(rf"{re.escape(request.submission_id)}(?:-([0-9]{{1,9}}))?")
+    attempts = {
+        int(match[1] or 1): job.status
+        for job in client.list_jobs()
+        if (match := pattern.fullmatch(job.submission_id or ""))
+    }
+    number, attach = max(attempts, default=0), False
+    if attempts:
+        status = attempts[number]
+        attach = not status.is_terminal() or (status == JobStatus.SUCCEEDED and not request.again)
+    number += not attach
+    return (request.submission_id if number == 1 else f"{request.submission_id}-{number}"), attach
 
 
 def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:
     """Ray's description of what the job needs. Folders to upload are created in ``staging``.
 
     A job always has a working directory of its own, because Python and Ray search that directory for modules, and the
-    head's own directory is not ours.
+    head's own directory is not ours. Only its owner can read the variables in it.
     """
-    folder = _folder(staging / "files", request.files, variables)
-    runtime_env: dict[str, Any] = {"working_dir": str(folder)}
-    if request.pip:
-        runtime_env["pip"] = list(request.pip)
-    if request.upload == "always":
-        package = staging / PACKAGE.name
-        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-        runtime_env["py_modules"] = [str(package)]
-    return runtime_env
-
-
-def _folder(folder: Path, files: Mapping[str, bytes], variables: Mapping[str, str]) -> Path:
-    """Create the working directory of a job. Only its owner can read the variables."""
+    folder = staging / "files"
     folder.mkdir()
-    for name, data in files.items():
+    for name, data in request.files.items():
         (folder / name).write_bytes(data)
     if variables:
         (folder / environment.FILE).touch(mode=0o600)
         (folder / environment.FILE).write_bytes(environment.shell_file(variables))
-    return folder
-
-
-# ------------------------------------------------------------------------------------------------ following
+    runtime_env: dict[str, Any] = {"working_dir": str(folder)}
+    if request.pip:
+        runtime_env["pip"] = list(request.pip)
+    if request.upload == "always":
+        package = shutil.copytree(
+            PACKAGE, staging / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+        runtime_env["py_modules"] = [str(package)]
+    return runtime_env
 
 
 def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POLL_SECONDS) -> JobEnd:
     """Write a job's output, in whole lines, until the job ends.
 
-    The log is polled: a conversion writes few lines, and polling survives proxies without websockets, a restarted
-    dashboard and a lost connection. An interrupt does not affect the job.
+    The log is asked for again and again: a conversion writes few lines, and this survives proxies without websockets,
+    which Ray's ``tail_job_logs`` needs, a restarted dashboard and a lost connection. An interrupt does not affect the
+    job.
+
+    Raises
+    ------
+    JobError
+        If the cluster has not answered for ten minutes.
     """
-    shown, silent_since = 0, time.monotonic()
+    shown, heard_at = 0, time.monotonic()
     while True:
         try:
             info = job.client.get_job_info(job.submission_id)
-            ended = info.status.is_terminal()
             log = job.client.get_job_logs(job.submission_id)
         except (OSError, RuntimeError) as error:
-            if time.monotonic() - silent_since > LOST_CONTACT_SECONDS:
+            if time.monotonic() - heard_at > LOST_CONTACT_SECONDS:
                 raise JobError(f"{job.submission_id}: lost contact with the cluster: {error}") from error
         else:
-            silent_since = time.monotonic()
+            heard_at, ended = time.monotonic(), info.status.is_terminal()
             end = len(log) if ended else log.rfind("\n") + 1
             if end > shown:
                 write(log[shown:end])
                 shown = end
             if ended:
                 message = " ".join((info.message or "").split(_LOG_IN_MESSAGE)[0].split())
-                succeeded = info.status == JobStatus.SUCCEEDED
-                return JobEnd(job.submission_id, succeeded, str(info.status.value), message)
+                return JobEnd(job.submission_id, str(info.status.value), message)
         time.sleep(poll_seconds)
 
 

@@ -32,9 +32,9 @@ COMMANDS: Final[Mapping[str, str]] = {
     "publish": "versions",
     "pull": "versions",
     "sign": "sign",
-    "submit": "jobs",
+    "submit": "submit",
     "verify": "verify",
-    "watch": "jobs",
+    "watch": "watch",
 }
 """Command → the module of this folder that declares a function of the same name."""
 
