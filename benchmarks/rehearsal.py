@@ -38,6 +38,7 @@ from benchmarks.planning import MIB, job
 from benchmarks.synthetic import MOE_671B, Dims, EmptySource, files_of, logical
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray.engine import RayEngine
+from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.plan import plan_checkpoint
 from paddle_reshard.pipeline.convert.run import run_conversion
@@ -132,7 +133,7 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     clock.stop("index")
     clock.start("plan")
     request = read_request(("nowhere",), (), read_options(OPTIONS), SIZES)  # type: ignore[arg-type]
-    conversion = plan_checkpoint(source, checkpoint, request)
+    conversion = plan_checkpoint(Altered.of(source, checkpoint), request)
     plan = conversion.plan
     plan.plan_id  # noqa: B018 -- computed once, and part of planning
     clock.stop("plan")

@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.planning import job
 from benchmarks.synthetic import MOE_671B, EmptySource, catalog_of, files_of
 from paddle_reshard import convert
+from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.convert.plan import plan_checkpoint
 from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.report.command import Command
@@ -119,7 +120,9 @@ def large(path: Path) -> None:
     source = job(tp=8, pp=4, sharding=64)
     store = EmptySource(files_of(MOE_671B, source), json.dumps(MOE_671B.config).encode())
     request = read_request(("nowhere",), (), read_options({"to": "tp=4,pp=4,sharding=32"}))
-    planned = _timed("plan", lambda: plan_checkpoint(store, catalog_of(MOE_671B, source), request))
+    planned = _timed(
+        "plan", lambda: plan_checkpoint(Altered.of(store, catalog_of(MOE_671B, source)), request)
+    )
     picture = _timed("picture", lambda: picture_of(planned))
     _timed("page", lambda: save_report(describe_plan(planned, picture), path))
 

@@ -1,11 +1,10 @@
-"""Index a checkpoint that may lack tensors, and take them from where the user says (``--fill``)."""
+"""Take the tensors that a checkpoint lacks from where the user says (``--fill``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
+from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.changes.filling import PREFIX, Filler, fill
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
@@ -21,7 +20,6 @@ from paddle_reshard.pipeline.model.rules.tables import RuleTables, shipped_table
 from paddle_reshard.pipeline.model.weights import dtype_of_tag
 from paddle_reshard.storage.locate import Access, is_local, local_path, open_file
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.index import index_here
 
 ENDING = ".safetensors"
 
@@ -54,28 +52,16 @@ def open_filling(location: str, access: Access) -> Filling:
     return Filling(open_checkpoint(location, access), None)
 
 
-def index_filled(
-    store: Source,
-    filling: Filling | None,
-    tables: RuleTables,
-    config: Mapping[str, Any] | None,
-    policy: MissingPolicy,
-    index_files: IndexFiles = index_here,
-    pieces: bool = False,
-) -> tuple[Source, Checkpoint]:
-    """Index a checkpoint with what ``filling`` gives it, and the store that serves both.
-
-    Arguments and errors are those of :func:`index_checkpoint`.
+def filled(filling: Filling, altered: Altered, reading: Reading) -> Altered:
+    """A checkpoint with what ``filling`` gives it, and the store that serves both.
 
     Raises
     ------
     CoverageError
         If a tensor is in neither, or has another shape or dtype than the checkpoint's metadata give.
     """
-    if filling is None:
-        return store, index_checkpoint(store, tables, config, policy, index_files, pieces)
+    checkpoint = altered.source
     given = None if filling.file is None else _of_file(filling)
-    checkpoint = index_checkpoint(store, tables, config, replace(policy, fills=True), index_files, pieces)
     if not FORMATS[checkpoint.format].loses_tensors:
         losing = names_of(known for known in FORMATS.values() if known.loses_tensors)
         raise CoverageError(
@@ -84,8 +70,10 @@ def index_filled(
         )
     from paddle_reshard.storage.views import JoinedSource, Mount
 
-    filled = fill(checkpoint, given or _of_checkpoint(filling, checkpoint, tables, index_files), policy)
-    return JoinedSource((Mount("", store), Mount(PREFIX, filling.store))), filled
+    filler = given or _of_checkpoint(filling, checkpoint, reading.tables, reading.index_files)
+    whole = fill(checkpoint, filler, reading.missing)
+    store = JoinedSource((Mount("", altered.store), Mount(PREFIX, filling.store)))
+    return altered.read_as(whole, store)
 
 
 def _of_file(filling: Filling) -> Filler:

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
@@ -18,6 +19,8 @@ from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule
@@ -29,6 +32,14 @@ PREFIX: Final = "LORA/"
 """Prefix of the adapter's files in the joined source."""
 BFLOAT16: Final = "bfloat16"
 OF_BASE_JOB: Final = "state of the job that trained the base"
+
+
+def merged(base_store: Source, altered: Altered, reading: Reading) -> Altered:
+    """The base in a store with the adapter merged into it, and the store that serves both."""
+    base = index_checkpoint(base_store, reading.tables, reading.config, None, reading.index_files)
+    check_signals(base_store)
+    store, checkpoint = merge_into(base_store, base, altered.store, altered.source)
+    return altered.read_as(checkpoint, store)
 
 
 def merge_into(

@@ -111,7 +111,7 @@ class History:
     masters_made: bool = False
     """Whether its master weights are made from its parameters on request, without other optimizer states."""
     former_config: Mapping[str, Any] | None = None
-    """The source's config, if tensors were given other names or layouts and the model has another one."""
+    """The config with which the source was read, also where the model has another one since."""
     rewritten: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     """Small file of the source → the name and content that it has in targets."""
     statements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

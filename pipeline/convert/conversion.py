@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.changes.fill import index_filled, open_filling
-from paddle_reshard.pipeline.checkpoint.checkpoint import DONOR, Checkpoint, Donor, MissingPolicy
-from paddle_reshard.pipeline.checkpoint.lora import with_adapter
-from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
+from paddle_reshard.pipeline.changes.change import Altered, Reading
+from paddle_reshard.pipeline.changes.read import OpenChanges
+from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     plan_checkpoint,
@@ -44,22 +44,16 @@ from paddle_reshard.pipeline.core.shown import (
     readable_bytes,
     readable_seconds,
 )
-from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.formats.registry import read_donor
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.indexing.roles import check_signals
-from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
-from paddle_reshard.pipeline.request.inputs import load_adapter, load_config, load_program, load_tables
+from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.parse import (
     Asked,
     ConversionRequest,
     ConversionSettings,
     Locations,
     RunSettings,
-    needs_rule_table,
     read_locations,
     read_request,
 )
@@ -68,7 +62,6 @@ from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
-from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.index import index_here
 
@@ -128,81 +121,43 @@ def plan_request(
     locations = request.locations
     if outputs is None and locations.targets:
         outputs = open_targets(locations, settings.resume)
-    store, checkpoint, donor = read_source(request, index_files)
+    altered = read_source(request, index_files)
     if outputs is None:
-        return plan_checkpoint(store, checkpoint, request, donor=donor)
-    given = (locations.fill, locations.merge_into, locations.like)
-    everywhere = (*locations.sources, *locations.targets, *given)
-    spare = spare_bytes(all(location is None or is_local(location) for location in everywhere))
-    planned = plan_checkpoint(
-        store, checkpoint, request, outputs.limits(store), spare if in_process else None, donor
-    )
+        return plan_checkpoint(altered, request)
+    everywhere = (*locations.sources, *locations.targets, *locations.brought)
+    spare = spare_bytes(all(map(is_local, everywhere)))
+    limits = outputs.limits(altered.store)
+    planned = plan_checkpoint(altered, request, limits, spare if in_process else None)
     check_targets(planned, outputs, settings.resume or settings.no_space_check)
-    same_values = (request.aoa, request.convention, *given) == (None,) * 5
+    same_values = all(change.keeps_values for change in request.changes)
     return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
 
 
-def read_source(
-    request: ConversionRequest, index_files: IndexFiles
-) -> tuple[Source, Checkpoint, Donor | None]:
-    """Index the source of a request, with what its options add or rename, and the store that serves all of it.
+def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
+    """Index the source of a request, and apply what alters it.
 
     Raises
     ------
     ReshardError
         If it is incomplete or inconsistent, or the options do not fit it.
     """
-    locations = request.locations
-    filling = None if locations.fill is None else open_filling(locations.fill, locations.reading)
-    program = load_program(request.aoa)
-    tables, config = load_tables(request.rules, request.convention), load_config(request.config)
-    own = open_checkpoint(locations.sources[0], locations.reading)
-    policy = MissingPolicy(allowed=request.allow_missing, drops_mtp=MTP in request.dropped)
-    pieces = program is None and locations.merge_into is None
-    store, checkpoint = index_filled(own, filling, tables, config, policy, index_files, pieces)
-    check_signals(own)
-    checkpoint = with_adapter(checkpoint, load_adapter(request.lora_config), own.location)
-    if locations.merge_into is not None:
-        from paddle_reshard.pipeline.changes.merge import merge_into
-
-        base_store = open_checkpoint(locations.merge_into, locations.reading)
-        base = index_checkpoint(base_store, tables, config, None, index_files)
-        check_signals(base_store)
-        store, checkpoint = merge_into(base_store, base, store, checkpoint)
-    of_source = checkpoint.model.config
-    if program is not None:
-        from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
-
-        checkpoint = rewrite(
-            checkpoint, program, tables if needs_rule_table(request.target_requests) else None, config
-        )
-    if request.convention is not None:
-        from paddle_reshard.pipeline.changes.aoa.conventions import to_convention
-
-        checkpoint = to_convention(checkpoint, request.convention, tables, config, policy.drops_mtp)
-        checkpoint = replace(
-            checkpoint,
-            history=replace(checkpoint.history, rewritten=trainer_state_for(own, request.convention)),
-        )
-    checkpoint = replace(checkpoint, history=replace(checkpoint.history, former_config=of_source))
-    donor = None
-    if locations.like is not None:
-        from paddle_reshard.storage.views import JoinedSource, Mount
-
-        donor_store = open_source(locations.like, *locations.reading)
-        donor = read_donor(SourceFiles(donor_store, None, index_here, index_files))
-        store = JoinedSource((Mount("", store), Mount(DONOR, donor_store)))
-    return store, checkpoint, donor
+    access = request.locations.reading
+    changes = OpenChanges.open(request.changes, access)
+    library = next((change.library for change in request.changes if change.library is not None), None)
+    reading = Reading(
+        load_tables(request.rules, library),
+        load_config(request.config),
+        MissingPolicy(allowed=request.allow_missing),
+        index_files,
+    )
+    return changes.index(open_checkpoint(request.locations.sources[0], access), reading)
 
 
 def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:
     """Open all targets; a location that is already in use is refused before anything is read."""
     for number, location in enumerate(locations.targets):
-        for source in locations.sources:
-            check_apart(source, location)
-        for given in (locations.fill, locations.merge_into, locations.like):
-            if given is not None:
-                check_apart(given, location)
+        for read in (*locations.sources, *locations.brought):
+            check_apart(read, location)
         for earlier in locations.targets[:number]:
             check_targets_apart(earlier, location)
     access = locations.writing

@@ -5,35 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
-from paddle_reshard.pipeline.changes.masters import with_master_weights
-from paddle_reshard.pipeline.changes.mtp import configured_without_mtp, without_mtp
-from paddle_reshard.pipeline.changes.vocab import resize_vocabulary
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion, Donor, Filled
+from paddle_reshard.pipeline.changes.change import Altered, LeftOut
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion, Filled
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
-from paddle_reshard.pipeline.checkpoint.format import Request, Target
-from paddle_reshard.pipeline.checkpoint.reading import read_json
-from paddle_reshard.pipeline.checkpoint.sidecars import average_divisor
-from paddle_reshard.pipeline.checkpoint.stages import without_head
-from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG
+from paddle_reshard.pipeline.checkpoint.format import Target
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
-from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, reread_in_words
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
-    DROPPABLE,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    HEAD,
     MASTER_WEIGHT,
-    MTP,
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of_ranks, job_of, portion_of
-from paddle_reshard.pipeline.formats.registry import FORMATS, formats_to_complete, names_of
+from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
 from paddle_reshard.pipeline.planning.checks import master_checks, master_checks_of_loaded
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
@@ -71,16 +58,6 @@ class PlannedTarget:
 
     def __repr__(self) -> str:
         return f"<PlannedTarget: {self.spec.in_words()}>"
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Elements of the source that go into no target."""
-
-    state: str
-    reason: str
-    tensors: int
-    elements: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,21 +231,19 @@ def by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str
 
 
 def plan_checkpoint(
-    store: Source,
-    source: Checkpoint,
+    altered: Altered,
     request: ConversionRequest,
     limits: PartLimits = PartLimits(),
     spare_bytes: int | None = None,
-    donor: Donor | None = None,
 ) -> ConversionPlan:
-    """Plan a conversion. ``limits`` are those of the targets' stores.
-
-    ``donor`` supplies what the source lacks; ``store`` serves its files too.
+    """Plan a conversion of a checkpoint to which all changes are applied. ``limits`` are those of the targets' stores.
 
     If the groups will run in this process, ``spare_bytes`` is the part of its footprint that is free for metadata. The
     metadata are then checked against the budget before memory is used in proportion to them.
     """
-    source, wanted, dropped, excluded = as_requested(store, source, request, donor)
+    store, source, wanted = altered.store, altered.source, altered.wanted
+    for asked in request.target_requests:
+        source.model.table.check_format(asked.format)
     sizes = store.sizes()
     specs = [asked.target_for(source) for asked in request.target_requests]
     tensors = len(source.catalog.tensors)
@@ -306,8 +281,8 @@ def plan_checkpoint(
         targets,
         plan,
         pieces,
-        dropped=dropped,
-        excluded=excluded,
+        dropped=altered.dropped,
+        excluded=altered.excluded,
         fingerprint=request.fingerprint,
         limits=limits,
         portion=portion,
@@ -363,72 +338,6 @@ def _plan_portion(
     return plan_conversion(catalog, files, carried, settings, limits, checks), replace(whole, files=files)
 
 
-class Requested(NamedTuple):
-    """A source without what is dropped and with what is made of it, before any target is laid out."""
-
-    source: Checkpoint
-    wanted: Checkpoint
-    """The same as the targets are to hold it."""
-    dropped: tuple[str, ...]
-    """States of the source that were excluded by request."""
-    excluded: tuple[LeftOut, ...]
-
-
-def as_requested(
-    store: Source, source: Checkpoint, request: ConversionRequest, donor: Donor | None = None
-) -> Requested:
-    """What the targets of a request are made of, whatever their topology.
-
-    Raises
-    ------
-    PlanError, CheckpointError, UsageError
-        If the source cannot become what is requested.
-    """
-    for asked in request.target_requests:
-        source.model.table.check_format(asked.format)
-    dropped = sorted(
-        source.catalog.tensors.states & {state for name in request.dropped for state in DROPPABLE[name]}
-    )
-    stored = source.catalog.tensors
-    source = _divided(source.without(dropped), request.target_requests, store)
-    source, wanted = _as_requested(source, request)
-    excluded = tuple(_excluded(stored, source.catalog.tensors)) if request.dropped else ()
-    if donor is not None:
-        source, wanted = _completed(source, wanted, request, donor)
-    return Requested(source, wanted, tuple(dropped), excluded)
-
-
-def _excluded(before: Tensors, after: Tensors) -> Iterator[LeftOut]:
-    """The tensors that a request drops, counted by state."""
-    for state in sorted(before.states):
-        kept = after.of_state(state)
-        gone = [number for key, number in before.of_state(state).items() if key not in kept]
-        if gone:
-            elements = int(before.elements[gone].sum())
-            yield LeftOut(state, "dropped, as requested", len(gone), elements)
-
-
-def _as_requested(source: Checkpoint, request: ConversionRequest) -> tuple[Checkpoint, Checkpoint]:
-    """The source with the tensors that are requested, and the same as the targets are to hold it."""
-    if request.makes_master_weights:
-        source = with_master_weights(source)
-    wanted = source
-    if MTP in request.dropped:
-        source = without_mtp(source)
-        wanted = configured_without_mtp(source)
-    if HEAD in request.dropped:
-        source, wanted = without_head(source), without_head(wanted)
-    if request.convention is not None:
-        from paddle_reshard.pipeline.changes.aoa.conventions import configured_for
-
-        wanted = configured_for(wanted, request.convention)
-    if request.vocab_pad is not None:
-        wanted = resize_vocabulary(wanted, request.vocab_pad, grow=True)
-    elif request.vocab_trim is not None:
-        wanted = resize_vocabulary(wanted, request.vocab_trim, grow=False)
-    return source, wanted
-
-
 def _carried(laid_out: Sequence[LaidOut], sizes: Mapping[str, int]) -> list[CarriedFile]:
     """Files that the targets take over whole: first those of the source, then those of a donor."""
     targets = list(zip(prefixes(len(laid_out)), laid_out, strict=True))
@@ -457,40 +366,6 @@ def _planned_targets(
         )
 
 
-def _completed(
-    source: Checkpoint, wanted: Checkpoint, request: ConversionRequest, donor: Donor
-) -> tuple[Checkpoint, Checkpoint]:
-    """Both with what they lack of the donor."""
-    formats = formats_to_complete()
-    if any(FORMATS[asked.format] not in formats for asked in request.target_requests):
-        raise UsageError(f"--like applies only to --format {names_of(formats, 'or')}")
-    if MTP in request.dropped:
-        raise UsageError(f"--like would take what --drop {MTP} drops from the donor; use only one of the two")
-    return donor.complete(source, wanted)
-
-
 def _without_fragments(files: TargetFiles) -> TargetFiles:
     """The files without their fragments, which take memory and are in the plan as ops."""
     return replace(files, fragments=files.fragments[:0].copy())
-
-
-def _divided(source: Checkpoint, requests: Sequence[Request], store: Source) -> Checkpoint:
-    """The source with its average divided by the sum of the weights, if it started at zero and becomes a model."""
-    sizes = store.sizes()
-    if AVERAGE not in sizes or not any(asked.of_average for asked in requests):
-        return source
-    divide_by = average_divisor(read_json(store, AVERAGE, sizes), AVERAGE)
-    if divide_by == 1:
-        return source
-    if len(requests) > 1:
-        raise UnsupportedError(
-            f"{AVERAGE}: the average started at zero and must be divided by {divide_by}, which is supported for a "
-            "single target only; convert it to a model separately"
-        )
-    catalog = source.catalog
-    mixtures = {
-        number: Mixture((Term(number, 0.0, 1.0),), divide_by)
-        for number, tensor in enumerate(catalog.tensors)
-        if tensor.state in (EMA_MASTER_WEIGHT, EMA_PARAM)
-    }
-    return replace(source, catalog=replace(catalog, mixtures=mixtures))

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from paddle_reshard.pipeline.changes.change import Altered, Reading
+from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, open_targets, plan_and_run
@@ -359,7 +361,10 @@ def plan_average(
     checkpoint = with_average(checkpoints, names, weighting)
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
     checkpoint = replace(checkpoint, own_files=own_files)
-    planned = plan_checkpoint(series, checkpoint, request, outputs.limits(series))
+    reading = Reading(tables, config, missing, index_files)
+    changes = OpenChanges.open(request.changes, locations.reading)
+    altered = changes.apply(Altered.of(series, checkpoint), reading)
+    planned = plan_checkpoint(altered, request, outputs.limits(series))
     check_targets(planned, outputs, settings.resume or settings.no_space_check)
     return replace(planned, target_locations=outputs.locations)
 

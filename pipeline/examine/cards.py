@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import (
-    Requested,
-    as_requested,
     by_reason,
     source_in_words,
 )
@@ -42,7 +41,6 @@ from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer
 from paddle_reshard.pipeline.planning.simulate import least_seconds
 from paddle_reshard.pipeline.request.options import ConversionOptions, Decides, Kind, declarations, flag_of
 from paddle_reshard.pipeline.request.parse import Asked, Values, read_options, read_request, read_target
-from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
 TARGET = "TARGET"
@@ -205,8 +203,10 @@ def plan_cards(
     _check(cards, format, options)
     asked = read_options({**options, "to": Topology(dp=cards)})
     request = read_request((source,), (), asked)
-    store, checkpoint, donor = read_source(request, partial(index_here, observe=observe))
-    offer = _Offer(store, checkpoint, as_requested(store, checkpoint, request, donor), asked)
+    altered = read_source(request, partial(index_here, observe=observe))
+    store, checkpoint = altered.store, altered.source
+    checkpoint.model.table.check_format(format)
+    offer = _Offer(altered, asked)
     found, refused = [], []
     for topology in _topologies(cards, checkpoint):
         try:
@@ -278,16 +278,14 @@ def _by_nearness(found: Sequence[Alternative], source: Topology | None) -> list[
 class _Offer:
     """A checkpoint that can be converted."""
 
-    store: Source
-    checkpoint: Checkpoint
-    requested: Requested
+    altered: Altered
     asked: Asked
 
     @property
     def before(self) -> Topology | None:
         """The topology of the checkpoint, as ``to`` gives it: ``ep`` also where data-parallel ranks share experts."""
-        found = self.checkpoint.job.topology
-        return replace(found, ep=found.dp) if found and self.checkpoint.job.expert_axis == "dp" else found
+        found = self.altered.source.job.topology
+        return replace(found, ep=found.dp) if found and self.altered.source.job.expert_axis == "dp" else found
 
     @property
     def options(self) -> Values:
@@ -306,17 +304,18 @@ class _Offer:
         PlanError
             If it is not possible.
         """
-        source, wanted = self.requested.source, self.requested.wanted
+        source, wanted = self.altered.source, self.altered.wanted
+        store = self.altered.store
         target = read_target({**self.options, "to": topology}).target_for(source)
         if not isinstance(target, JobTarget):
             raise UsageError(f"--format {target.format} has no topology, any job reads it")
-        found = outline(source, wanted, target, self.store.sizes(), self.store.folders)
+        found = outline(source, wanted, target, store.sizes(), store.folders)
         is_already = self._is_already(topology, target)
         anew = starts_anew(source, target) or source.history.masters_made
         arguments, not_resumed = self._arguments(target, is_already, anew)
         lost = [(state, f"the format {target.format} cannot hold it") for state in found.states_not_carried]
         lost += [(path, why) for path, why in found.not_carried if not is_marker(path)]
-        before, library = self.before, self.checkpoint.model.table.convention
+        before, library = self.before, self.altered.source.model.table.convention
         return Alternative(
             topology=topology,
             strategy=target.strategy,
@@ -324,8 +323,8 @@ class _Offer:
             fullest=found.fullest,
             read_bytes=0 if is_already else _stored_bytes(source.catalog),
             written_bytes=0 if is_already else found.tensor_bytes,
-            states_lost=(*self.requested.dropped, *found.states_not_carried),
-            lost=() if is_already else (*((s, DROPPED) for s in self.requested.dropped), *lost),
+            states_lost=(*self.altered.dropped, *found.states_not_carried),
+            lost=() if is_already else (*((s, DROPPED) for s in self.altered.dropped), *lost),
             arguments=arguments,
             not_resumed=not_resumed,
             remarks=() if before is None else tuple(remarks_on_change(before, topology, library)),
@@ -334,14 +333,14 @@ class _Offer:
 
     def _is_already(self, topology: Topology, target: JobTarget) -> bool:
         """Whether the checkpoint is for this job as it is, in a format that was not asked for to be another."""
-        before, format = self.before, self.checkpoint.format
+        before, format = self.before, self.altered.source.format
         if (
-            before is not None and self.checkpoint.job.expert_axis != "dp"
+            before is not None and self.altered.source.job.expert_axis != "dp"
         ):  # data-parallel ranks write no files
             before = replace(before, dp=topology.dp)
         return (
             topology == before
-            and target.strategy == self.checkpoint.job.strategy
+            and target.strategy == self.altered.source.job.strategy
             and self.options.get("format") in (None, format)
             and not any(
                 value and declarations()[name].changes_bytes and name not in _OF_READING
@@ -351,20 +350,22 @@ class _Offer:
 
     def _arguments(self, target: JobTarget, is_already: bool, anew: bool) -> tuple[Arguments, str]:
         """The trainer's arguments, and why it does not go on at once."""
-        job = target.job(self.requested.wanted)
+        job = target.job(self.altered.wanted)
         if is_already:
-            job = replace(job, format=self.checkpoint.format, comm_overlap=self.checkpoint.job.comm_overlap)
+            job = replace(
+                job, format=self.altered.source.format, comm_overlap=self.altered.source.job.comm_overlap
+            )
         try:
             known = trainer_arguments(job)
         except UnsupportedError as error:
             return {}, str(error)
-        arguments = {"resume_from_checkpoint": self.store.location if is_already else TARGET, **known}
+        arguments = {"resume_from_checkpoint": self.altered.store.location if is_already else TARGET, **known}
         if not anew:
             return arguments, ""
         return arguments | {"ignore_load_lr_and_optim": True}, "the source has no optimizer states"
 
     def _command(self, topology: Topology) -> str:
-        words = ["paddle-reshard", "convert", self.store.location, TARGET, "--to", str(topology)]
+        words = ["paddle-reshard", "convert", self.altered.store.location, TARGET, "--to", str(topology)]
         for name, value in self.options.items():
             words += _spelled(name, value)
         return shlex.join(words)

@@ -9,8 +9,9 @@ from math import prod
 
 import numpy as np
 
+from paddle_reshard.pipeline.changes.change import LeftOut
 from paddle_reshard.pipeline.checkpoint.files import LaidOut
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut, laid_out_again
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, laid_out_again
 from paddle_reshard.pipeline.core.catalog import Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.numbers import Ints

@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.core.choices import (
     DEVICES,
     EXCHANGES,
     FINGERPRINTS,
-    MASTER_WEIGHTS,
     REPLICAS,
 )
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -52,6 +51,7 @@ from paddle_reshard.pipeline.request.options import (
 )
 
 if TYPE_CHECKING:
+    from paddle_reshard.pipeline.changes.change import Change
     from paddle_reshard.pipeline.checkpoint.format import Request
     from paddle_reshard.storage.locate import Access
 
@@ -224,12 +224,8 @@ class Locations:
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     """Empty if the conversion is only planned."""
-    fill: str | None
-    """A checkpoint or file with missing tensors."""
-    merge_into: str | None
-    """The base model of an adapter."""
-    like: str | None
-    """The Hugging Face model that gives what the source lacks."""
+    brought: tuple[str, ...]
+    """What changes read besides the sources."""
     reading: Access
     """Access to everything that is read."""
     writing: Access
@@ -244,45 +240,21 @@ class ConversionRequest:
     target_requests: tuple[Request, ...]
     """The request for each target."""
     locations: Locations
-    aoa: GivenFile | None
+    changes: tuple[Change, ...]
+    """What alters the checkpoint, in order."""
     rules: GivenFile | None
     config: GivenFile | None
-    lora_config: GivenFile | None
-    convention: str | None
-    """The library whose names and layouts the targets have, where that is not to be the source's."""
     allow_missing: tuple[str, ...]
     """Patterns of keys."""
     planning: PlanSettings
     fingerprint: str
     check_in_full: bool
-    vocab_pad: int | None
-    vocab_trim: int | None
-    makes_master_weights: bool = False
-    """Whether to make master weights from parameters."""
-    dropped: tuple[str, ...] = ()
-    """What to exclude from every target: names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
-
     ranks: tuple[int, ...] = ()
     """Global ranks of the target's job whose files are made, in order; empty: all files."""
 
     def __post_init__(self) -> None:
-        if self.vocab_pad is not None and self.vocab_trim is not None:
-            raise UsageError("the vocabulary can be padded or trimmed, not both")
-        if self.vocab_pad is not None and self.vocab_pad > MAX_VOCABULARY:
-            raise UsageError(f"--vocab-pad {self.vocab_pad}: at most {MAX_VOCABULARY} rows are supported")
         if self.ranks:
             self._check_ranks()
-        from paddle_reshard.pipeline.core.tensors import EMA, MTP
-
-        if any(asked.of_average for asked in self.target_requests) and EMA in self.dropped:
-            raise UsageError("--drop ema cannot be combined with --state ema")
-        if self.convention is not None and self.aoa is not None:
-            raise UsageError("--convention and --aoa both give tensors other keys; convert in two steps")
-        if MTP in self.dropped and self.aoa is not None:
-            raise UsageError(
-                "--drop mtp finds tensors by name, which --aoa may change; drop them with statements, NAME -> _, or in "
-                "an earlier conversion"
-            )
 
     def _check_ranks(self) -> None:
         asked = f"--ranks {ranks_in_words(self.ranks)}"
@@ -313,14 +285,13 @@ def read_request(
     """
     given = {name: value for name, value in asked.shared.items() if value is not None}
     fingerprint = given.get("fingerprint", FINGERPRINTS[0])
+    target_requests = tuple(map(read_target, asked.targets))
     return ConversionRequest(
-        target_requests=tuple(map(read_target, asked.targets)),
+        target_requests=target_requests,
         locations=read_locations(sources, targets, asked),
-        aoa=given.get("aoa"),
+        changes=read_changes(given, target_requests),
         rules=given.get("rules"),
         config=given.get("config"),
-        lora_config=given.get("lora_config"),
-        convention=given.get("convention"),
         allow_missing=given.get("allow_missing", ()),
         planning=PlanSettings(
             budget_bytes=asked.budget_bytes,
@@ -333,12 +304,46 @@ def read_request(
         ),
         fingerprint=fingerprint,
         check_in_full=given.get("check", CHECKS[0]) != CHECKS[0],
-        vocab_pad=given.get("vocab_pad"),
-        vocab_trim=given.get("vocab_trim"),
-        makes_master_weights=given.get("master_weights", MASTER_WEIGHTS[0]) != MASTER_WEIGHTS[0],
-        dropped=given.get("drop", ()),
         ranks=given.get("ranks", ()),
     )
+
+
+def read_changes(given: Values, targets: Sequence[Request]) -> tuple[Change, ...]:
+    """What alters the checkpoint, in order.
+
+    Raises
+    ------
+    UsageError
+        If two changes contradict each other, or one does not apply to the targets.
+    """
+    from paddle_reshard.pipeline.changes.kinds import changes_of
+    from paddle_reshard.pipeline.request.inputs import load_adapter, load_program
+
+    _check_together(given, targets)
+    files = {"aoa": load_program(given.get("aoa")), "lora_config": load_adapter(given.get("lora_config"))}
+    return changes_of({**given, **files}, targets)
+
+
+def _check_together(given: Values, targets: Sequence[Request]) -> None:
+    """Refuse options of changes that contradict each other."""
+    from paddle_reshard.pipeline.core.tensors import EMA, MTP
+
+    pad, dropped, aoa = given.get("vocab_pad"), given.get("drop", ()), given.get("aoa")
+    if pad is not None and given.get("vocab_trim") is not None:
+        raise UsageError("the vocabulary can be padded or trimmed, not both")
+    if pad is not None and pad > MAX_VOCABULARY:
+        raise UsageError(f"--vocab-pad {pad}: at most {MAX_VOCABULARY} rows are supported")
+    if EMA in dropped and any(asked.of_average for asked in targets):
+        raise UsageError("--drop ema cannot be combined with --state ema")
+    if aoa is not None and given.get("convention") is not None:
+        raise UsageError("--convention and --aoa both give tensors other keys; convert in two steps")
+    if MTP in dropped and aoa is not None:
+        raise UsageError(
+            "--drop mtp finds tensors by name, which --aoa may change; drop them with statements, NAME -> _, or in "
+            "an earlier conversion"
+        )
+    if MTP in dropped and given.get("like") is not None:
+        raise UsageError(f"--like would take what --drop {MTP} drops from the donor; use only one of the two")
 
 
 def read_locations(sources: Sequence[PathLike], targets: Sequence[str], asked: Asked) -> Locations:
@@ -349,9 +354,11 @@ def read_locations(sources: Sequence[PathLike], targets: Sequence[str], asked: A
     return Locations(
         sources=tuple(os.fspath(source) for source in sources),
         targets=tuple(targets),
-        fill=given.get("fill"),
-        merge_into=given.get("merge_into"),
-        like=given.get("like"),
+        brought=tuple(
+            given[name]
+            for name, option in declarations().items()
+            if option.decides is Decides.LOCATION and given.get(name) is not None
+        ),
         reading=source_access(given),
         writing=target_access(given),
         overwrite=bool(given.get("overwrite")),
@@ -364,18 +371,6 @@ def read_target(values: Values) -> Request:
 
     names = load_target_names(values.get("target_meta"))
     return FORMATS[values.get("format") or DEFAULT].request({**values, "target_meta": names})
-
-
-def needs_rule_table(requests: Sequence[Request]) -> bool:
-    """Whether the targets need a rule table, to cut tensors or to name parameters."""
-    by_table = {FORMATS[asked.format].by_table for asked in requests}
-    if len(by_table) > 1:
-        described = names_of(format for format in FORMATS.values() if format.by_table)
-        raise UsageError(
-            f"with --aoa, the formats {described} need a rule table for the resulting model, and the rest must not "
-            "have one; use separate conversions"
-        )
-    return by_table.pop()
 
 
 # ------------------------------------------------------------------------------------------- where and how

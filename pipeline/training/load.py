@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paddle_reshard.clusters.inline import InlineEngine, Reports
-from paddle_reshard.pipeline.changes.fill import index_filled, open_filling
+from paddle_reshard.pipeline.changes.change import Reading
+from paddle_reshard.pipeline.changes.kinds import Fill
+from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
@@ -45,6 +46,7 @@ from paddle_reshard.storage.locate import Access, is_local, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.group import GroupReport
+from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.needed import NeededBytes
 from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace
@@ -186,13 +188,13 @@ def _read_request(
 
 def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
     """The store, the checkpoint in it, and the policy for missing tensors."""
-    filling = None if request.fill is None else open_filling(request.fill, request.access)
+    changes = OpenChanges.open(() if request.fill is None else (Fill(request.fill),), request.access)
     own = open_checkpoint(request.location, request.access)
     config = request.config if not isinstance(request.config, Path) else load_config(request.config)
     policy = MissingPolicy(allowed=request.allow_missing)
-    store, checkpoint = index_filled(own, filling, load_tables(request.rules), config, policy)
-    check_signals(own)
-    return store, checkpoint, policy
+    reading = Reading(load_tables(request.rules), config, policy, index_here, pieces=False)
+    altered = changes.index(own, reading)
+    return altered.store, altered.source, policy
 
 
 def _check_sections(state_dict: Mapping[str, Any]) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paddle_reshard.pipeline.changes.fill import index_filled, open_filling
+from paddle_reshard.pipeline.changes.change import Reading
+from paddle_reshard.pipeline.changes.kinds import Fill
+from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.indexing.roles import check_signals, doubtful_signal
+from paddle_reshard.pipeline.indexing.roles import doubtful_signal
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.parse import Values
 from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
 from paddle_reshard.pipeline.watch.records import Records, digest
 from paddle_reshard.storage.locate import open_source, source_access
+from paddle_reshard.tasks.index import index_here
 
 
 @dataclass
@@ -28,11 +31,12 @@ class Inspector:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.tables = load_tables(options.get("rules"))
-        self.config = load_config(options.get("config"))
-        fill = options.get("fill")
-        self.filling = None if fill is None else open_filling(fill, source_access(options))
-        self.missing = MissingPolicy(allowed=options.get("allow_missing") or ())
+        missing = MissingPolicy(allowed=options.get("allow_missing") or ())
+        self.reading = Reading(
+            load_tables(options.get("rules")), load_config(options.get("config")), missing, index_here
+        )
+        fill = Fill.asked(options, ())
+        self.changes = OpenChanges.open((fill,) if fill else (), source_access(options))
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
         """Why a checkpoint is incomplete, or ``None``. ``order`` are all checkpoints of the run, by step.
@@ -73,6 +77,5 @@ class Inspector:
 
     def _index(self, name: str) -> str | None:
         source = open_source(self.records.run.at(name), *source_access(self.options))
-        check_signals(source)
-        index_filled(source, self.filling, self.tables, self.config, self.missing, pieces=True)
+        self.changes.index(source, self.reading)
         return doubtful_signal(source.modified())

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
         ConvertOptions,
         TargetOptions,
     )
-    from paddle_reshard.pipeline.convert.plan import ConversionPlan, LeftOut, PlannedTarget
+    from paddle_reshard.pipeline.changes.change import LeftOut
+    from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
     from paddle_reshard.pipeline.request.read_options import (
         CheckOptions,
         DiffOptions,
@@ -258,7 +259,8 @@ _HOMES = {
     "pipeline.examine.fingerprint": ("FingerprintReport", "fingerprint"),
     "pipeline.core.fingerprints": ("Fingerprints",),
     "pipeline.convert.integrity": ("Damage", "IntegrityReport"),
-    "pipeline.convert.plan": ("ConversionPlan", "LeftOut", "PlannedTarget"),
+    "pipeline.changes.change": ("LeftOut",),
+    "pipeline.convert.plan": ("ConversionPlan", "PlannedTarget"),
     "pipeline.examine.coverage": ("Coverage", "prove"),
     "pipeline.examine.explain": ("explain",),
     "pipeline.examine.explanation": ("ExplainedTensor", "Explanation", "Origin", "Stretch"),

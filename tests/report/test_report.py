@@ -21,6 +21,7 @@ from safetensors import deserialize
 import paddle_reshard
 from benchmarks.planning import job
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, EmptySource, catalog_of, files_of
+from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint
 from paddle_reshard.pipeline.core.events import GroupEnded, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -145,7 +146,7 @@ LIMITS = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
 def synthetic(dims: Any, source: HybridTarget, to: str, limits: PartLimits) -> ConversionPlan:
     store = EmptySource(files_of(dims, source), json.dumps(dims.config).encode())
     request = read_request(("nowhere",), (), read_options({"to": to}))
-    return plan_checkpoint(store, catalog_of(dims, source), request, limits)
+    return plan_checkpoint(Altered.of(store, catalog_of(dims, source)), request, limits)
 
 
 def test_what_an_object_store_copies_is_apart(tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""Every kind of change, in the order in which a conversion applies them.
+
+What each does is in a module of its own, which is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from paddle_reshard.pipeline.changes.change import (
+    Altered,
+    Change,
+    LocatedChange,
+    OwnChange,
+    Reading,
+    Step,
+)
+from paddle_reshard.pipeline.core.choices import MASTER_WEIGHTS
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.tensors import MTP
+from paddle_reshard.pipeline.formats.registry import FORMATS, formats_to_complete, names_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
+    from paddle_reshard.pipeline.checkpoint.format import Request
+    from paddle_reshard.pipeline.model.lora_config import Adapter
+    from paddle_reshard.storage.locate import Access
+
+
+@dataclass(frozen=True)
+class Fill(LocatedChange):
+    """``--fill``: what the source lacks, from another checkpoint or a file."""
+
+    option: ClassVar[str] = "fill"
+    fills: ClassVar[bool] = True
+
+    def opened(self, access: Access) -> Step:
+        """The change, with the checkpoint or file open."""
+        from paddle_reshard.pipeline.changes.fill import filled, open_filling
+
+        return partial(filled, open_filling(self.location, access))
+
+
+@dataclass(frozen=True)
+class GiveAdapter(OwnChange):
+    """``--lora-config``: the ``lora_config.json`` of a source that has none."""
+
+    option: ClassVar[str] = "lora_config"
+    adapter: Adapter
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint with its adapter described."""
+        from paddle_reshard.pipeline.checkpoint.lora import with_adapter
+
+        return altered.each(lambda one: with_adapter(one, self.adapter, altered.own.location))
+
+
+@dataclass(frozen=True)
+class MergeInto(LocatedChange):
+    """``--merge-into``: the base model, with the LoRA of the source added to it."""
+
+    option: ClassVar[str] = "merge_into"
+    needs_whole: ClassVar[bool] = True
+
+    def opened(self, access: Access) -> Step:
+        """The change, with the base open."""
+        from paddle_reshard.pipeline.changes.merge import merged
+        from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+
+        return partial(merged, open_checkpoint(self.location, access))
+
+
+@dataclass(frozen=True)
+class Rewrite(OwnChange):
+    """``--aoa``: tensors renamed, split, concatenated, transposed or cast by AOA statements."""
+
+    keeps_values: ClassVar[bool] = False
+    needs_whole: ClassVar[bool] = True
+    program: AoaProgram
+    by_table: bool
+    """Whether the targets need a rule table for the result."""
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+        """The change, if statements are given."""
+        program = given.get("aoa")
+        return None if program is None else cls(program, needs_rule_table(targets))
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint that results from the statements."""
+        from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
+
+        tables = reading.tables if self.by_table else None
+        return altered.each(lambda one: rewrite(one, self.program, tables, reading.config))
+
+
+@dataclass(frozen=True)
+class ToConvention(OwnChange):
+    """``--convention``: the names and layouts of another library."""
+
+    option: ClassVar[str] = "convention"
+    keeps_values: ClassVar[bool] = False
+    convention: str
+
+    @property
+    def library(self) -> str:
+        """The library itself."""
+        return self.convention
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint as the other library has it."""
+        from paddle_reshard.pipeline.changes.convention import in_convention
+
+        return in_convention(self.convention, altered, reading)
+
+
+@dataclass(frozen=True)
+class DivideAverage(OwnChange):
+    """An average that started at zero, divided by the sum of its weights: a target is to be a model made of it."""
+
+    targets: int
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+        """The change, if a target is a model made of the average."""
+        return cls(len(targets)) if any(asked.of_average for asked in targets) else None
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint with its average divided."""
+        from paddle_reshard.pipeline.changes.average import divided
+
+        return divided(altered, self.targets)
+
+
+@dataclass(frozen=True)
+class Drop(OwnChange):
+    """``--drop``: without its average, its layers of multi-token prediction, or a head of its own."""
+
+    option: ClassVar[str] = "drop"
+    names: tuple[str, ...]
+    """Names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
+
+    @property
+    def drops_mtp(self) -> bool:
+        """Whether those layers are among the names."""
+        return MTP in self.names
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint without them."""
+        from paddle_reshard.pipeline.changes.drop import without
+
+        return without(altered, self.names)
+
+
+@dataclass(frozen=True)
+class MakeMasterWeights(OwnChange):
+    """``--master-weights from-parameters``: master weights of a model that has only its parameters."""
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+        """The change, if they are not to be those that are stored."""
+        return cls() if given.get("master_weights", MASTER_WEIGHTS[0]) != MASTER_WEIGHTS[0] else None
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint with master weights."""
+        from paddle_reshard.pipeline.changes.masters import with_master_weights
+
+        return altered.each(with_master_weights)
+
+
+@dataclass(frozen=True)
+class ResizeVocabulary(OwnChange):
+    """``--vocab-pad`` and ``--vocab-trim``: another number of rows of the vocabulary."""
+
+    rows: int
+    grow: bool
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+        """The change, if a number of rows is given."""
+        pad, trim = given.get("vocab_pad"), given.get("vocab_trim")
+        rows = pad if trim is None else trim
+        return None if rows is None else cls(rows, grow=trim is None)
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint, to be written with that number of rows."""
+        from paddle_reshard.pipeline.changes.vocab import with_vocabulary
+
+        return with_vocabulary(altered, self.rows, self.grow)
+
+
+@dataclass(frozen=True)
+class Like(LocatedChange):
+    """``--like``: what an export lacks, from the model that training began from."""
+
+    option: ClassVar[str] = "like"
+
+    @classmethod
+    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+        """The change, if a model is given."""
+        found = super().asked(given, targets)
+        formats = formats_to_complete()
+        if found is not None and any(FORMATS[asked.format] not in formats for asked in targets):
+            raise UsageError(f"--like applies only to --format {names_of(formats, 'or')}")
+        return found
+
+    def opened(self, access: Access) -> Step:
+        """The change, with the model open."""
+        from paddle_reshard.pipeline.changes.like import completed
+        from paddle_reshard.storage.locate import open_source
+
+        return partial(completed, open_source(self.location, *access))
+
+
+KINDS: Final[tuple[type[Change], ...]] = (
+    Fill,
+    GiveAdapter,
+    MergeInto,
+    Rewrite,
+    ToConvention,
+    DivideAverage,
+    Drop,
+    MakeMasterWeights,
+    ResizeVocabulary,
+    Like,
+)
+"""In this order: a change sees the names, states and shapes that those before it leave."""
+
+
+def changes_of(given: Mapping[str, Any], targets: Sequence[Request]) -> tuple[Change, ...]:
+    """What a conversion with these options to these targets changes; small files among the options are parsed.
+
+    Raises
+    ------
+    UsageError
+        If a change does not apply to the targets.
+    """
+    return tuple(change for kind in KINDS if (change := kind.asked(given, targets)) is not None)
+
+
+def needs_rule_table(targets: Sequence[Request]) -> bool:
+    """Whether the targets need a rule table, to cut tensors or to name parameters."""
+    by_table = {FORMATS[asked.format].by_table for asked in targets}
+    if len(by_table) > 1:
+        described = names_of(format for format in FORMATS.values() if format.by_table)
+        raise UsageError(
+            f"with --aoa, the formats {described} need a rule table for the resulting model, and the rest must not "
+            "have one; use separate conversions"
+        )
+    return by_table.pop()

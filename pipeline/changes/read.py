@@ -1,0 +1,58 @@
+"""Index a source, and apply the changes that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from paddle_reshard.pipeline.changes.change import Altered, Change, Reading, Step
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.roles import check_signals
+from paddle_reshard.storage.locate import Access
+from paddle_reshard.storage.store import Source
+
+
+@dataclass(frozen=True)
+class OpenChanges:
+    """Changes with what they bring open, in order."""
+
+    changes: tuple[Change, ...]
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def open(cls, changes: Sequence[Change], access: Access) -> OpenChanges:
+        """Open what they bring.
+
+        Raises
+        ------
+        CheckpointError
+            If a location does not exist or cannot be read.
+        """
+        return cls(tuple(changes), tuple(change.opened(access) for change in changes))
+
+    def index(self, store: Source, reading: Reading) -> Altered:
+        """Index the checkpoint in a store, as far as what the changes bring lets it be incomplete, and apply them.
+
+        Raises
+        ------
+        ReshardError
+            If it is incomplete or inconsistent, or a change does not fit it.
+        """
+        lenient = replace(
+            reading.missing,
+            fills=any(change.fills for change in self.changes),
+            drops_mtp=any(change.drops_mtp for change in self.changes),
+        )
+        pieces = reading.pieces and not any(change.needs_whole for change in self.changes)
+        checkpoint = index_checkpoint(
+            store, reading.tables, reading.config, lenient, reading.index_files, pieces
+        )
+        check_signals(store)
+        return self.apply(
+            Altered.of(store, checkpoint), replace(reading, missing=replace(lenient, fills=False))
+        )
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """Apply them to a checkpoint."""
+        return reduce(lambda before, step: step(before, reading), self.steps, altered)
