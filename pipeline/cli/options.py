@@ -16,7 +16,14 @@ from paddle_reshard.pipeline.progress.events_as_json import EventLog
 from paddle_reshard.pipeline.progress.metrics import read_address
 from paddle_reshard.pipeline.progress.notify import read_receiver
 from paddle_reshard.pipeline.request import given_file
-from paddle_reshard.pipeline.request.options import CONVERSION_OPTIONS, Decides, Kind, declarations, flag_of
+from paddle_reshard.pipeline.request.options import (
+    CONVERSION_OPTIONS,
+    Decides,
+    Kind,
+    declarations,
+    flag_of,
+    of_one_source,
+)
 from paddle_reshard.storage.documents.strict_json import parse_json
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -326,8 +333,7 @@ layout_flags = all_of(
 )
 
 
-OF_ONE_SOURCE = ("aoa", "fill", "merge_into", "like", "lora_config")
-"""Options of a conversion that make no sense for a series of checkpoints."""
+OF_ONE_SOURCE = of_one_source()
 
 
 def declared_all(names: Iterable[str]) -> Iterator[Decorator]:

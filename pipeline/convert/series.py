@@ -43,6 +43,7 @@ from paddle_reshard.pipeline.request.options import (
     Targets,
     check_names,
     flag_of,
+    of_one_source,
     takes,
 )
 from paddle_reshard.pipeline.request.parse import (
@@ -318,7 +319,7 @@ def refuse_foreign(options: Mapping[str, Any]) -> None:
     ------
     UsageError
     """
-    for name in ("aoa", "fill", "merge_into", "like", "lora_config", "drop"):
+    for name in of_one_source():
         if options.get(name):
             raise UsageError(f"{flag_of(name)} does not apply to averages; use it when converting the result")
 

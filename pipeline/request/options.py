@@ -97,6 +97,8 @@ class Option:
     records that the option was given."""
     variable: bool = False
     """Whether an environment variable may give it too, because a user repeats it every day."""
+    of_one_source: bool = False
+    """Whether it alters a single checkpoint, and makes no sense for a series of them."""
     not_scheduled: str = ""
     """Why it cannot apply to every checkpoint of a run; empty if it can."""
 
@@ -175,6 +177,7 @@ class ConversionOptions(TargetOptions, total=False):
         PathLike | None,
         Option(
             kind=Kind.FILE,
+            of_one_source=True,
             help="AOA statements that rename, split, concatenate, transpose or cast tensors; --config must "
             "then describe the resulting model.",
         ),
@@ -186,6 +189,7 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             choices=CONVENTIONS,
             suggests=True,
+            of_one_source=True,
             help="Library that will continue training: the tensors get its names and layouts. Default: the source's.",
         ),
     ]
@@ -197,6 +201,7 @@ class ConversionOptions(TargetOptions, total=False):
             decides=Decides.LOCATION,
             consent=True,
             metavar="BASE",
+            of_one_source=True,
             help="Checkpoint in any format, Hugging Face model, or safetensors file that has what SRC lacks "
             "(parameters that were not trained, buffers): only that is taken from it.",
         ),
@@ -209,6 +214,7 @@ class ConversionOptions(TargetOptions, total=False):
             decides=Decides.LOCATION,
             consent=True,
             metavar="BASE",
+            of_one_source=True,
             help="Base model, any checkpoint that stores its parameters: merge the LoRA in SRC into it and convert "
             "the result.",
         ),
@@ -220,6 +226,7 @@ class ConversionOptions(TargetOptions, total=False):
             decides=Decides.LOCATION,
             consent=True,
             metavar="DIR",
+            of_one_source=True,
             help="Hugging Face model that training began from: an export takes from it what SRC lacks (tensors that "
             "were not trained, tokenizer, entries of config.json) and must have all of its tensors, in their shapes.",
         ),
@@ -230,6 +237,7 @@ class ConversionOptions(TargetOptions, total=False):
         PathLike | None,
         Option(
             kind=Kind.FILE,
+            of_one_source=True,
             help="The adapter's lora_config.json, for a LoRA checkpoint without one.",
         ),
     ]
@@ -373,6 +381,7 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             kind=Kind.LIST,
             metavar="NAME",
+            of_one_source=True,
             help="Exclude from every target: ema, the moving average, mtp, the layers of multi-token prediction, or "
             "head, an output layer of its own where the target ties it to the word embedding. Required if no --target "
             "can hold it. Can be repeated.",
@@ -564,6 +573,11 @@ def declarations() -> Mapping[str, Option]:
     """Option name → declaration, in the order in which help lists them."""
     types = get_type_hints(ConvertOptions, include_extras=True)
     return {name: types[name].__metadata__[0] for name in ConvertOptions.__annotations__}
+
+
+def of_one_source() -> tuple[str, ...]:
+    """Options that make no sense for a series of checkpoints."""
+    return tuple(name for name, option in declarations().items() if option.of_one_source)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

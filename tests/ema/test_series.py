@@ -230,10 +230,8 @@ def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> Non
         decay=0.5,
     )
     refused(UsageError, "the format unified cannot hold", to=None, format="unified", decay=0.5)
-    for option in ("aoa", "fill"):
-        refused(
-            UsageError, f"--{option} does not apply to averages", decay=0.5, **{option: tmp_path / "file"}
-        )
+    for option, value in (("aoa", tmp_path / "file"), ("fill", tmp_path), ("convention", "paddlenlp")):
+        refused(UsageError, f"--{option} does not apply to averages", decay=0.5, **{option: value})
     other = case_directory("mp2_tied") / "checkpoint-3"
     refused(CheckpointError, "checkpoints of one model", [other, series[-1]], uniform=True)
 
