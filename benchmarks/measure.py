@@ -75,11 +75,16 @@ class CommandFailed(Exception):
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Measured:
-    """Run a command to its end. Its standard output is kept, its errors are shown if it fails."""
+    """Run a command to its end. Its standard output is kept, its errors are shown if it fails.
+
+    It may keep the bytecode of what it imports, which installed packages have: to compile this package's modules takes
+    as long as to import them.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         start = time.perf_counter()
         process = subprocess.Popen(
-            command, stdout=output, stderr=errors, env={**os.environ, **(environment or {})}
+            command, stdout=output, stderr=errors, env={**inherited, **(environment or {})}
         )
         watch = _Watch(process.pid)
         watch.start()

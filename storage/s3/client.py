@@ -29,7 +29,8 @@ from urllib3.exceptions import HTTPError
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
-from paddle_reshard.storage.s3.reads import Reads, authorities, fill
+from paddle_reshard.storage.s3.connections import Connections, authorities
+from paddle_reshard.storage.s3.reads import Reads, fill
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ class Client:
 
     def __init__(self, file_system: Any) -> None:
         self.file_system = file_system
-        self.botocore, *known = self._make({})
-        self._reads = Reads(self.botocore, *known)
+        self.botocore, credentials, verify = self._make({})
+        self._connections = Connections(self.botocore, verify)
+        self._reads = Reads(self.botocore, credentials, self._connections)
         self._reads.is_usable &= not self._of_every_request("get_object")
         self.found: dict[str, dict[Any, Any]] = {}
         """Bucket → what trials have found about it."""
@@ -88,7 +90,7 @@ class Client:
             config["signature_version"] = botocore.UNSIGNED
         session = Session(**given.kwargs)
         made = session.create_client("s3", config=Config(**config), **options)
-        made.meta.events.register("before-send.s3.UploadPart", self._alter)
+        made.meta.events.register("before-send.s3", self._send)
         credentials = None
         if not given.anon:
             keys = (options.get(name) for name in own if name != "endpoint_url")
@@ -99,7 +101,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connections that are not in use. A request after this opens new ones."""
-        self._reads.close()
+        self._connections.close()
         for client in (self.botocore, self.__dict__.get("_leaving_out_bytes")):
             if client is not None:
                 client.close()
@@ -242,11 +244,12 @@ class Client:
             del self._altering[upload]
         return False
 
-    def _alter(self, request: Any, **_: Any) -> None:
-        """Change the body of a signed request, if it belongs to a trial."""
+    def _send(self, request: Any, **_: Any) -> Any:
+        """Send a signed request, with another body if it belongs to a trial; ``None`` to leave it to botocore."""
         for upload, body in tuple(self._altering.items()):
-            if upload in request.url:
+            if upload in request.url and request.body is not None:
                 request.body = body
+        return self._connections.send(request)
 
 
 def _repeated_elsewhere(method: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:

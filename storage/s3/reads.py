@@ -7,38 +7,20 @@ answer counts.
 
 from __future__ import annotations
 
-import os
-import select
-import socket
-import ssl
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cached_property
-from http.client import BadStatusLine, HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from collections.abc import Mapping
+from http.client import HTTPResponse
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 import botocore
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionClosedError,
-    EndpointConnectionError,
-    ReadTimeoutError,
-    SSLError,
-)
-from botocore.httpsession import create_urllib3_context, get_cert_path
+from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError, create_parser
-from botocore.utils import get_environ_proxies
 
 from paddle_reshard.storage.remote.retry import DamagedBody
+from paddle_reshard.storage.s3.connections import Connections, Place, closed_on_failure
 
-IDLE_SECONDS = 12.0
-"""Unused connections are closed after this time, before servers and routers forget them."""
-MOST_IDLE = 64
 REFUSAL_BYTES = 1 << 20
 """A longer error is not read."""
 _REFUSED = (301, 307, 400, 401, 403)
@@ -46,8 +28,6 @@ _REFUSED = (301, 307, 400, 401, 403)
 _REGION = "x-amz-bucket-region"
 _TOLD = {"ETag": "ETag", "ContentRange": "Content-Range"}
 """What is said of a body → its header."""
-Place = tuple[str, str, int | None]
-"""Scheme, host and port."""
 
 
 class ReadAddress(NamedTuple):
@@ -62,7 +42,7 @@ class ReadAddress(NamedTuple):
 
 
 class Reads:
-    """Reads ranges of files, over connections that are kept. Can be used by several threads.
+    """Reads ranges of files. Can be used by several threads.
 
     Parameters
     ----------
@@ -70,17 +50,16 @@ class Reads:
         botocore's client for S3.
     credentials
         What its requests are signed with; ``None`` to sign none.
-    verify
-        Its authorities, as for botocore: a file, or whether certificates are checked.
+    connections
+        To the store.
     """
 
-    def __init__(self, client: Any, credentials: Any, verify: bool | str) -> None:
-        self.client, self.credentials, self.verify = client, credentials, verify
-        self.is_usable = _is_usual(client)
+    def __init__(self, client: Any, credentials: Any, connections: Connections) -> None:
+        self.client, self.credentials, self.connections = client, credentials, connections
+        self.is_usable = connections.are_direct and _is_usual(client)
         self._addresses: dict[tuple[str, str], ReadAddress] = {}
         self._regions: dict[str, str] = {}
         """Bucket → its region, where a store has said that it is another one."""
-        self._idle: list[tuple[float, Place, HTTPConnection]] = []
 
     def read(
         self, buffer: memoryview, bucket: str, key: str, asked: Mapping[str, str]
@@ -117,17 +96,14 @@ class Reads:
 
     def _exchange(self, at: ReadAddress, asked: Mapping[str, str], buffer: memoryview) -> HTTPResponse:
         """Make a request, and fill ``buffer`` unless botocore may know better."""
-        with self._translated():
-            connection, answer = self._ask(at, self._signed(at, asked))
-            try:
+        with self.connections.translated():
+            connection, answer = self.connections.ask(at.place, at.target, self._signed(at, asked))
+            with closed_on_failure(connection):
                 if answer.status >= 300 and answer.status not in _REFUSED:
                     raise self._refusal(answer)
                 if answer.status < 300:
                     fill(buffer, answer, answer.headers.get("Content-Length"))
-                self._give_back(at.place, connection, answer)
-            except BaseException:
-                connection.close()
-                raise
+                self.connections.give_back(at.place, connection, answer)
         return answer
 
     def _address(self, bucket: str, key: str) -> ReadAddress:
@@ -161,131 +137,14 @@ class Reads:
         except (ResponseParserError, ValueError, KeyError):
             return DamagedBody(f"the answer has status {answer.status} and is not well-formed")
 
-    # ---------------------------------------------------------------------------------------- connections
-
-    def _ask(self, at: ReadAddress, headers: Mapping[str, str]) -> tuple[HTTPConnection, HTTPResponse]:
-        """Make a request; once more over a new connection, if a kept one was closed meanwhile."""
-        connection = self._take(at.place)
-        if connection is not None:
-            with suppress(ConnectionError, BadStatusLine):
-                return connection, _answer(connection, at.target, headers)
-        connection = self._connect(at.place)
-        return connection, _answer(connection, at.target, headers)
-
-    def _take(self, place: Place) -> HTTPConnection | None:
-        """An idle connection that is still open and silent."""
-        while self._idle:
-            try:
-                since, of, connection = self._idle.pop()
-            except IndexError:
-                return None
-            if of == place and time.monotonic() - since < IDLE_SECONDS and not _is_readable(connection):
-                return connection
-            connection.close()
-        return None
-
-    def close(self) -> None:
-        """Close the idle connections."""
-        while self._idle:
-            with suppress(IndexError):
-                self._idle.pop()[2].close()
-
-    def _give_back(self, place: Place, connection: HTTPConnection, answer: HTTPResponse) -> None:
-        if answer.isclosed() and connection.sock is not None and len(self._idle) < MOST_IDLE:
-            self._idle.append((time.monotonic(), place, connection))
-        else:
-            connection.close()
-
-    def _connect(self, place: Place) -> HTTPConnection:
-        scheme, host, port = place
-        config = self.client.meta.config
-        if scheme == "https":
-            made: HTTPConnection = HTTPSConnection(
-                host, port, timeout=config.connect_timeout, context=self._tls
-            )
-        else:
-            made = HTTPConnection(host, port, timeout=config.connect_timeout)
-        try:
-            made.connect()
-        except ssl.SSLError:
-            raise
-        except OSError as error:
-            raise EndpointConnectionError(endpoint_url=self._endpoint, error=error) from error
-        made.sock.settimeout(config.read_timeout)
-        return made
-
-    @cached_property
-    def _tls(self) -> ssl.SSLContext:
-        """The context that botocore makes of its options."""
-        context: ssl.SSLContext = create_urllib3_context()
-        context.check_hostname = bool(self.verify)
-        if self.verify:
-            context.load_verify_locations(get_cert_path(self.verify))
-        else:
-            context.verify_mode = ssl.CERT_NONE
-        certificate = self.client.meta.config.client_cert
-        if certificate:
-            context.load_cert_chain(*([certificate] if isinstance(certificate, str) else certificate))
-        return context
-
-    @property
-    def _endpoint(self) -> str:
-        """For messages."""
-        return str(self.client.meta.endpoint_url)
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Failures of connections as those of botocore."""
-        try:
-            yield
-        except ssl.SSLError as error:
-            raise SSLError(endpoint_url=self._endpoint, error=error) from error
-        except TimeoutError as error:
-            raise ReadTimeoutError(endpoint_url=self._endpoint, error=error) from error
-        except (OSError, HTTPException) as error:
-            raise ConnectionClosedError(endpoint_url=self._endpoint, error=error) from error
-
-
-def authorities(session: Any, given: bool | str | None) -> bool | str:
-    """Whom botocore trusts: what was given, the session's bundle, or that of the environment."""
-    found: bool | str | None = given
-    if found is None:
-        found = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE", True)
-    return found
-
 
 def _is_usual(client: Any) -> bool:
     """Whether reads of a client are made, signed and checked in the usual way."""
     config = client.meta.config
     return (
         config.signature_version in ("s3v4", botocore.UNSIGNED)
-        and not (config.proxies or get_environ_proxies(client.meta.endpoint_url))
         and getattr(config, "response_checksum_validation", "") == "when_required"
     )
-
-
-def _is_readable(connection: HTTPConnection) -> bool:
-    """Whether an idle connection is being closed: nobody asked for what arrives."""
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _answer(connection: HTTPConnection, target: str, headers: Mapping[str, str]) -> HTTPResponse:
-    """Make a request; the head of its answer. The connection is closed if there is none.
-
-    The head is acknowledged at once, where the system can be told to (Linux). A server that sends head and body one
-    after the other waits for that, as Ceph's gateway does unless it is told otherwise, and by itself it comes after
-    40 ms.
-    """
-    try:
-        connection.request("GET", target, headers=dict(headers))
-        if hasattr(socket, "TCP_QUICKACK"):
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        return connection.getresponse()
-    except BaseException:
-        connection.close()
-        raise
 
 
 def fill(buffer: memoryview, body: Any, length: Any) -> None:

@@ -364,3 +364,40 @@ def test_an_answer_that_is_none_is_asked_for_again(answer: bytes, retries: int) 
         _five(options, 2)
         assert count_retries().total() - before == retries
         assert len(received) == 3
+
+
+def test_reads_and_other_requests_share_connections() -> None:
+    put = b'HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: "e"\r\n\r\n'
+    missing = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+    with answering([HELLO, put, missing, HELLO]) as (options, received):
+        folder = S3Folder("s3://bucket/here", options, CheckpointError)
+        _five(folder.options, 1)
+        folder.put("small", b"")
+        assert folder.read_object("none") is None
+        _five(folder.options, 1)
+    assert [request.split()[0] for request in received] == [b"GET", b"PUT", b"GET", b"GET"]
+
+
+def test_a_write_over_a_connection_that_was_closed_meanwhile_is_repeated_and_counted() -> None:
+    """The store may have carried it out, so nothing is repeated beneath the retries."""
+    put = b'HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: "e"\r\n\r\n'
+    with answering([HELLO, b""], [put]) as (options, received):
+        before = count_retries().total()
+        _five(options, 1)
+        folder = S3Folder("s3://bucket/here", options, CheckpointError)
+        folder.attempt("small", folder.put, "small", b"")
+        assert count_retries().total() - before == 1
+    assert [request.split()[0] for request in received] == [b"GET", b"PUT", b"PUT"]
+
+
+def test_a_body_that_is_refused_before_all_of_it_has_arrived() -> None:
+    """The answer counts, though the connection is gone."""
+    refused = b"<Error><Code>AccessDenied</Code></Error>"
+    answer = b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(refused),
+        refused,
+    )
+    with answering([answer]) as (options, _):
+        folder = S3Folder("s3://bucket/here", options, CheckpointError)
+        with pytest.raises(CheckpointError, match="access denied"):
+            folder.attempt("large", folder.put, "large", bytes(64 << 20))
