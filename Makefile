@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
 	@echo "make test     the tests that show most in little time: five minutes on two cores"
-	@echo "make full     the rest of them: whole jobs, kills, documents, memory"
+	@echo "make full     the rest of them: whole jobs, kills, documents, memory, more cases, more examples"
 	@echo "make exhaustive  every source to every target, of which these run a sample, and more tensors"
 	@echo "make cluster  more on real Ray heads and clusters: jobs that fail, nodes, heads and workers that are killed, memory"
 	@echo "make serving  load exports of sharded jobs with transformers, and compare the logits with those of the Paddle models"
@@ -60,10 +60,10 @@ demo: $(VENV)/.demo
 HERE := not exhaustive and not cluster and not serving and not browser
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not full and $(HERE)'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --hypothesis-profile light -m 'not full and $(HERE)'
 
 full: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'full and $(HERE)'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m '(full or hypothesis) and $(HERE)'
 
 exhaustive: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
@@ -155,7 +155,7 @@ lowest:
 	rm -rf .lowest
 
 fuzz: $(VENV)/.test
-	FUZZ_EXAMPLES=5000 $(BIN)/python -m pytest -q -n $(WORKERS) tests/hostile tests/properties
+	$(BIN)/python -m pytest -q -n $(WORKERS) --hypothesis-profile many tests/hostile tests/properties
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import os
 import shutil
 import signal
 import sys
@@ -28,7 +29,7 @@ COMMITTED = GOLDEN / "cases"
 if str(REPO) not in sys.path:
     sys.path.insert(0, str(REPO))
 
-from tests.sampling import is_full  # noqa: E402
+from tests.sampling import mark_full  # noqa: E402
 
 pytest.register_assert_rewrite("tests.oracle")
 
@@ -36,6 +37,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background so, and the processes that tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+MEMORY = Path("/dev/shm")
+MEMORY_BYTES = 6_000_000_000
+"""So much may lie there at once: what a few tests write that run beside each other, and objects of Ray."""
 HYBRID_CASES = (
     "dp2",
     "mp2",
@@ -76,12 +80,19 @@ FEW_CASES = (
 """Those of them that differ most, for tests that cannot look at all."""
 
 
+def pytest_configure() -> None:
+    """Let temporary files lie in memory: a conversion waits for a disk longer than it computes."""
+    if "TMPDIR" not in os.environ and MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the modules that `make full` runs."""
-    for item in items:
-        if is_full(item.path.relative_to(REPO / "tests").as_posix()):
-            item.add_marker("full")
+    """Mark what `make full` runs."""
+    tests = REPO / "tests"
+    mark_full(
+        [(item, item.path.relative_to(tests).as_posix()) for item in items if tests in item.path.parents]
+    )
 
 
 @contextlib.contextmanager

@@ -1,11 +1,20 @@
-"""Tests that `make test` leaves to other commands."""
+"""What `make test` leaves to other commands, and how many examples a property draws."""
+
+from collections.abc import Sequence
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+from hypothesis import HealthCheck, settings
 
 FULL = (
+    "cluster/test_ema_actor.py",
+    "cluster/test_index.py",
+    "cluster/test_labels.py",
+    "cluster/test_nodes.py",
     "cluster/test_own_ray.py",
+    "cluster/test_ray.py",
     "documents/test_blocks.py",
+    "golden/test_flex_auto_parallel.py",
     "hostile/test_fuzz_",
     "jobs/test_real_head.py",
     "live/test_jobs.py",
@@ -14,14 +23,60 @@ FULL = (
     "resume/test_kills_",
     "storage/test_failures.py",
     "unit/test_notebooks.py",
+    "unit/test_readme.py",
+    "unit/test_site.py",
 )
 """How the paths of modules in `tests` begin that `make full` runs: those of what can only be seen on something whole,
 a job, a Ray of its own, every request of a conversion that fails, every block of every document."""
 
+SAMPLED = (
+    "aoa/",
+    "ema/",
+    "golden/",
+    "jobs/",
+    "live/",
+    "resume/",
+    "storage/",
+    "unit/test_model_families.py",
+    "unit/test_starting.py",
+)
+"""Where a test is of whole checkpoints or commands: `make test` runs it with its first set of parameters, and
+`make full` with the others. A test that marks some of its sets ``full`` has chosen its sample itself."""
+ELSEWHERE = ("exhaustive", "cluster", "serving", "browser")
+"""Marks of what has a command of its own."""
 
-def is_full(path: str) -> bool:
-    """Whether `make full` runs a module. ``path``: of its file in `tests`."""
-    return path.startswith(FULL)
+settings.register_profile("light", max_examples=25)
+settings.register_profile("many", max_examples=2000)
+
+
+def examples(count: int) -> settings:
+    """How many examples a property draws: a quarter of ``count`` in `make test`, 20 times ``count`` in `make fuzz`."""
+    share = settings.default.max_examples / 100
+    return settings(
+        max_examples=max(2, round(count * share)), deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def mark_full(modules: Sequence[tuple[pytest.Item, str]]) -> None:
+    """Mark what `make full` runs. ``modules``: every test, and the path of its module in `tests`."""
+    chosen = {_name(item) for item, _ in modules if item.get_closest_marker("full")}
+    shown = set[str]()
+    for item, path in modules:
+        if path.startswith(FULL):
+            item.add_marker("full")
+        elif (
+            path.startswith(SAMPLED)
+            and _name(item) not in chosen
+            and not any(map(item.get_closest_marker, ELSEWHERE))
+        ):
+            if _name(item) in shown:
+                item.add_marker("full")
+            shown.add(_name(item))
+
+
+def _name(item: pytest.Item) -> str:
+    """Of a test, whatever its parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def in_full(*values: object, id: str | None = None) -> ParameterSet:

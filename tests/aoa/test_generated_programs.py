@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.changes.aoa.apply import apply_aoa
 from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import check_catalog
 from tests.aoa.arrays import Engine, assert_same, gather, stored, trained
+from tests.sampling import examples
 
 MOST_ELEMENTS = 2000
 Shape = tuple[int, ...]
@@ -156,7 +157,7 @@ def programs(draw: st.DrawFn, copies: bool):
     return shapes, writer
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(programs(copies=True), st.integers(0, 1 << 16))
 def test_as_paddles_engine(made, seed: int) -> None:
     """Parameters and states, through every kind of statement."""
@@ -179,7 +180,7 @@ def test_as_paddles_engine(made, seed: int) -> None:
     assert_same(gather(ours.catalog, content), theirs | engine.states_of(theirs))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(programs(copies=False), st.integers(0, 1 << 16))
 def test_a_program_and_then_reversed_changes_nothing(made, seed: int) -> None:
     shapes, writer = made

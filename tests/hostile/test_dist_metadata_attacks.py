@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import builtins
 import io
-import os
 import pickle
 import random
 import struct
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pickle_attacks import ATTACKS, PROTO, STOP, named, payload, text
 
@@ -19,12 +18,9 @@ from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
 from paddle_reshard.storage.files import dist_metadata
 from paddle_reshard.storage.files.dist_metadata import READ_AHEAD_BYTES, DistMetadata, parse_dist_metadata
 from tests.dist_metadata_oracle import classes_of, dumped, entries, expected, flattened, replicated
+from tests.sampling import examples
 
-FUZZ = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+FUZZ = examples(300)
 MODULE = "paddle.distributed.flex_checkpoint.dcp.metadata"
 NEW, PIECE, INDEX = (
     named(MODULE, kind) + b")\x81" for kind in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")

@@ -1,31 +1,27 @@
 """A checkpoint that somebody else wrote may say anything: it is understood or refused, never a traceback.
 
-``make fuzz`` runs the same with many more examples (``FUZZ_EXAMPLES``).
+``make fuzz`` runs the same with many more examples.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.conftest import case_directory
+from tests.sampling import examples
 
 DEMO = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
-SETTINGS = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "40")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SETTINGS = examples(40)
 
 json_values = st.recursive(
     st.none()

@@ -1,12 +1,11 @@
 """Checkpoints of every format that somebody has damaged: refused, or what was not damaged goes through bit for bit.
 
-``make fuzz`` runs the same with many more examples (``FUZZ_EXAMPLES``).
+``make fuzz`` runs the same with many more examples.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import paddle_reshard
@@ -25,16 +24,9 @@ from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, par
 from tests.conftest import case_directory
 from tests.golden.unified_cases import small_case
 from tests.hostile.test_fuzz_checkpoints import json_values
+from tests.sampling import examples
 
-SETTINGS = settings(
-    max_examples=max(4, int(os.environ.get("FUZZ_EXAMPLES", "60")) // 15),
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-        HealthCheck.function_scoped_fixture,
-    ],
-)
+SETTINGS = examples(4)
 MADE: dict[str, TargetOptions] = {
     "experts over ranks": {"to": "ep=2,sharding=2", "sharding_strategy": "stage1v2"},
     "experts over stages": {"to": "ep=2,pp=2,sharding=2", "sharding_strategy": "stage1v2"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import io
-import os
 import pathlib
 import pickle
 import random
@@ -13,7 +12,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pickle_attacks import (
     ATTACKS,
@@ -40,15 +39,12 @@ from paddle_reshard.storage.files.paddle_pickle import (
 )
 from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 from tests.conftest import case_files
+from tests.sampling import examples
 
 ALLOWED_OPCODES = set(b"N\x88\x89KMJ\x8aG\x8cX\x8dCB\x8e}])(t\x85\x86\x87suae\x94qrhjc\x93R\x81b\x95.")
 BYTEARRAY8 = 0x96
 """Only of protocol 5."""
-FUZZ = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "400")),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+FUZZ = examples(400)
 
 
 def parse(data: bytes) -> PicklePayload:

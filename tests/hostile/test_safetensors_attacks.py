@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
 
 import pytest
 import safetensors
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
@@ -20,12 +19,9 @@ from paddle_reshard.storage.files.safetensors import (
     parse_index,
     parse_safetensors,
 )
+from tests.sampling import examples
 
-FUZZ = settings(
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "400")),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+FUZZ = examples(400)
 W = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
 

@@ -229,7 +229,7 @@ def test_averages_may_be_saved_after_the_signals(tmp_path: Path) -> None:
     for path in source.iterdir():
         if not path.name.startswith("ema"):
             _older(source, path.name, HOUR_NS)
-    paddle_reshard.plan(source, tmp_path / "target", to="tp=1")
+    assert paddle_reshard.plan(source, tmp_path / "target", to="tp=1").plan.groups
 
 
 def test_a_target_signals_after_its_tensors(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Whatever the model, wherever it comes from and goes to: values, files and refusals are as promised.
 
-``make fuzz`` draws many more examples (``FUZZ_EXAMPLES``).
+``make fuzz`` draws many more examples.
 """
 
-import os
 import random
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import paddle_reshard
@@ -35,19 +34,12 @@ from paddle_reshard.tasks.run_group import run_group
 from tests import oracle
 from tests.properties import synthetic
 from tests.properties.synthetic import Model
+from tests.sampling import examples
 from tests.sized import in_groups
 
 MANIFEST = "paddle_reshard.json"
 MOST_RANKS = 12
 BUDGET_BYTES = 1 << 30
-
-
-def examples(count: int) -> settings:
-    return settings(
-        max_examples=max(count, int(os.environ.get("FUZZ_EXAMPLES", "0")) // 10),
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -52,11 +52,8 @@ def refusal(shape: Sequence[int], *rows: FragmentRow) -> str:
     return str(caught.value)
 
 
-def test_a_tensor_in_pieces_is_whole() -> None:
+def test_a_tensor_in_pieces_is_whole_and_without_one_has_a_hole() -> None:
     check_catalog(catalog((4, 6), box((0, 0), (4, 2)), box((0, 2), (3, 4), file=1), box((3, 2), (1, 4))))
-
-
-def test_a_hole() -> None:
     assert refusal((4, 6), box((0, 0), (4, 2)), box((0, 2), (3, 4), file=1)) == (
         "model.norm.weight (moment1): 20 of 24 elements are stored "
         "(in optimizer.tp00.pdopt, optimizer.tp01.pdopt)"
@@ -99,14 +96,11 @@ def test_a_piece_with_too_many_dims() -> None:
 
 @pytest.mark.parametrize(("byte_base", "bytes_range"), [(905, "[905, 1001)"), (-1, "[-1, 95)")])
 def test_bytes_beyond_the_file(byte_base: int, bytes_range: str) -> None:
+    check_catalog(catalog((4, 6), box((0, 0), (4, 6), byte_base=1000 - 96)))
     assert refusal((4, 6), box((0, 0), (4, 6), byte_base=byte_base, file=1)) == (
         f"model.norm.weight (moment1): its bytes {bytes_range} lie outside the file of 1000 bytes "
         "(in optimizer.tp01.pdopt)"
     )
-
-
-def test_bytes_up_to_the_very_end_of_the_file() -> None:
-    check_catalog(catalog((4, 6), box((0, 0), (4, 6), byte_base=1000 - 96)))
 
 
 def test_copies_do_not_count() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
@@ -33,6 +33,7 @@ from tests.dist_metadata_oracle import (
     loaded,
     replicated,
 )
+from tests.sampling import examples
 
 
 def parse(data: bytes) -> DistMetadata:
@@ -149,7 +150,7 @@ def metadatas(draw, generation: str):
 
 
 @pytest.mark.parametrize("generation", MODULES)
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@examples(25)
 @given(st.data(), st.sampled_from([2, 3, 4, 5]), st.booleans())
 def test_every_generation_says_what_pickle_finds_in_it(generation, data, protocol, python):
     module, metadata = data.draw(metadatas(generation))
@@ -159,7 +160,7 @@ def test_every_generation_says_what_pickle_finds_in_it(generation, data, protoco
 
 
 @pytest.mark.parametrize("generation", MODULES)
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@examples(25)
 @given(st.data())
 def test_what_is_written_pickle_loads_as_it_was(generation, data):
     module, metadata = data.draw(metadatas(generation))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
@@ -33,6 +33,7 @@ from paddle_reshard.storage.files.paddle_pickle import (
 from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, EncodedFile, encode_pickle
 from tests import protocol5
 from tests.conftest import case_directory, case_files, case_names
+from tests.sampling import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:numpy.core:DeprecationWarning")
 
@@ -818,7 +819,7 @@ def numbered(value: object, counter: list[int]) -> object:
     return value
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(200)
 @given(
     st.dictionaries(KEYS.filter(lambda key: key != BIG_PARAM_INFO), VALUES, max_size=6), st.integers(0, 99)
 )

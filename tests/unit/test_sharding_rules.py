@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.formats.sharding import (
     stage1_v2_slices,
 )
 from paddle_reshard.pipeline.model.rules.items import Item
+from tests.sampling import examples
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:nccl reduce_avg requires paddle compiled with cuda:UserWarning"
@@ -185,7 +186,7 @@ def by_rank(slices: dict[str, dict[int, FlatSlice]], rank: int) -> dict[str, Fla
     return {key: ranks[rank] for key, ranks in slices.items() if rank in ranks}
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     shapes=SHAPES.map(lambda shapes: shapes[:12]),
     degree=st.sampled_from((1, 2, 3, 4, 8)),
@@ -209,7 +210,7 @@ def test_stage1_v2_slices(paddle: ModuleType, shapes: Shapes, degree: int, limit
             assert by_rank(ours, rank) == slices_of(real._comm_buffer_list)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(data=st.data(), shapes=SHAPES.map(lambda shapes: shapes[:12]), degree=st.sampled_from((2, 3, 4)))
 def test_stage1_v2_slices_where_the_pipeline_makes_the_buffers(
     paddle: ModuleType, data: st.DataObject, shapes: Shapes, degree: int
@@ -347,7 +348,7 @@ def real_places(
 METHODS = ("uniform", "layer:DecoderLayer", "layer:decoderlayer", "layer:Pipe$", "layer:Embedding|Norm")
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     layers=st.integers(1, 24), pp=st.integers(1, 8), vpp=st.integers(1, 4), method=st.sampled_from(METHODS)
 )

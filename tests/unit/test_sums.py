@@ -15,6 +15,7 @@ from paddle_reshard.tasks import sums
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import DeviceBox
 from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, better
+from tests.sampling import examples
 
 DTYPES = (np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i8"), np.dtype("u1"))
 
@@ -83,7 +84,7 @@ NARROW = [([0, i, j], [4, 1, 1]) for i in range(3) for j in range(2)]
 PLACES = "as a tensor", "apart", "one after the other"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @example((np.arange(24, dtype="<u2").reshape(4, 3, 2), NARROW, [0, 1, 2]), 3, 16, "apart")
 @example(
     (np.arange(24, dtype="<u2").reshape(4, 3, 2), NARROW, [2, 1, 0]), 2048, 1 << 20, "one after the other"
