@@ -43,8 +43,8 @@ class Receipt:
     """CRC computed by the worker that wrote the part; empty for server-side copies."""
     md5: str = ""
     """MD5 reported by the store, or empty."""
-    scales: str = ""
-    """Scales of the weights that were quantised in this part, which another file holds: float32 in hexadecimal."""
+    aside: str = ""
+    """What the writer found in the part for a file of its own that is written last; bytes in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,8 @@ class BatchAnswer:
     def _receipts(self) -> Iterator[Receipt]:
         paths = self.paths
         return (
-            Receipt(paths[path], offset, nbytes, tag, checksum, md5, scales)
-            for path, offset, nbytes, tag, checksum, md5, scales in self.receipts
+            Receipt(paths[path], offset, nbytes, tag, checksum, md5, aside)
+            for path, offset, nbytes, tag, checksum, md5, aside in self.receipts
         )
 
 
@@ -97,7 +97,7 @@ def answer_of(
         ),
         tuple(numbers),
         tuple(
-            (numbers[r.path], r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5, r.scales) for r in receipts
+            (numbers[r.path], r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5, r.aside) for r in receipts
         ),
         {report.group: report.differences for report in reports if report.differences},
         {report.group: tuple((*values,) for values in report.sums) for report in reports if report.sums},

@@ -9,7 +9,7 @@ a rounded 1 / 448, and the last bit of a scale may differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,11 +18,11 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.checkpoint.quantising import (
     BLOCK,
     FLOAT_BYTES,
+    Quantisation,
     QuantisedFile,
-    ScaleFile,
     WeightRows,
 )
-from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
+from paddle_reshard.storage.store import CopyRange, NewFile, ReadRange, Receipt, WritePart
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -33,6 +33,8 @@ SMALLEST_AMAX = np.float32(1e-4)
 """Blocks with smaller values are scaled as if this were their largest."""
 CHUNK_COLUMNS = 8 * BLOCK
 """Columns quantised at a time: with 128 rows, they fit the processor's cache."""
+SCALE_PART_BYTES = 8 << 20
+"""Bytes of the parts of a file of scales."""
 
 _MANTISSA_BITS = 20
 """Bits of the mantissa that float32 has in addition to the 3 of e4m3."""
@@ -134,7 +136,7 @@ class QuantisingWriter:
         rest = flat.nbytes - taken
         flat[at : at + rest] = flat[taken:]
         receipt = self.inner.write_part(path, start, buffer[: at + rest])
-        return replace(receipt, scales=b"".join(row.tobytes() for row in scales).hex())
+        return replace(receipt, aside=b"".join(row.tobytes() for row in scales).hex())
 
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the storage copy a part of another file."""
@@ -166,17 +168,40 @@ def _quantise_piece(
     return at, begin
 
 
-def scale_file(
-    path: str, described: ScaleFile, files: Mapping[str, QuantisedFile], receipts: Iterable[Receipt]
-) -> bytes:
-    """The content of the file of scales at ``path``, given the receipts of all parts."""
+def stored_parts(planned: Sequence[NewFile], quantisation: Quantisation) -> list[NewFile]:
+    """The planned files as they are stored, with the offsets of their parts; and the files of scales."""
+    stored = [
+        NewFile(file.path, described.size_bytes, tuple(map(described.stored_at, file.part_starts)))
+        if (described := quantisation.files.get(file.path)) is not None
+        else file
+        for file in planned
+    ]
+    return stored + [
+        NewFile(path, file.size_bytes, tuple(range(0, file.size_bytes, SCALE_PART_BYTES)))
+        for path, file in quantisation.scale_files.items()
+    ]
+
+
+def write_scales(
+    path: str, quantisation: Quantisation, receipts: Sequence[Receipt], writer: WritePart
+) -> list[Receipt]:
+    """Write the file of scales at ``path``, given the receipts of all other parts."""
+    content = memoryview(_scale_file(path, quantisation, receipts))
+    return [
+        writer.write_part(path, start, content[start : start + SCALE_PART_BYTES])
+        for start in range(0, len(content), SCALE_PART_BYTES)
+    ]
+
+
+def _scale_file(path: str, quantisation: Quantisation, receipts: Iterable[Receipt]) -> bytes:
+    described = quantisation.scale_files[path]
     content = bytearray(described.size_bytes)
     content[: len(described.header)] = described.header
     for receipt in receipts:
-        file = files.get(receipt.path)
+        file = quantisation.files.get(receipt.path)
         if file is None or file.scales != path:
             continue
-        scales, done = bytes.fromhex(receipt.scales), 0
+        scales, done = bytes.fromhex(receipt.aside), 0
         for tensor, first, last in file.pieces(receipt.byte_offset, receipt.byte_offset + receipt.nbytes):
             row = FLOAT_BYTES * tensor.scale_columns
             nbytes = -(-(last - first) // BLOCK) * row

@@ -13,13 +13,14 @@ all parts are.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.catalog import File
+from paddle_reshard.pipeline.core.part_limits import PartLimits, Together
 
 BLOCK: Final = 128
 """Rows and columns of a weight that share a scale; blocks at the edges are smaller."""
@@ -77,6 +78,30 @@ class QuantisedFile:
     scales: str
     """Path of the file of scales."""
 
+    @classmethod
+    def of(
+        cls, size_bytes: int, weights: Iterable[tuple[int, tuple[int, ...], int, str]], scales: str
+    ) -> QuantisedFile:
+        """A file with these weights: first byte as stored, shape, first byte of its scales, key; in file order."""
+        tensors, added = [], 0
+        for stored, (rows, columns), scales_at, key in weights:
+            tensors.append(QuantisedTensor(stored + added, stored, rows, columns, scales_at, key))
+            added += (FLOAT_BYTES - 1) * rows * columns
+        return cls(size_bytes, tuple(tensors), scales)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Size as planned."""
+        return self.planned_at(self.size_bytes)
+
+    def planned_at(self, stored: int) -> int:
+        """Where a byte of the file as stored is planned; it must not lie within a weight."""
+        number = bisect_right(self.tensors, stored, key=lambda tensor: tensor.stored) - 1
+        if number < 0:
+            return stored
+        tensor = self.tensors[number]
+        return tensor.start if stored == tensor.stored else tensor.stop + stored - tensor.stored_stop
+
     def stored_at(self, planned: int) -> int:
         """Where a byte of the file as planned is stored; it must not lie within a block of rows."""
         number = bisect_right(self.tensors, planned, key=lambda tensor: tensor.start) - 1
@@ -112,53 +137,49 @@ class ScaleFile:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What is quantised while it is written."""
+    """What is quantised while it is written; by default nothing."""
 
-    files: Mapping[str, QuantisedFile]
+    files: Mapping[str, QuantisedFile] = field(default_factory=dict)
     """Path in the target → a file with quantised weights."""
-    scale_files: Mapping[str, ScaleFile]
+    scale_files: Mapping[str, ScaleFile] = field(default_factory=dict)
 
-    @property
-    def weights(self) -> int:
-        """Number of quantised weights."""
-        return sum(len(file.tensors) for file in self.files.values())
+    @classmethod
+    def joined(cls, of_targets: Mapping[str, Quantisation]) -> Quantisation:
+        """That of several targets: prefix of the paths of a target → its own."""
+        files: dict[str, QuantisedFile] = {}
+        scale_files: dict[str, ScaleFile] = {}
+        for prefix, one in of_targets.items():
+            scale_files |= {prefix + path: file for path, file in one.scale_files.items()}
+            files |= {
+                prefix + path: replace(file, scales=prefix + file.scales) for path, file in one.files.items()
+            }
+        return cls(files, scale_files)
 
-    def below(self, prefix: str) -> Quantisation:
-        """The same with ``prefix`` before all paths."""
-        files = {
-            prefix + path: QuantisedFile(file.size_bytes, file.tensors, prefix + file.scales)
-            for path, file in self.files.items()
-        }
-        return Quantisation(files, {prefix + path: file for path, file in self.scale_files.items()})
+    def __bool__(self) -> bool:
+        return bool(self.files)
 
+    def stored(self, planned: Sequence[File]) -> tuple[File, ...]:
+        """The files as stored, those of scales last."""
+        sizes = {path: file.size_bytes for path, file in self.files.items()}
+        files = (File(file.path, sizes.get(file.path, file.size_bytes)) for file in planned)
+        return (*files, *(File(path, file.size_bytes) for path, file in self.scale_files.items()))
 
-def joined(quantisations: Iterable[Quantisation]) -> Quantisation | None:
-    """Several as one, ``None`` for none; their paths differ."""
-    found = list(quantisations)
-    if not found:
-        return None
-    files = {path: file for one in found for path, file in one.files.items()}
-    return Quantisation(files, {path: file for one in found for path, file in one.scale_files.items()})
+    def limits(self, of_store: PartLimits) -> PartLimits:
+        """Limits for parts as planned: one may shrink to a quarter of its size, and what is quantised is no copy."""
+        if not self:
+            return of_store
+        return replace(of_store, smallest_bytes=FLOAT_BYTES * of_store.smallest_bytes, copies=None)
 
-
-class BlockRows(NamedTuple):
-    """Ranges of target files in which every ``unit`` bytes must be written by one group; sorted by file and start."""
-
-    file: Ints
-    start: Ints
-    stop: Ints
-    unit: Ints
-
-
-def block_rows(quantisation: Quantisation, paths: Iterable[str]) -> BlockRows:
-    """The weights of the target files with these ``paths``, as planned; a unit is a block of rows."""
-    files = quantisation.files
-    rows = [
-        (number, tensor.start, tensor.stop, FLOAT_BYTES * BLOCK * tensor.columns)
-        for number, path in enumerate(paths)
-        if path in files
-        for tensor in files[path].tensors
-        if tensor.start < tensor.stop
-    ]
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    return BlockRows(*columns)
+    def together(self, paths: Iterable[str]) -> Together | None:
+        """The blocks of rows of the weights in the target files with these ``paths``, as planned."""
+        if not self:
+            return None
+        rows = [
+            (number, tensor.start, tensor.stop, FLOAT_BYTES * BLOCK * tensor.columns)
+            for number, path in enumerate(paths)
+            if path in self.files
+            for tensor in self.files[path].tensors
+            if tensor.start < tensor.stop
+        ]
+        file, start, stop, unit = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return Together(file, start, stop, unit, BLOCK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion, Filled
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Target
+from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -89,6 +90,8 @@ class ConversionPlan(Shown):
     """The request as manifests state it (:mod:`~paddle_reshard.pipeline.request.record`)."""
     limits: PartLimits = PartLimits()
     """What the stores of the targets allow."""
+    quantised: Quantisation = field(default_factory=Quantisation)
+    """What is quantised while it is written, with paths as in ``plan``."""
     portion: Portion | None = None
     """Which portion of a target is made, of which whole; ``None``: all of it."""
 
@@ -271,7 +274,7 @@ def plan_checkpoint(
         portion = _portion(store, source, specs[0], joined, plan, request.ranks)
         plan, joined = _plan_portion(portion, specs[0], source, joined, carried, request.planning, limits)
     targets = tuple(_planned_targets(source, wanted, specs, laid_out))
-    pieces = len(joined.files.fragments)
+    pieces, quantised = len(joined.files.fragments), joined.files.quantised
     del laid_out, joined
     if spare_bytes is not None:
         trim_heap()
@@ -285,6 +288,7 @@ def plan_checkpoint(
         excluded=altered.excluded,
         fingerprint=request.fingerprint,
         limits=limits,
+        quantised=quantised,
         portion=portion,
     )
 

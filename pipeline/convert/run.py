@@ -12,7 +12,6 @@ import numpy as np
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.format import Staged
-from paddle_reshard.pipeline.checkpoint.quantising import ScaleFile
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
@@ -56,7 +55,7 @@ from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.groups_ended import groups_ended
 from paddle_reshard.tasks.index import index_here
-from paddle_reshard.tasks.quantise import QuantisingWriter, scale_file
+from paddle_reshard.tasks.quantise import QuantisingWriter, stored_parts, write_scales
 from paddle_reshard.tasks.sums import Sum, added
 
 COPY_BYTES = 8 << 20
@@ -248,44 +247,34 @@ def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: 
     ------
     TargetError
     """
-    files = _new_files(conversion.plan)
+    files = _new_files(conversion)
     outputs.check_names(files)
     if not no_space_check:
         outputs.check_space(files)
 
 
-def _new_files(plan: Plan) -> list[NewFile]:
+def _new_files(conversion: ConversionPlan) -> list[NewFile]:
     """Every file of the targets except manifests, with the offsets of its parts."""
+    plan = conversion.plan
     parts = plan.parts[np.lexsort((plan.parts["start"], plan.parts["file"]))]
     first = np.searchsorted(parts["file"], np.arange(len(plan.target_files) + 1))
-    quantised = {} if plan.quantised is None else plan.quantised.files
-    files = []
-    for number, file in enumerate(plan.target_files):
-        starts = parts["start"][first[number] : first[number + 1]].tolist()
-        if file.path in quantised:
-            stored = quantised[file.path]
-            files.append(NewFile(file.path, stored.size_bytes, tuple(map(stored.stored_at, starts))))
-        else:
-            files.append(NewFile(file.path, file.size_bytes, tuple(starts)))
-    last = [(path, scales.size_bytes) for path, scales in _scale_files(plan).items()]
-    return files + [
-        NewFile(path, size_bytes, tuple(range(0, size_bytes, COPY_BYTES)))
-        for path, size_bytes in [*((c.target_path, c.size_bytes) for c in plan.carried), *last]
+    planned = [
+        NewFile(file.path, file.size_bytes, tuple(parts["start"][low:high].tolist()))
+        for file, low, high in zip(plan.target_files, first[:-1], first[1:], strict=True)
     ]
-
-
-def _scale_files(plan: Plan) -> Mapping[str, ScaleFile]:
-    return {} if plan.quantised is None else plan.quantised.scale_files
+    planned += [
+        NewFile(file.target_path, file.size_bytes, tuple(range(0, file.size_bytes, COPY_BYTES)))
+        for file in plan.carried
+    ]
+    return stored_parts(planned, conversion.quantised)
 
 
 def _move(
     conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
 ) -> tuple[MoveReport, list[Receipt], tuple[Sum, ...]]:
-    source, plan = conversion.store, conversion.plan
-    writer, records = outputs.begin(_new_files(plan), identify(conversion), source.openness)
-    stored = writer
-    if plan.quantised is not None:
-        writer = QuantisingWriter(writer, plan.quantised.files)
+    source, plan, quantised = conversion.store, conversion.plan, conversion.quantised
+    stored, records = outputs.begin(_new_files(conversion), identify(conversion), source.openness)
+    writer = QuantisingWriter(stored, quantised.files) if quantised else stored
     # Groups with drift that this run does not allow are run again.
     done = {
         record.unit: record for record in records if all(_is_allowed(plan, line) for line in record.drift)
@@ -321,14 +310,15 @@ def _move(
         outputs.note([Record(unit, tuple(written_parts))])
         read, written = read + carried.size_bytes, written + carried.size_bytes
         observe(Progress(carried.size_bytes))
-    for unit, (path, file) in enumerate(_scale_files(plan).items(), plan.groups + len(plan.carried)):
+    for unit, path in enumerate(quantised.scale_files, plan.groups + len(plan.carried)):
         if unit in done:
             continue
-        written_parts = _write_scales(path, file, receipts, plan, stored)
+        written_parts = write_scales(path, quantised, receipts, stored)
         receipts += written_parts
         outputs.note([Record(unit, tuple(written_parts))])
-        written += file.size_bytes
-        observe(Progress(file.size_bytes))
+        size_bytes = sum(part.nbytes for part in written_parts)
+        written += size_bytes
+        observe(Progress(size_bytes))
     # On a cluster groups end in any order, on which the manifest must not depend: drift is sorted.
     workers = add_figures(figures)
     retries = add_retries(worker.retries for worker in workers)
@@ -367,19 +357,6 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
         block = source.read(carried.source_path, start, min(COPY_BYTES, carried.size_bytes - start))
         receipts.append(writer.write_part(carried.target_path, start, memoryview(block)))
     return receipts
-
-
-def _write_scales(
-    path: str, file: ScaleFile, receipts: Sequence[Receipt], plan: Plan, writer: WritePart
-) -> list[Receipt]:
-    """Write a file of scales, given the receipts of all quantised parts."""
-    content = memoryview(
-        scale_file(path, file, {} if plan.quantised is None else plan.quantised.files, receipts)
-    )
-    return [
-        writer.write_part(path, start, content[start : start + COPY_BYTES])
-        for start in range(0, file.size_bytes, COPY_BYTES)
-    ]
 
 
 def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> Checkpoint | None:
@@ -430,7 +407,7 @@ def _fingerprints(
 
     ``None`` for an adapter alone, and for quantised weights, whose values no group adds up.
     """
-    if planned.files.quantised is not None:
+    if planned.files.quantised:
         return None
     if found is not None:
         return recorder.entry(staged, found.catalog, None)

@@ -113,14 +113,12 @@ def prove(plan: ConversionPlan) -> Coverage:
     described = layout_of(plan)
     swept = sweep(plan.plan, described.catalog, described.files)
     bytes_of = swept.bytes_of.tolist()
-    scales = quantised = 0
-    if plan.plan.quantised is not None:
-        quantised = _stored_smaller(plan, swept.problems)
-        scale_files = plan.plan.quantised.scale_files.values()
-        scales = sum(file.size_bytes - len(file.header) for file in scale_files)
-        bytes_of[LITERAL] += sum(len(file.header) for file in scale_files)
+    smaller = _stored_smaller(plan, swept.problems)
+    scale_files = plan.quantised.scale_files.values()
+    scales = sum(file.size_bytes - len(file.header) for file in scale_files)
+    bytes_of[LITERAL] += sum(len(file.header) for file in scale_files)
     carried = sum(file.size_bytes for file in plan.plan.carried)
-    values = bytes_of[VALUE] + bytes_of[COPIED] - quantised
+    values = bytes_of[VALUE] + bytes_of[COPIED] - smaller
     total = sum(file.size_bytes for file in plan.plan.stored_files) + carried
     counted = values + bytes_of[LITERAL] + bytes_of[PADDING] + scales + carried
     if counted != total and not swept.problems.count:
@@ -171,21 +169,16 @@ def check_not_run(plan: ConversionPlan) -> None:
 
 def _stored_smaller(plan: ConversionPlan, problems: Problems) -> int:
     """Bytes by which quantised weights are smaller as stored than as planned."""
-    quantised = plan.plan.quantised
+    sizes = {file.path: file.size_bytes for file in plan.plan.target_files}
     total = 0
-    for file in plan.plan.target_files:
+    for path, described in plan.quantised.files.items():
         smaller = 0
-        if quantised is not None and (described := quantised.files.get(file.path)) is not None:
-            for tensor in described.tensors:
-                if tensor.stored != tensor.start - smaller:
-                    problems.add(
-                        f"{file.path}: {tensor.key} is stored at {tensor.stored}, not where it is planned"
-                    )
-                smaller += (tensor.stop - tensor.start) - (tensor.stored_stop - tensor.stored)
-            if file.size_bytes - smaller != described.size_bytes:
-                problems.add(
-                    f"{file.path}: {file.size_bytes - smaller} of {described.size_bytes} bytes are described"
-                )
+        for tensor in described.tensors:
+            if tensor.stored != tensor.start - smaller:
+                problems.add(f"{path}: {tensor.key} is stored at {tensor.stored}, not where it is planned")
+            smaller += (tensor.stop - tensor.start) - (tensor.stored_stop - tensor.stored)
+        if sizes[path] - smaller != described.size_bytes:
+            problems.add(f"{path}: {sizes[path] - smaller} of {described.size_bytes} bytes are described")
         total += smaller
     return total
 

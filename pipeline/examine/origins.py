@@ -45,9 +45,8 @@ class Origins:
 
     def quantised(self) -> frozenset[str]:
         """The files in which no byte is one of the source."""
-        if self.plan.quantised is None:
-            return frozenset()
-        return frozenset((*self.plan.quantised.files, *self.plan.quantised.scale_files))
+        quantised = self.conversion.quantised
+        return frozenset((*quantised.files, *quantised.scale_files))
 
     def boxes(self, file: str | None, tensors: Sequence[int] | None) -> Iterator[Origin]:
         """The boxes of values of a file, or of some tensors; by file and first byte."""

@@ -10,7 +10,7 @@ import numpy as np
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Format, JobTarget, Outline, Target
-from paddle_reshard.pipeline.checkpoint.quantising import joined as join_quantised
+from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.literals import Literals
@@ -175,18 +175,14 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         fragments.append(rows)
         omitted.update(new_index[_omitted(one)].tolist())
     casts = frozenset(cast for one in laid_out for cast in one.files.casts)
-    quantised = [
-        one.files.quantised.below(prefix)
-        for prefix, one in zip(prefixes, laid_out, strict=True)
-        if one.files.quantised is not None
-    ]
+    quantised = {prefix: one.files.quantised for prefix, one in zip(prefixes, laid_out, strict=True)}
     joined = TargetFiles(
         tuple(files),
         literals,
         tuple(fills),
         Fragments.joined(fragments),
         casts=casts,
-        quantised=join_quantised(quantised),
+        quantised=Quantisation.joined(quantised),
         omitted=frozenset(omitted),
         first_files=tuple(first_files),
     )

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.checkpoint.quantising import BLOCK, BlockRows
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.part_limits import Together
 from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
@@ -75,7 +75,7 @@ class FileSizes(NamedTuple):
 
 
 def group_ops(
-    ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory, together: BlockRows | None = None
+    ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory, together: Together | None = None
 ) -> Grouped:
     """Assign every op to a group, in the order of the target files; ops of atoms that are too large are cut.
 
@@ -239,7 +239,7 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 
 
 def _cut_large(
-    ops: Ops, files: FileSizes, memory: GroupMemory, together: BlockRows | None
+    ops: Ops, files: FileSizes, memory: GroupMemory, together: Together | None
 ) -> tuple[Ops, _Atoms, Ints, bool]:
     """Cut atoms until each writes about half of ``memory.group_bytes``, where possible.
 
@@ -274,7 +274,7 @@ def _cut_large(
         chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
         steps = np.ones(count, dtype=np.int64)
         if together is not None:
-            steps[atoms[unit_of(ops, together) >= 0]] = BLOCK
+            steps[atoms[unit_of(ops, together) >= 0]] = together.rows
             low, high = reach(ops, atoms, count)
             chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
         if not kept and not chosen.any():
@@ -386,7 +386,7 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
     return _sums(pairs // number, files.smallest_part[pairs % number], count)
 
 
-def unit_of(ops: Ops, together: BlockRows) -> Ints:
+def unit_of(ops: Ops, together: Together) -> Ints:
     """The row of ``together`` that each op writes to, -1 for none."""
     if not len(together.file):
         return np.full(len(ops), -1)
@@ -398,7 +398,7 @@ def unit_of(ops: Ops, together: BlockRows) -> Ints:
     return np.where(inside, row, -1)
 
 
-def _kept_together(ops: Ops, atoms: Ints, together: BlockRows) -> Ints:
+def _kept_together(ops: Ops, atoms: Ints, together: Together) -> Ints:
     """Atoms joined where they write to the same unit of ``together``."""
     row = unit_of(ops, together)
     moves = np.flatnonzero(row >= 0)

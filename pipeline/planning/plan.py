@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.checkpoint.quantising import FLOAT_BYTES, Quantisation, block_rows
 from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
@@ -28,7 +27,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.part_limits import PartLimits
+from paddle_reshard.pipeline.core.part_limits import PartLimits, Together
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
@@ -99,6 +98,18 @@ class CarriedFile:
     size_bytes: int
 
 
+def _no_numbers() -> Ints:
+    return np.zeros(0, dtype=np.int64)
+
+
+def _no_bands() -> Bands:
+    return np.zeros(0, dtype=BAND)
+
+
+def _no_parts() -> Parts:
+    return np.zeros(0, dtype=PART)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything a conversion or comparison will do."""
@@ -106,20 +117,20 @@ class Plan:
     tensors: Sequence[Tensor]
     source_files: tuple[File, ...]
     target_files: tuple[File, ...]
-    ops: Ops
-    """Sorted by ``op_groups`` and pass. Values copied by the storage have no op."""
-    op_groups: Ints
-    """Group of each op."""
-    bands: Bands
-    """Sorted by group, pass, file and start."""
-    parts: Parts
-    """Sorted by group, file and start; by file and start they tile every target file."""
     literals: Literals
-    group_peaks: Ints
-    """Memory of each group in bytes: its parts and the bands of its largest pass."""
     budget_bytes: int
     """Memory budget of each worker, including the overhead of its process."""
     carried: tuple[CarriedFile, ...]
+    ops: Ops = field(default_factory=Ops.empty)
+    """Sorted by ``op_groups`` and pass. Values copied by the storage have no op."""
+    op_groups: Ints = field(default_factory=_no_numbers)
+    """Group of each op."""
+    bands: Bands = field(default_factory=_no_bands)
+    """Sorted by group, pass, file and start."""
+    parts: Parts = field(default_factory=_no_parts)
+    """Sorted by group, file and start; by file and start they tile every target file."""
+    group_peaks: Ints = field(default_factory=_no_numbers)
+    """Memory of each group in bytes: its parts and the bands of its largest pass."""
     allow_replica_drift: bool = False
     """Whether copies of a tensor may differ: the first is used, and every difference is reported."""
     allow_master_drift: bool = False
@@ -135,19 +146,14 @@ class Plan:
     stores: number of the master weight → number and dtype of the parameter."""
     measured: Mapping[int, DType] | None = None
     """In a plan that measures differences: dtypes of the second side, where it has others."""
-    quantised: Quantisation | None = None
-    """What is quantised while it is written. ``target_files``, ``ops`` and ``parts`` then are as planned, in float32.
-    Not saved with a plan, nor part of its id: the headers in ``literals`` describe the files as stored."""
+    stored: tuple[File, ...] | None = None
+    """The files of the targets as they are stored; ``None``: as planned. Not saved with a plan, nor part of its id:
+    ``literals`` describe the files as stored."""
 
     @property
     def stored_files(self) -> tuple[File, ...]:
         """The files of the targets as stored, except those that are carried."""
-        if self.quantised is None:
-            return self.target_files
-        sizes = {path: file.size_bytes for path, file in self.quantised.files.items()}
-        files = (File(f.path, sizes.get(f.path, f.size_bytes)) for f in self.target_files)
-        scales = (File(path, file.size_bytes) for path, file in self.quantised.scale_files.items())
-        return (*files, *scales)
+        return self.target_files if self.stored is None else self.stored
 
     @property
     def groups(self) -> int:
@@ -263,6 +269,18 @@ def _reprs(tensors: Sequence[Tensor]) -> Iterator[str]:
         yield f"Tensor(key={key!r}{text}"
 
 
+@dataclass(frozen=True)
+class _Draft:
+    """A plan without groups, and what they are made of."""
+
+    plan: Plan
+    make_ops: Callable[[], Ops]
+    """Makes all ops, again for each try: keeping a copy would double the memory of planning."""
+    sizes: PlanSizes
+    limits: PartLimits = PartLimits()
+    together: Together | None = None
+
+
 def plan_conversion(
     source: Catalog,
     target: TargetFiles,
@@ -287,25 +305,11 @@ def plan_conversion(
     _check_names(target, carried)
     if settings.sums:
         target = count_once(target, source.tensors)
-    if target.quantised is not None:
-        # A part may shrink to a quarter of its size, and what is quantised cannot be copied.
-        limits = replace(limits, smallest_bytes=FLOAT_BYTES * limits.smallest_bytes, copies=None)
-
-    def make_ops() -> Ops:
-        ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
-        _check_tiles(ops, target, source)
-        return ops
-
     plan = Plan(
         tensors=source.tensors if checks is None else checks.tensors,
         source_files=source.files,
         target_files=target.files,
-        ops=Ops.empty(),
-        op_groups=np.zeros(0, dtype=np.int64),
-        bands=np.zeros(0, dtype=BAND),
-        parts=np.zeros(0, dtype=PART),
         literals=target.literals,
-        group_peaks=np.zeros(0, dtype=np.int64),
         budget_bytes=settings.budget_bytes,
         carried=tuple(carried),
         allow_replica_drift=settings.allow_replica_drift,
@@ -313,20 +317,23 @@ def plan_conversion(
         compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
         summed=_implied_sums(source, target) if settings.sums else None,
-        quantised=target.quantised,
+        stored=None if target.stored_files == target.files else target.stored_files,
     )
-    sizes = settings.sizes
-    planned, rereads, checks = _with_checks(plan, make_ops, limits, sizes, checks)
+
+    def make_ops() -> Ops:
+        ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
+        _check_tiles(ops, target, source)
+        return ops
+
+    draft = _Draft(plan, make_ops, settings.sizes, target.limits(limits), target.together)
+    planned, rereads, checks = _with_checks(draft, checks)
     if settings.sums:
         _sum_whole_tensors(planned)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, make_ops, limits, sizes, UNLIMITED_BYTES, checks)
-    made = once.parts[once.parts["source_file"] == MADE]
-    largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
-    held_bytes = _held_bytes(plan.mixtures, once.ops) * largest + sizes.pass_bytes
-    enough_bytes = max(once.peak_bytes, held_bytes) + FOOTPRINT_BYTES
+    once, _ = _within_limits(draft, UNLIMITED_BYTES, checks)
+    enough_bytes = _enough_bytes(draft, once)
     if not settings.allow_reread:
         worst = int(once.group_peaks.argmax())
         raise RereadError(
@@ -335,10 +342,17 @@ def plan_conversion(
     return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
+def _enough_bytes(draft: _Draft, once: Plan) -> int:
+    """The budget with which a draft becomes a plan that reads every byte once, like ``once``, made without a limit."""
+    made = once.parts[once.parts["source_file"] == MADE]
+    largest = int(np.bincount(made["group"], weights=part_sizes(made)).max())
+    held_bytes = _held_bytes(once.mixtures, once.ops) * largest + draft.sizes.pass_bytes
+    return max(once.peak_bytes, held_bytes) + FOOTPRINT_BYTES
+
+
 def _check_names(target: TargetFiles, carried: Sequence[CarriedFile]) -> None:
     """Refuse two files of one name, and a file with the name of another's folder: one of the two would be lost."""
-    scales = () if target.quantised is None else target.quantised.scale_files
-    made = Counter([*(file.path for file in target.files), *scales, *(file.target_path for file in carried)])
+    made = Counter([*(file.path for file in target.stored_files), *(file.target_path for file in carried)])
     folders = {
         "/".join(parts[:n]) for parts in (path.split("/") for path in made) for n in range(1, len(parts))
     }
@@ -377,16 +391,15 @@ def _sum_whole_tensors(plan: Plan) -> None:
     ops["again"] = ops["again"] | (counted & (summed[owner] < elements[owner // len(DTYPES)]))
 
 
-def _with_checks(
-    plan: Plan, make_ops: Callable[[], Ops], limits: PartLimits, sizes: PlanSizes, checks: MasterChecks | None
-) -> tuple[Plan, bool, MasterChecks | None]:
+def _with_checks(draft: _Draft, checks: MasterChecks | None) -> tuple[Plan, bool, MasterChecks | None]:
     """The plan with groups, whether bytes are read several times, and the checks it contains.
 
     A full comparison reads both tensors together. If that takes more than half of the budget, large tensors are only
     sampled; if that is still too much, all are.
     """
-    room_bytes = (plan.budget_bytes - FOOTPRINT_BYTES) // 2
-    planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, checks)
+    budget_bytes = draft.plan.budget_bytes
+    room_bytes = (budget_bytes - FOOTPRINT_BYTES) // 2
+    planned, rereads = _within_limits(draft, budget_bytes, checks)
     if checks is None or checks.in_full:
         return planned, rereads, checks
     reduced = checks
@@ -394,33 +407,21 @@ def _with_checks(
         if not rereads and planned.peak_bytes <= room_bytes:
             break
         reduced = checks.up_to(most_bytes)
-        planned, rereads = _within_limits(plan, make_ops, limits, sizes, plan.budget_bytes, reduced)
+        planned, rereads = _within_limits(draft, budget_bytes, reduced)
     return planned, rereads, reduced
 
 
-def _within_limits(
-    plan: Plan,
-    make_ops: Callable[[], Ops],
-    limits: PartLimits,
-    sizes: PlanSizes,
-    budget_bytes: int,
-    checks: MasterChecks | None = None,
-) -> tuple[Plan, bool]:
-    """The plan with groups; a file that would have too many parts gets larger ones, in a further try.
-
-    Ops are made again for each try: keeping a copy would double the memory of planning, and a second try is rare.
-    """
-    total = np.array([f.size_bytes for f in plan.target_files], dtype=np.int64)
+def _within_limits(draft: _Draft, budget_bytes: int, checks: MasterChecks | None = None) -> tuple[Plan, bool]:
+    """The plan with groups; a file that would have too many parts gets larger ones, in a further try, which is rare."""
+    limits = draft.limits
+    total = np.array([f.size_bytes for f in draft.plan.target_files], dtype=np.int64)
     smallest = np.full(len(total), limits.smallest_bytes)
     while True:
-        files = FileSizes(total, smallest, np.maximum(sizes.fill_bytes, 2 * smallest))
-        ops, copied = carve_copies(make_ops(), smallest, limits.copies, plan.mixtures)
+        files = FileSizes(total, smallest, np.maximum(draft.sizes.fill_bytes, 2 * smallest))
+        ops, copied = carve_copies(draft.make_ops(), smallest, limits.copies, draft.plan.mixtures)
         if checks is not None:
             ops = add_checks(ops, copied, checks)
-        largest_bytes = 0 if limits.copies is None else limits.copies.largest_bytes
-        planned, rereads = _grouped(
-            plan, ops, copied, files, sizes, budget_bytes, COPY_GROUP_FACTOR * largest_bytes
-        )
+        planned, rereads = _grouped(draft, ops, copied, files, budget_bytes)
         if limits.most is None:
             return planned, rereads
         enough = -(-total // limits.most)
@@ -450,37 +451,29 @@ def plan_comparisons(
         tensors=tensors,
         source_files=files,
         target_files=(),
-        ops=Ops.empty(),
-        op_groups=np.zeros(0, dtype=np.int64),
-        bands=np.zeros(0, dtype=BAND),
-        parts=np.zeros(0, dtype=PART),
         literals=Literals(),
-        group_peaks=np.zeros(0, dtype=np.int64),
         budget_bytes=settings.budget_bytes,
         carried=(),
     )
-    sizes = settings.sizes
-    planned, rereads = _within_limits(plan, ops.copy, PartLimits(), sizes, settings.budget_bytes)
+    draft = _Draft(plan, ops.copy, settings.sizes)
+    planned, rereads = _within_limits(draft, settings.budget_bytes)
     _check_budget(planned)
     if not rereads:
         return planned
-    once, _ = _within_limits(plan, ops.copy, PartLimits(), sizes, UNLIMITED_BYTES)
-    return replace(planned, read_once_budget_bytes=once.peak_bytes + sizes.pass_bytes + FOOTPRINT_BYTES)
+    once, _ = _within_limits(draft, UNLIMITED_BYTES)
+    enough_bytes = once.peak_bytes + settings.sizes.pass_bytes + FOOTPRINT_BYTES
+    return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
 def _grouped(
-    plan: Plan,
-    ops: Ops,
-    copied: Parts,
-    files: FileSizes,
-    sizes: PlanSizes,
-    budget_bytes: int,
-    copy_group_bytes: int,
+    draft: _Draft, ops: Ops, copied: Parts, files: FileSizes, budget_bytes: int
 ) -> tuple[Plan, bool]:
     """The plan with groups, parts and bands of all ``ops``; and whether bytes are read several times.
 
-    Copied parts form groups of about ``copy_group_bytes``. ``ops`` is emptied.
+    ``ops`` is emptied.
     """
+    plan, sizes, copies = draft.plan, draft.sizes, draft.limits.copies
+    copy_group_bytes = 0 if copies is None else COPY_GROUP_FACTOR * copies.largest_bytes
     most_bytes = budget_bytes - FOOTPRINT_BYTES
     memory = GroupMemory(
         min(sizes.group_bytes, max(most_bytes // GROUPS_IN_BUDGET, SMALLEST_GROUP_BYTES)),
@@ -489,11 +482,8 @@ def _grouped(
         TINY_BYTES,
     )
     for_parts = (memory.most_bytes - sizes.pass_bytes) // _held_bytes(plan.mixtures, ops)
-    together = None
-    if plan.quantised is not None:
-        together = block_rows(plan.quantised, [file.path for file in plan.target_files])
     ops, groups, rereads, most_read = group_ops(
-        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts), together
+        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts), draft.together
     )
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1

@@ -170,7 +170,7 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 def ledger_line(record: Record) -> bytes:
     """A record as one line of JSON."""
-    parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5, r.scales) for r in record.receipts]
+    parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5, r.aside) for r in record.receipts]
     return f"{_as_json([record.unit, parts, record.drift, record.sums])}\n".encode()
 
 

@@ -31,6 +31,7 @@ OWN_VALUES = {
     "HtmlReport.command",  # the command line makes it
     "HtmlReport.show_plan",  # as the estimates
     "ConversionPlan.limits",
+    "ConversionPlan.quantised",
     "ConversionPlan.portion",  # what --ranks makes
     "ConversionPlan.source",
     "ConversionPlan.store",
@@ -39,7 +40,6 @@ OWN_VALUES = {
     "Plan.literals",
     "Plan.mixtures",
     "Plan.ops",
-    "Plan.quantised",
     "PlannedTarget.files",
     "PlannedTarget.spec",
     "PlannedTarget.wanted",

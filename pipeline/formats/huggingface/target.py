@@ -6,7 +6,6 @@ their distribution over files are those of ``huggingface_hub`` and of the safete
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,13 +15,7 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_l
 from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
 from paddle_reshard.pipeline.checkpoint.lora import without_base
 from paddle_reshard.pipeline.checkpoint.quantised import SCALES, fp8_config
-from paddle_reshard.pipeline.checkpoint.quantising import (
-    BLOCK,
-    Quantisation,
-    QuantisedFile,
-    QuantisedTensor,
-    ScaleFile,
-)
+from paddle_reshard.pipeline.checkpoint.quantising import Quantisation, QuantisedFile, ScaleFile
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import configured_apart
 from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
@@ -42,6 +35,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.formats.huggingface import peft
 from paddle_reshard.pipeline.formats.huggingface.choices import EMA, FLOATING
+from paddle_reshard.pipeline.formats.huggingface.fp8 import QUANTIZE, is_quantised, remarks, scale_slots
 from paddle_reshard.pipeline.formats.huggingface.index import index_parameters
 from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, part_elements
@@ -50,7 +44,6 @@ from paddle_reshard.pipeline.formats.huggingface.sidecars import donated_files, 
 from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.weights import TAGS
-from paddle_reshard.storage.files.paddle_pickle_writer import EncodedFile
 from paddle_reshard.storage.files.safetensors import (
     FP8_TAG,
     Index,
@@ -61,14 +54,6 @@ from paddle_reshard.storage.files.safetensors import (
 
 METADATA = {"format": "pt"}
 """Entry without which ``transformers`` does not open a file."""
-QUANTIZE = "quantize"
-"""The option, and its entry among the facts of a target."""
-QUANTISED = re.compile(
-    r"(?!.*(?:vision|visual|indexer))(?:\w+\.)*layers\.\d+\.(?:self_attn|linear_attn|mlp)\..*_proj(?:_with_mqa)?\.weight"
-)
-"""Keys of weights that are quantised, as in DeepSeek-V3 and Qwen3's FP8 models: the linear layers of a decoder without
-routers. Embedding, head, ``eh_proj`` and vision keep their dtype."""
-EXPERTS = ".experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +254,15 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
         )
     if target.quantize is None:
         return _files_of(source, shards, _names(len(shards)))
-    quantised = [one for one in exported if one.quantised]
+    quantised = [one.part for one in exported if one.quantised]
     if not quantised:
         raise UnsupportedError(f"--quantize {target.quantize}: no tensor of this model can be quantised")
+    states = {source.tensors.identity(one.tensor)[1] for one in exported if one.quantised}
     kept = [one.part.key for one in exported if not one.quantised and len(one.part.shape) == 2]
     return replace(
         _files_of(source, shards, _names(len(shards) + 1)),
         quantization_config=fp8_config([key.removesuffix(".weight") for key in kept]),
-        remarks=(_quantised_from(source, quantised, target), *_ragged(quantised)),
+        remarks=remarks(quantised, states, target.quantize),
     )
 
 
@@ -298,34 +284,6 @@ def _unknown_to_readers(model: Model) -> tuple[str, ...]:
     )
 
 
-def _quantised_from(source: Catalog, quantised: Sequence[_Exported], target: HuggingFaceTarget) -> str:
-    """What the quantised values were rounded from, in words."""
-    states = {source.tensors.identity(one.tensor)[1] for one in quantised}
-    if states <= {MASTER_WEIGHT, EMA_MASTER_WEIGHT}:
-        origin = "master weights"
-    elif states <= {PARAM, EMA_PARAM}:
-        origin = "parameters, because the source holds no master weights of them"
-    else:
-        origin = "master weights, or parameters where the source holds no master weight"
-    return f"{len(quantised)} weights are quantised to {target.quantize}, from their {origin}"
-
-
-def _ragged(quantised: Sequence[_Exported]) -> tuple[str, ...]:
-    """A remark on weights with smaller blocks at an edge, if there are any.
-
-    ``Fp8Dequantize`` of transformers 5.23 divides the rows and columns of a weight evenly among its scales.
-    """
-    found = [one for one in quantised if any(extent > BLOCK and extent % BLOCK for extent in one.part.shape)]
-    if not found:
-        return ()
-    part = found[0].part
-    return (
-        f"the rows or columns of {len(found)} quantised weights, such as {part.key} of shape {part.shape}, are not a "
-        f"multiple of {BLOCK}: where transformers 5 dequantises, as on a CPU, it stops at them or takes other blocks "
-        "and computes wrong values",
-    )
-
-
 def _files_of(
     source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]
 ) -> HuggingFaceFiles:
@@ -333,57 +291,41 @@ def _files_of(
 
     ``names`` are those of the files; one more, of the file of scales, if tensors are quantised.
     """
-    exported = [one for shard in shards for one in shard]
-    quantised = [one for one in exported if one.quantised]
-    scales = _encode_scales(quantised)
-    scales_at = {quantised[slot].part.key: byte_offset for slot, byte_offset, _ in scales.slots}
+    quantised = [one.part for shard in shards for one in shard if one.quantised]
+    scales = encode_safetensors(scale_slots(quantised), METADATA)
+    scales_at = {quantised[slot].key: byte_offset for slot, byte_offset, _ in scales.slots}
     files: list[File] = []
     literals = Literals()
     rows: list[tuple[int, _Exported, int]] = []
     quantised_files: dict[str, QuantisedFile] = {}
-    for name, shard in zip(names, shards, strict=not quantised):
+    for number, (name, shard) in enumerate(zip(names, shards, strict=not quantised)):
         slots = [TensorSlot(i, e.part.key, e.tag, e.part.shape) for i, e in enumerate(shard)]
         encoded = encode_safetensors(slots, METADATA)
         for offset, content in encoded.literals:
-            literals.add(len(files), offset, content)
-        weights, added = [], 0
-        for slot, stored, nbytes in encoded.slots:
-            one, start = shard[slot], stored + added
-            rows.append((len(files), one, start))
-            if one.quantised:
-                key, (height, width) = one.part.key, one.part.shape
-                weights.append(QuantisedTensor(start, stored, height, width, scales_at[key], key))
-                added += (one.dtype.itemsize - 1) * nbytes
+            literals.add(number, offset, content)
+        stored = [(shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
+        weights = [
+            (at, one.part.shape, scales_at[one.part.key], one.part.key) for one, at in stored if one.quantised
+        ]
+        described = QuantisedFile.of(encoded.size_bytes, weights, names[-1])
+        rows += [(number, one, described.planned_at(at)) for one, at in stored]
+        files.append(File(name, described.planned_bytes))
         if weights:
-            quantised_files[name] = QuantisedFile(encoded.size_bytes, tuple(weights), names[-1])
-        files.append(File(name, encoded.size_bytes + added))
+            quantised_files[name] = described
     catalog, numbers = _chosen(source, [e.tensor for _, e, _ in rows])
     fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, numbers[e.tensor])])
     if len(names) > 1:
-        index = _index(names, shards)
+        index = _index(names, shards, sum(nbytes for _, _, nbytes in scales.slots))
         literals.add(len(files), 0, index)
         files.append(File(WEIGHT_INDEX, len(index)))
-    quantisation = None
-    if quantised:
-        scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
-        quantisation = Quantisation(quantised_files, {names[-1]: scale_file})
+    scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
+    quantisation = Quantisation(quantised_files, {names[-1]: scale_file} if quantised else {})
+    casts = _casts(source, [e for _, e, _ in rows])
     return HuggingFaceFiles(
         catalog,
-        TargetFiles(
-            tuple(files), literals, (), fragments, {}, _casts(source, exported), quantised=quantisation
-        ),
+        TargetFiles(tuple(files), literals, (), fragments, {}, casts, quantisation),
         tuple(sorted(source.tensors.states - catalog.tensors.states)),
     )
-
-
-def _encode_scales(quantised: Sequence[_Exported]) -> EncodedFile:
-    """The file of the scales of quantised tensors."""
-    slots = []
-    for number, one in enumerate(quantised):
-        rows, columns = one.part.shape
-        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-        slots.append(TensorSlot(number, one.part.key + SCALES, TAGS["float32"], blocks))
-    return encode_safetensors(slots, METADATA)
 
 
 def _exported(
@@ -395,33 +337,10 @@ def _exported(
     for tensor, parts in of_model:
         for part in parts:
             dtype = target.dtype_of(tensor, part)
-            if quantised := target.quantize is not None and _is_quantised(part, dtype, target.quantize):
+            if quantised := target.quantize is not None and is_quantised(part, dtype, target.quantize):
                 dtype = dtype_named("float32")
             state = _state(tensor, dtype, target.state, index)
             yield _Exported(part, index[tensor.tied_to or tensor.key, state], dtype, quantised)
-
-
-def _is_quantised(part: Part, dtype: DType, quantize: str) -> bool:
-    """Whether a tensor, which would have ``dtype`` otherwise, is quantised.
-
-    Raises
-    ------
-    UnsupportedError
-        If it should be, but its dtype is not bfloat16, or it holds several matrices.
-    """
-    if len(part.shape) == 3 and EXPERTS in part.key and not part.keep_float32:
-        raise UnsupportedError(
-            f"--quantize {quantize}: {part.key} holds all experts of a layer in one tensor, which is not supported: "
-            "inference libraries do not agree on their scales. Export without --quantize"
-        )
-    if not QUANTISED.fullmatch(part.key) or len(part.shape) != 2 or not all(part.shape) or part.keep_float32:
-        return False
-    if dtype.name != "bfloat16":
-        raise UnsupportedError(
-            f"--quantize {quantize}: {part.key} was trained in {dtype.name}; quantised models are bfloat16 "
-            "otherwise, add --dtype bfloat16"
-        )
-    return True
 
 
 def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:
@@ -465,10 +384,9 @@ def _names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]]) -> bytes:
+def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]], scale_bytes: int) -> bytes:
     quantised = [e for shard in shards for e in shard if e.quantised]
-    total_bytes = sum(e.nbytes for shard in shards for e in shard)
-    total_bytes += sum(nbytes for _, _, nbytes in _encode_scales(quantised).slots)
+    total_bytes = sum(e.nbytes for shard in shards for e in shard) + scale_bytes
     weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=not quantised) for e in shard}
     weight_map |= {e.part.key + SCALES: names[-1] for e in quantised}
     return format_index(Index(dict(sorted(weight_map.items())), {"total_size": total_bytes}, {}))
