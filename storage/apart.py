@@ -73,14 +73,17 @@ def _refuse_same_folder(first: Path, second: Path, what: str) -> None:
     identities = _identity(first), _identity(second)
     chains = [{_identity(above) for above in (path, *path.parents)} for path in (_real(first), _real(second))]
     if any(
-        found is not None and found in chain for found, chain in zip(identities, chains[::-1], strict=True)
+        identity is not None and identity in chain
+        for identity, chain in zip(identities, chains[::-1], strict=True)
     ):
         raise UsageError(f"{second}: {what} may not be inside each other; this is a second name of {first}")
 
 
 def _refuse_shared_files(source: Path, folders: list[Path]) -> None:
     """Refuse files of the source that are in the target's folders, by a symbolic link or a hard link."""
-    files = {found: path for folder in folders for path in _files_below(folder) if (found := _identity(path))}
+    files = {
+        identity: path for folder in folders for path in _files_below(folder) if (identity := _identity(path))
+    }
     real_folders = [_real(folder) for folder in folders]
     for path in _files_of(source):
         real = _real(path)

@@ -61,7 +61,7 @@ def stretches(source: RangeReader, path: str, byte_offset: int, nbytes: int) -> 
 
 def source_checksum(source: RangeReader, path: str, byte_offset: int, nbytes: int) -> str:
     """The checksum of a stretch of a file, read in blocks."""
-    found = Checksum()
+    whole = Checksum()
     for block in stretches(source, path, byte_offset, nbytes):
-        found.update(block)
-    return found.text()
+        whole.update(block)
+    return whole.text()

@@ -219,8 +219,8 @@ class RemoteRoot:
     def read(self, path: str) -> bytes | None:
         """A small object."""
         folder, name = self._parent(path)
-        found = folder.attempt(name, folder.read_object, name)
-        return None if found is None else found[0]
+        content = folder.attempt(name, folder.read_object, name)
+        return None if content is None else content[0]
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small object."""

@@ -145,8 +145,8 @@ class Outputs:
                 for file in files
                 if file.path.startswith(prefix)
             ]
-            writers[prefix], found = target.begin(own, replace(identity, target=number), openness)
-            records.append({record.unit: _prefixed(record, prefix) for record in found})
+            writers[prefix], written = target.begin(own, replace(identity, target=number), openness)
+            records.append({record.unit: _prefixed(record, prefix) for record in written})
         units = set.intersection(*(set(of_target) for of_target in records)) if records else set()
         joined = [_joined([of_target[unit] for of_target in records]) for unit in sorted(units)]
         only = writers.get("")

@@ -157,12 +157,12 @@ def _certificates(signature: bytes) -> list[bytes]:
     try:
         values: Any = parse_json(signature)
         listed = values["verificationMaterial"]["x509CertificateChain"]["certificates"]
-        found = [base64.b64decode(entry["rawBytes"], validate=True) for entry in listed]
+        certificates = [base64.b64decode(entry["rawBytes"], validate=True) for entry in listed]
     except (JsonError, KeyError, TypeError, ValueError) as error:
         raise ValueError("made without a certificate") from error
-    if not found:
+    if not certificates:
         raise ValueError("made without a certificate")
-    return found
+    return certificates
 
 
 def _with_certificates(signature: bytes, chain: list[bytes]) -> bytes:

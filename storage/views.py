@@ -74,17 +74,17 @@ class JoinedSource(ReadRange):
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
-        found = {m.prefix + path: size for m in self.mounts for path, size in m.source.sizes().items()}
-        return found | {path: len(content) for path, content in self.made.items()}
+        of_mounts = {m.prefix + path: size for m in self.mounts for path, size in m.source.sizes().items()}
+        return of_mounts | {path: len(content) for path, content in self.made.items()}
 
     def versions(self) -> dict[str, str]:
         """Name of every file → a text that changes with the file; for a small file given here, its content."""
-        found = {
+        of_mounts = {
             mount.prefix + path: mount.version_prefix + version
             for mount in self.mounts
             for path, version in mount.source.versions().items()
         }
-        return found | {path: content.decode() for path, content in self.made.items()}
+        return of_mounts | {path: content.decode() for path, content in self.made.items()}
 
     def modified(self) -> dict[str, int]:
         """Nothing: files of several stores, and files made here, are not one save."""

@@ -84,7 +84,7 @@ def base_tensors(
     if not determined or not count_entry(config, LAYERS):
         return None
     keys = {rule.key for rule in rules}
-    found = []
+    tensors = []
     for rule in rules:
         for layer in table.numbers(items[rule.item], config):
             key = rule.key if layer is None else rule.key.format(layer=layer)
@@ -92,7 +92,7 @@ def base_tensors(
             if key in held or shape is None:
                 continue
             tied = rule.twin(config, key)
-            found.append(
+            tensors.append(
                 ModelTensor(
                     key=key,
                     rule=rule,
@@ -106,7 +106,7 @@ def base_tensors(
                     of_base=True,
                 )
             )
-    return found
+    return tensors
 
 
 def with_base(model: Model, adapter: Adapter | None) -> Model:

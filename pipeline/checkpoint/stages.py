@@ -69,9 +69,9 @@ def parted(model: Model, cells: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
     )
 
 
-def as_read_again(checkpoint: Checkpoint, found: Model) -> Checkpoint:
+def as_read_again(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
     """The checkpoint with tensors of their own for what is tied in it and not in ``found``, the model of a target."""
-    own = {t.key for t in found.tensors if t.tied_to is None}
+    own = {t.key for t in of_target.tensors if t.tied_to is None}
     apart = {t.key: t.tied_to for t in checkpoint.model.tensors if t.tied_to is not None and t.key in own}
     catalog = checkpoint.catalog
     copies = [replace(t, key=key) for key, twin in apart.items() for t in catalog.tensors if t.key == twin]

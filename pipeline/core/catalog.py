@@ -169,10 +169,10 @@ def fragment_row(
 
 def volumes(fragments: Fragments) -> Ints:
     """Elements of each box."""
-    found = fragments.along("extents", 0).copy()
+    elements = fragments.along("extents", 0).copy()
     for dim in range(1, MAX_DIMS):
-        found *= fragments.along("extents", dim)
-    return np.asarray(found, dtype=np.int64)
+        elements *= fragments.along("extents", dim)
+    return np.asarray(elements, dtype=np.int64)
 
 
 def hulls(fragments: Fragments) -> tuple[Ints, Ints]:

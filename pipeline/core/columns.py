@@ -126,10 +126,10 @@ class Columns:
 
     def along_each(self, name: str, dims: Ints) -> Ints:
         """A field of several dims, of each row along the dim that ``dims`` has for it."""
-        found = np.zeros(len(self), dtype=np.int64)
+        values = np.zeros(len(self), dtype=np.int64)
         for dim in range(self._dims(name)):
-            np.copyto(found, self._columns[name, dim], where=dims == dim)
-        return found
+            np.copyto(values, self._columns[name, dim], where=dims == dim)
+        return values
 
     def __setitem__(self, name: str, values: npt.ArrayLike) -> None:
         given = np.asarray(values)

@@ -59,10 +59,10 @@ class Multiplier:
         if remainders.size <= _FEW:
             few: Remainders = np.bitwise_xor.reduce(self._tables[_OCTETS, octets], axis=-1)
             return few
-        found = self._tables[0].take(octets[..., 0])
+        products = self._tables[0].take(octets[..., 0])
         for number in range(1, 8):
-            found ^= self._tables[number].take(octets[..., number])
-        return found
+            products ^= self._tables[number].take(octets[..., number])
+        return products
 
     def factor(self) -> int:
         """What it multiplies by."""
@@ -70,10 +70,10 @@ class Multiplier:
 
     def of_one(self, remainder: int) -> int:
         """A single product."""
-        found = 0
+        product = 0
         for number in range(8):
-            found ^= self._tables.item(number, remainder >> 8 * number & 0xFF)
-        return found
+            product ^= self._tables.item(number, remainder >> 8 * number & 0xFF)
+        return product
 
 
 @lru_cache(DISTANCE_BITS)
@@ -101,11 +101,11 @@ def _followed(remainder: int, nbytes: int) -> int:
 
 def shifted(remainders: Remainders, distances: Ints) -> Remainders:
     """Contributions of pieces that are followed by ``distances`` bytes each; both of shape ``(n,)``."""
-    found = np.array(remainders, dtype=np.uint64)
+    contributions = np.array(remainders, dtype=np.uint64)
     for power in range(int(distances.max(initial=0)).bit_length()):
         chosen = np.flatnonzero(distances >> power & 1)
-        found[chosen] = _doubling(power)(found[chosen])
-    return found
+        contributions[chosen] = _doubling(power)(contributions[chosen])
+    return contributions
 
 
 def in_a_row(remainders: Remainders, step_bytes: int) -> Remainders:

@@ -217,10 +217,10 @@ class DriftError(CheckpointError):
         self.replicas = replicas
 
     def __str__(self) -> str:
-        found = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
+        drift = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
         if self.replicas:
-            return f"{found}; with --allow-replica-drift the first copy is taken"
-        return f"{found}; the target would keep the master weight only"
+            return f"{drift}; with --allow-replica-drift the first copy is taken"
+        return f"{drift}; the target would keep the master weight only"
 
 
 class MasterDriftError(DriftError):

@@ -163,22 +163,22 @@ def mismatches(
 
     With ``subset``, ``b`` may lack tensors.
     """
-    found = []
+    mismatched = []
     for number, tensor in enumerate(a.tensors):
         other = b.tensors.find(tensor.key, tensor.state)
         if other is None:
             if not subset:
-                found.append(Mismatch(tensor.label, f"only in {names[0]}"))
+                mismatched.append(Mismatch(tensor.label, f"only in {names[0]}"))
         elif a.line(number) != b.line(other):
             sides = (
                 (tensor, a.checksums[number], names[0]),
                 (b.tensors[other], b.checksums[other], names[1]),
             )
-            found.append(Mismatch(tensor.label, ", ".join(_in_words(*side) for side in sides)))
+            mismatched.append(Mismatch(tensor.label, ", ".join(_in_words(*side) for side in sides)))
     for tensor in b.tensors:
         if a.tensors.find(tensor.key, tensor.state) is None:
-            found.append(Mismatch(tensor.label, f"only in {names[1]}"))
-    return sorted(found, key=lambda entry: entry.tensor)
+            mismatched.append(Mismatch(tensor.label, f"only in {names[1]}"))
+    return sorted(mismatched, key=lambda entry: entry.tensor)
 
 
 def _in_words(tensor: Tensor, checksum: int, where: str) -> str:

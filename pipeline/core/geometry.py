@@ -127,11 +127,11 @@ def by_tensor(*sides: npt.NDArray[Any]) -> list[list[Ints]]:
     each = [np.bincount(side, minlength=count) for side in sides]
     block = np.cumsum(np.sum(each, axis=0)) // _BLOCK_BOXES
     opens = np.flatnonzero(block[1:] != block[:-1]) + 1
-    found = []
+    blocks = []
     for side, counts in zip(sides, each, strict=True):
         before = np.cumsum(counts) - counts
-        found.append([np.sort(rows) for rows in np.split(order_of(side), before[opens])])
-    return found
+        blocks.append([np.sort(rows) for rows in np.split(order_of(side), before[opens])])
+    return blocks
 
 
 _BLOCK_PAIRS = 1 << 18
@@ -171,12 +171,12 @@ def meeting_intervals(left: Intervals, right: Intervals) -> tuple[Ints, Ints]:
         count = 1 + int(max(left.tensor.max(), right.tensor.max()))
         candidates = [np.bincount(right.tensor, weights=s.last - s.first, minlength=count) for s in sweeps]
         best = np.argmin(candidates, axis=0)[right.tensor]
-    found = [
+    meeting = [
         _kept(block, left, right)
         for number, sweep in enumerate(sweeps)
         for block in _blocks(sweep, np.flatnonzero(best == number))
     ]
-    i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
+    i, j = (np.concatenate([pairs[side] for pairs in meeting]) for side in (0, 1))
     sorted_by_tensor = (left.tensor[1:] >= left.tensor[:-1]).all()
     order = order_by(i, j) if sorted_by_tensor else np.lexsort((j, i, left.tensor[i]))
     return i[order], j[order]

@@ -81,11 +81,11 @@ class _Reader:
         number, first = divmod(start, BLOCK_BYTES)
         if first + stop - start <= BLOCK_BYTES:
             return bytes(self._of(number)[first : first + stop - start])
-        found = b""
-        while len(found) < stop - start:
-            number, first = divmod(start + len(found), BLOCK_BYTES)
-            found += self._of(number)[first : first + stop - start - len(found)]
-        return found
+        content = b""
+        while len(content) < stop - start:
+            number, first = divmod(start + len(content), BLOCK_BYTES)
+            content += self._of(number)[first : first + stop - start - len(content)]
+        return content
 
     def _of(self, number: int) -> bytes | bytearray:
         block = self._blocks.get(number)
@@ -195,14 +195,14 @@ class Literals(Sequence[Literal]):
     @property
     def offsets(self) -> Ints:
         """First byte of each literal in its file."""
-        found = [np.array(template.offsets, dtype=np.int64) for _, template in self._runs]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        offsets = [np.array(template.offsets, dtype=np.int64) for _, template in self._runs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *offsets])
 
     @property
     def sizes(self) -> Ints:
         """Size of each literal in bytes."""
-        found = [np.array(template.stops) - np.array(template.starts) for _, template in self._runs]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        sizes = [np.array(template.stops) - np.array(template.starts) for _, template in self._runs]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *sizes])
 
     def contents(self) -> Iterator[bytes]:
         """The bytes of all literals in their order, in pieces of any size."""
@@ -239,13 +239,13 @@ class Literals(Sequence[Literal]):
             If a template does not exist.
         """
         known = dict(templates._runs)
-        found = cls()
-        found._content = templates._content
+        literals = cls()
+        literals._content = templates._content
         for file, number in files:
             if number not in known:
                 raise ValueError(f"there is no template {number} of literals")
-            found.add_file(known[number], file)
-        return found
+            literals.add_file(known[number], file)
+        return literals
 
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""
@@ -282,7 +282,7 @@ class LiteralsByFile:
         A literal of 10 bytes at offset 100 and the ranges [96, 104) and [104, 112) give two slices: bytes 0:4 at offset
         4 of the first range, and bytes 4:10 at offset 0 of the second.
         """
-        found = LiteralSlices(self._content)
+        slices = LiteralSlices(self._content)
         for number, (file, start, stop) in enumerate(ranges):
             template = self._kept.get(file)
             if template is None:
@@ -293,8 +293,8 @@ class LiteralsByFile:
             for index in range(first, bisect_left(template.offsets, stop)):
                 offset, begin = template.offsets[index], template.starts[index]
                 low, high = max(offset, start), min(offset + _length(template, index), stop)
-                found.add(number, low - start, begin + low - offset, begin + high - offset)
-        return found
+                slices.add(number, low - start, begin + low - offset, begin + high - offset)
+        return slices
 
     def read(self, slices: LiteralSlices) -> Iterator[Literal]:
         """The contents of ``slices``, from blocks that are shared by all such calls of one thread."""
@@ -305,8 +305,8 @@ def _length(template: LiteralTemplate, index: int) -> int:
     return template.stops[index] - template.starts[index]
 
 
-def _both(one: LiteralTemplate, other: LiteralTemplate) -> LiteralTemplate:
-    return LiteralTemplate(*(a + b for a, b in zip(one, other, strict=True)))
+def _both(first: LiteralTemplate, second: LiteralTemplate) -> LiteralTemplate:
+    return LiteralTemplate(*(a + b for a, b in zip(first, second, strict=True)))
 
 
 def _in_order(template: LiteralTemplate) -> LiteralTemplate:

@@ -25,14 +25,14 @@ def parse_ranks(given: str | Iterable[int]) -> tuple[int, ...]:
     """
     if not isinstance(given, str):
         given = ",".join(map(str, given))
-    found: set[int] = set()
+    ranks: set[int] = set()
     for item in given.split(","):
         match = _RANGE.fullmatch(item.strip())
         first, last = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not first <= last < MAX_RANKS:
             raise UsageError(f"--ranks {given}: {item.strip()!r} are no ranks; write 8-15, or 0,2,4-7")
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
+        ranks.update(range(first, last + 1))
+    return tuple(sorted(ranks))
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -178,8 +178,8 @@ class RunState:
 
     def held_bytes(self) -> int:
         """Memory that the groups of a process are given; that of the fullest one. Threads of this one share it."""
-        shared = sum(one.held_bytes for name, one in self.workers.items() if name.startswith(THREAD))
-        return max((shared, *(one.held_bytes for one in self.workers.values())))
+        shared = sum(worker.held_bytes for name, worker in self.workers.items() if name.startswith(THREAD))
+        return max((shared, *(worker.held_bytes for worker in self.workers.values())))
 
     def retries(self) -> Mapping[str, int]:
         """Failure of a store → retries after it during this run, in this process and on workers."""

@@ -89,9 +89,9 @@ def places(major: Ints, minor: Ints) -> Ints:
     if not _fits(major, minor):
         order = np.lexsort((minor, major))
         differs = (np.diff(major[order]) != 0) | (np.diff(minor[order]) != 0)
-        found = np.empty(len(order), dtype=np.int64)
-        found[order] = np.r_[0, np.cumsum(differs)][: len(order)]
-        return found
+        numbers = np.empty(len(order), dtype=np.int64)
+        numbers[order] = np.r_[0, np.cumsum(differs)][: len(order)]
+        return numbers
     return np.asarray(major.astype(np.int64) * (int(minor.max(initial=0)) + 1) + minor)
 
 

@@ -55,7 +55,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     words = list(known)
     plain = "".join(letter for letter in word.lower() if letter.isalnum())
     for ending in ("", "degree", "paralleldegree", "parallelsize", "size"):
-        near = [one for one in SYNONYMS.get(plain.removesuffix(ending), ()) if one in words]
+        near = [synonym for synonym in SYNONYMS.get(plain.removesuffix(ending), ()) if synonym in words]
         if near:
             break
     else:

@@ -107,8 +107,8 @@ class Identities:
     def of_state(self, state: str) -> dict[str, int]:
         """Key → number, for the pairs of a state in their order."""
         number = self._states.numbers.get(state, -1)
-        found = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
-        return {self._keys.values[self._key[pair]]: pair for pair in found}
+        pairs = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
+        return {self._keys.values[self._key[pair]]: pair for pair in pairs}
 
 
 def _ranks(values: Sequence[str]) -> Ints:

@@ -127,7 +127,7 @@ class CardsPlan(Shown):
     @property
     def nearest(self) -> Alternative | None:
         """The alternative that changes least; ``None`` if the source is not for any topology."""
-        return next((one for one in self.alternatives if one.nearest), None)
+        return next((alternative for alternative in self.alternatives if alternative.nearest), None)
 
     def _in_short(self) -> str:
         return f"{self.path}: {counted(len(self.alternatives), 'topology').replace('ys', 'ies')} for {self.cards} cards"
@@ -137,13 +137,13 @@ class CardsPlan(Shown):
         facts = [("checkpoint", self.path), ("from", self.source), ("cards", str(self.cards))]
         if self.any_topology:
             facts.append(("as it is", f"the trainer reads it in each of these topologies: {self._launch()}"))
-        for one in self.alternatives:
-            mark = ", nearest" if one.nearest else ""
-            facts.append((str(one.topology), f"{self._in_line(one)}{mark}"))
-            if one.command:
-                facts.append(("", one.command))
-            if one.launch_line:
-                facts.append(("", one.launch_line))
+        for alternative in self.alternatives:
+            mark = ", nearest" if alternative.nearest else ""
+            facts.append((str(alternative.topology), f"{self._in_line(alternative)}{mark}"))
+            if alternative.command:
+                facts.append(("", alternative.command))
+            if alternative.launch_line:
+                facts.append(("", alternative.launch_line))
         return [*facts, *self.notes()]
 
     def notes(self) -> Facts:
@@ -152,34 +152,41 @@ class CardsPlan(Shown):
         if self.nearest is not None:
             facts.append(("nearest", NEAREST))
         facts += _shared(
-            self.alternatives, "lost", lambda one: [f"{names}: {why}" for why, names in by_reason(one.lost)]
+            self.alternatives,
+            "lost",
+            lambda alternative: [f"{names}: {why}" for why, names in by_reason(alternative.lost)],
         )
-        facts += _shared(self.alternatives, "note", lambda one: one.remarks)
+        facts += _shared(self.alternatives, "note", lambda alternative: alternative.remarks)
         facts += _shared(
-            self.alternatives, "not resumed", lambda one: [one.not_resumed] if one.not_resumed else []
+            self.alternatives,
+            "not resumed",
+            lambda alternative: [alternative.not_resumed] if alternative.not_resumed else [],
         )
-        return facts + [("refused", f"{one.topology}: {one.reason}") for one in self.refused]
+        return facts + [("refused", f"{refusal.topology}: {refusal.reason}") for refusal in self.refused]
 
     def _launch(self) -> str:
         return shlex.join(["paddle-reshard", "launch", self.path, "--to"]) + " TOPOLOGY"
 
-    def _in_line(self, one: Alternative) -> str:
-        held = one.fullest
+    def _in_line(self, alternative: Alternative) -> str:
+        held = alternative.fullest
         return (
-            f"{sharding_in_words(one.strategy)}; on a card {readable_bytes(held.on_card)} "
+            f"{sharding_in_words(alternative.strategy)}; on a card {readable_bytes(held.on_card)} "
             f"(parameters {readable_bytes(held.parameters)}, master weights {readable_bytes(held.master_weights)}, "
             f"moments {readable_bytes(held.moments)}); average {readable_bytes(held.ema)}; to read "
-            f"{readable_bytes(one.read_bytes)}, to write {readable_bytes(one.written_bytes)}, "
-            f"{readable_seconds(one.seconds)}; {'does not resume' if one.not_resumed else 'resumes'} at once"
+            f"{readable_bytes(alternative.read_bytes)}, to write {readable_bytes(alternative.written_bytes)}, "
+            f"{readable_seconds(alternative.seconds)}; "
+            f"{'does not resume' if alternative.not_resumed else 'resumes'} at once"
         )
 
 
-def _shared(alternatives: tuple[Alternative, ...], name: str, of_one: Callable[[Alternative], Any]) -> Facts:
+def _shared(
+    alternatives: tuple[Alternative, ...], name: str, sentences_of: Callable[[Alternative], Any]
+) -> Facts:
     """What alternatives have in common, each sentence once, with the topologies of which it is true."""
     said: dict[str, list[str]] = {}
-    for one in alternatives:
-        for sentence in of_one(one):
-            said.setdefault(sentence, []).append(str(one.topology))
+    for alternative in alternatives:
+        for sentence in sentences_of(alternative):
+            said.setdefault(sentence, []).append(str(alternative.topology))
     every = len(alternatives)
     return [
         (name, sentence if len(of) == every else f"{'; '.join(of)}: {sentence}")
@@ -207,21 +214,21 @@ def plan_cards(
     store, checkpoint = altered.store, altered.source
     checkpoint.model.table.check_format(format)
     offer = _Offer(altered, asked)
-    found, refused = [], []
+    alternatives, refused = [], []
     for topology in _topologies(cards, checkpoint):
         try:
-            found.append(offer.alternative(topology))
+            alternatives.append(offer.alternative(topology))
         except PlanError as error:
             refused.append(RefusedTopology(topology, str(error)))
-    if not found:
-        reasons = "; ".join(dict.fromkeys(one.reason for one in refused))
+    if not alternatives:
+        reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refused))
         raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")
     return CardsPlan(
         store.location,
         source_in_words(checkpoint),
         cards,
         format,
-        tuple(_by_nearness(found, offer.before)),
+        tuple(_by_nearness(alternatives, offer.before)),
         tuple(refused),
         _any_topology(checkpoint),
     )
@@ -261,17 +268,24 @@ def _any_topology(checkpoint: Checkpoint) -> bool:
     return FORMATS[checkpoint.format].loaded_with(checkpoint.model.table.library, "none") is not None
 
 
-def _by_nearness(found: Sequence[Alternative], source: Topology | None) -> list[Alternative]:
+def _by_nearness(alternatives: Sequence[Alternative], source: Topology | None) -> list[Alternative]:
     """The alternatives, those that change least first, and the nearest marked."""
     if source is None:
-        return sorted(found, key=lambda one: one.fullest.on_card)
+        return sorted(alternatives, key=lambda alternative: alternative.fullest.on_card)
 
-    def distance(one: Alternative) -> tuple[float, ...]:
-        return tuple(abs(log2(getattr(one.topology, axis) / getattr(source, axis))) for axis in _AXES)
+    def distance(alternative: Alternative) -> tuple[float, ...]:
+        return tuple(abs(log2(getattr(alternative.topology, axis) / getattr(source, axis))) for axis in _AXES)
 
-    ordered = sorted(found, key=distance)
-    nearest = next((one for one in ordered if not one.not_resumed and not one.states_lost), None)
-    return [replace(one, nearest=one is nearest) for one in ordered]
+    ordered = sorted(alternatives, key=distance)
+    nearest = next(
+        (
+            alternative
+            for alternative in ordered
+            if not alternative.not_resumed and not alternative.states_lost
+        ),
+        None,
+    )
+    return [replace(alternative, nearest=alternative is nearest) for alternative in ordered]
 
 
 @dataclass(frozen=True)
@@ -284,8 +298,12 @@ class _Offer:
     @property
     def before(self) -> Topology | None:
         """The topology of the checkpoint, as ``to`` gives it: ``ep`` also where data-parallel ranks share experts."""
-        found = self.altered.source.job.topology
-        return replace(found, ep=found.dp) if found and self.altered.source.job.expert_axis == "dp" else found
+        topology = self.altered.source.job.topology
+        return (
+            replace(topology, ep=topology.dp)
+            if topology and self.altered.source.job.expert_axis == "dp"
+            else topology
+        )
 
     @property
     def options(self) -> Values:
@@ -309,21 +327,21 @@ class _Offer:
         target = read_target({**self.options, "to": topology}).target_for(source)
         if not isinstance(target, JobTarget):
             raise UsageError(f"--format {target.format} has no topology, any job reads it")
-        found = outline(source, wanted, target, store.sizes(), store.folders)
+        layout = outline(source, wanted, target, store.sizes(), store.folders)
         is_already = self._is_already(topology, target)
         anew = starts_anew(source, target) or source.history.masters_made
         arguments, not_resumed = self._arguments(target, is_already, anew)
-        lost = [(state, f"the format {target.format} cannot hold it") for state in found.states_not_carried]
-        lost += [(path, why) for path, why in found.not_carried if not is_marker(path)]
+        lost = [(state, f"the format {target.format} cannot hold it") for state in layout.states_not_carried]
+        lost += [(path, why) for path, why in layout.not_carried if not is_marker(path)]
         before, library = self.before, self.altered.source.model.table.convention
         return Alternative(
             topology=topology,
             strategy=target.strategy,
             strategy_reason=target.strategy_reason,
-            fullest=found.fullest,
+            fullest=layout.fullest,
             read_bytes=0 if is_already else _stored_bytes(source.catalog),
-            written_bytes=0 if is_already else found.tensor_bytes,
-            states_lost=(*self.altered.dropped, *found.states_not_carried),
+            written_bytes=0 if is_already else layout.tensor_bytes,
+            states_lost=(*self.altered.dropped, *layout.states_not_carried),
             lost=() if is_already else (*((s, DROPPED) for s in self.altered.dropped), *lost),
             arguments=arguments,
             not_resumed=not_resumed,
@@ -381,7 +399,7 @@ def _spelled(name: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         value = f"{name.upper()}.json"
     values = texts_of(value) if option.kind is Kind.LIST else (value,)
-    return [word for one in values for word in (flag_of(name), str(one))]
+    return [word for text in values for word in (flag_of(name), str(text))]
 
 
 def _stored_bytes(catalog: Catalog) -> int:

@@ -79,13 +79,13 @@ def run_comparisons(
         observe(Progress(read_bytes, before=True, groups=len(done)))
         batches = stack.enter_context(closing(engine.compare(plan_work(plan, done), source)))
         for reports in batches:
-            found = [compared(report) for report in reports]
-            done |= {group.group: group for group in found}
+            groups = [compared(report) for report in reports]
+            done |= {group.group: group for group in groups}
             if log is not None:
-                log.write(_line([[g.group, g.elements, g.read_bytes, g.differences] for g in found]))
+                log.write(_line([[g.group, g.elements, g.read_bytes, g.differences] for g in groups]))
             for ended in groups_ended(plan, reports):
                 observe(ended)
-            observe(Progress(sum(group.read_bytes for group in found)))
+            observe(Progress(sum(group.read_bytes for group in groups)))
     if resume is not None:
         resume.unlink()
     return [done[group] for group in sorted(done)]
@@ -99,7 +99,7 @@ def compared(report: GroupReport) -> Compared:
 
 def differences_of(groups: Collection[Compared]) -> tuple[Difference, ...]:
     """All differences."""
-    return tuple(Difference(*found) for group in groups for found in group.differences)
+    return tuple(Difference(*difference) for group in groups for difference in group.differences)
 
 
 def _hash_of(stores: Sequence[Source]) -> str:

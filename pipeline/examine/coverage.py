@@ -215,10 +215,10 @@ def _left_out(
                 f"{tensor.label}: {used} of {elements} elements are used, and no reason is known"
             )
             continue
-        found = counts[tensor.state, reason]
-        found[0] += 1
-        found[1] += elements - used
-    left = (LeftOut(state, reason, *found) for (state, reason), found in sorted(counts.items()))
+        left_over = counts[tensor.state, reason]
+        left_over[0] += 1
+        left_over[1] += elements - used
+    left = (LeftOut(state, reason, *left_over) for (state, reason), left_over in sorted(counts.items()))
     return total, (*left, *plan.excluded)
 
 

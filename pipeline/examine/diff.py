@@ -111,7 +111,7 @@ class DiffReport(Shown):
     @property
     def agree(self) -> bool:
         """Whether all tensors are on both sides and agree within the tolerance."""
-        return not self.unmatched and not any(found.outside for found in self.differing)
+        return not self.unmatched and not any(tensor.outside for tensor in self.differing)
 
     def __bool__(self) -> bool:
         """The same."""
@@ -119,17 +119,21 @@ class DiffReport(Shown):
 
     def by_layer(self) -> tuple[DifferenceSummary, ...]:
         """One summary for each layer with differences, and one for tensors outside of layers."""
-        found = _summaries(self.differing, lambda one: one.layer)
-        return tuple(sorted(found, key=lambda one: (one.name == NO_LAYER, len(one.name), one.name)))
+        summaries = _summaries(self.differing, lambda tensor: tensor.layer)
+        return tuple(
+            sorted(summaries, key=lambda layer: (layer.name == NO_LAYER, len(layer.name), layer.name))
+        )
 
     def by_state(self) -> tuple[DifferenceSummary, ...]:
         """One summary for each state with differences."""
-        return tuple(sorted(_summaries(self.differing, lambda one: one.state), key=lambda one: one.name))
+        return tuple(
+            sorted(_summaries(self.differing, lambda tensor: tensor.state), key=lambda state: state.name)
+        )
 
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        changed = sum(found.changed for found in self.differing)
+        changed = sum(tensor.changed for tensor in self.differing)
         extent = f"{self.tensors} tensors compared ({readable_bytes(self.read_bytes)} read)"
         if not self.differing and not self.unmatched:
             return f"no difference; {extent}"
@@ -143,8 +147,8 @@ class DiffReport(Shown):
     def facts(self) -> Facts:
         """The result and the tensors that differ most."""
         shown = [
-            (f"{found.key} ({found.state})", f"largest {found.largest:g}, {found.ulps} ulps")
-            for found in self.differing[:SHOWN_DIFFERENCES]
+            (f"{tensor.key} ({tensor.state})", f"largest {tensor.largest:g}, {tensor.ulps} ulps")
+            for tensor in self.differing[:SHOWN_DIFFERENCES]
         ]
         return [("result", self.verdict), *shown]
 
@@ -153,17 +157,17 @@ def _summaries(
     differing: Iterable[TensorDifference], name_of: Callable[[TensorDifference], str]
 ) -> Iterable[DifferenceSummary]:
     named = defaultdict(list)
-    for found in differing:
-        named[name_of(found)].append(found)
+    for tensor in differing:
+        named[name_of(tensor)].append(tensor)
     for name, alike in named.items():
-        total = math.fsum(one.mean * one.elements for one in alike)
+        total = math.fsum(tensor.mean * tensor.elements for tensor in alike)
         yield DifferenceSummary(
             name,
             len(alike),
-            sum(one.changed for one in alike),
-            max(one.largest for one in alike),
-            total / max(1, sum(one.elements for one in alike)),
-            max(one.ulps for one in alike),
+            sum(tensor.changed for tensor in alike),
+            max(tensor.largest for tensor in alike),
+            total / max(1, sum(tensor.elements for tensor in alike)),
+            max(tensor.ulps for tensor in alike),
         )
 
 
@@ -204,7 +208,7 @@ def diff(
         raise UsageError(f"atol {atol} and rtol {rtol}: tolerances cannot be negative or infinite")
     locations = os.fspath(a), os.fspath(b)
     access = source_access(options), target_access(options)
-    stores = [open_checkpoint(*one) for one in zip(locations, access, strict=True)]
+    stores = list(map(open_checkpoint, locations, access))
     spare = spare_bytes(all(map(is_local, locations)))
     comparison = _planned(stores, states, options, spare, observe)
     plan = comparison.plan
@@ -212,9 +216,10 @@ def diff(
     for store in stores:
         store.check_unchanged()
     differing = sorted(
-        _differing(plan, statistics), key=lambda one: (-one.relative, -one.largest, one.key, one.state)
+        _differing(plan, statistics),
+        key=lambda tensor: (-tensor.relative, -tensor.largest, tensor.key, tensor.state),
     )
-    elements = sum(found.elements for found in statistics.values())
+    elements = sum(measured.elements for measured in statistics.values())
     return DiffReport(comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences)
 
 
@@ -228,15 +233,15 @@ def _planned(
     """Index both checkpoints and plan their comparison, within the memory that metadata may take."""
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     inputs = given_inputs(options.get("rules"), options.get("config"))
-    one, two = index_pair(stores[0], stores[1], *inputs, missing, partial(index_here, observe=observe))
+    of_a, of_b = index_pair(stores[0], stores[1], *inputs, missing, partial(index_here, observe=observe))
     pairs = (
-        None if states is None else _pairs(states, one.catalog.tensors.states | two.catalog.tensors.states)
+        None if states is None else _pairs(states, of_a.catalog.tensors.states | of_b.catalog.tensors.states)
     )
     settings = PlanSettings(budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)))
-    tensors = max(len(side.catalog.tensors) for side in (one, two))
-    pieces = max(len(side.catalog.fragments) for side in (one, two))
+    tensors = max(len(side.catalog.tensors) for side in (of_a, of_b))
+    pieces = max(len(side.catalog.fragments) for side in (of_a, of_b))
     check_metadata(tensors, pieces, 0, settings.budget_bytes, spare)
-    return plan_differences(one.catalog, two.catalog, settings, pairs)
+    return plan_differences(of_a.catalog, of_b.catalog, settings, pairs)
 
 
 def _measured(
@@ -251,8 +256,8 @@ def _measured(
     parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
     with closing(engine.measure(plan_work(plan), pair, tolerance)) as reports:
         for report in reports:
-            for number, found in report.statistics:
-                parts[number].append((report.group, found))
+            for number, statistics in report.statistics:
+                parts[number].append((report.group, statistics))
             for ended in groups_ended(plan, [report]):
                 observe(ended)
             observe(Progress(report.read_bytes))
@@ -261,8 +266,8 @@ def _measured(
 
 def _differing(plan: Plan, statistics: Mapping[int, Statistics]) -> Iterator[TensorDifference]:
     """The tensors with any element that differs."""
-    for number, found in statistics.items():
-        if found.first is None:
+    for number, measured in statistics.items():
+        if measured.first is None:
             continue
         tensor = plan.tensors[number]
         dtype_b = (plan.measured or {}).get(number, tensor.dtype)
@@ -270,16 +275,16 @@ def _differing(plan: Plan, statistics: Mapping[int, Statistics]) -> Iterator[Ten
             key=tensor.key,
             state=tensor.state,
             dtypes=(tensor.dtype.name, dtype_b.name),
-            elements=found.elements,
-            changed=found.changed,
-            outside=found.outside,
-            nans=found.nans,
-            largest=found.largest,
-            mean=found.mean,
-            ulps=found.ulps,
-            relative=found.relative,
-            first=found.first,
-            values=found.values,
+            elements=measured.elements,
+            changed=measured.changed,
+            outside=measured.outside,
+            nans=measured.nans,
+            largest=measured.largest,
+            mean=measured.mean,
+            ulps=measured.ulps,
+            relative=measured.relative,
+            first=measured.first,
+            values=measured.values,
         )
 
 
@@ -296,5 +301,5 @@ def _pairs(states: Sequence[str], known: Collection[str]) -> dict[str, str]:
 
 def _pair(text: str) -> tuple[str, str]:
     """The states that ``STATE`` or ``STATE:STATE`` compares."""
-    one, _, two = text.strip().partition(":")
-    return one, two or one
+    state_a, _, state_b = text.strip().partition(":")
+    return state_a, state_b or state_a

@@ -111,8 +111,8 @@ def fingerprint_with(
     trim_heap()
     sums = run_sums(plan, store, engine, spare_bytes(is_local(source)), observe)
     store.check_unchanged()
-    found = fingerprints_of(tensors, sums)
-    report = FingerprintReport(store.location, found, plan.read_bytes)
+    fingerprints = fingerprints_of(tensors, sums)
+    report = FingerprintReport(store.location, fingerprints, plan.read_bytes)
     if output is not None:
         write_fingerprints(report, Path(output))
     return report

@@ -185,9 +185,9 @@ def inspect(
         if _is_unknown(files, tables):
             return _as_stored(files, index_files, str(error))
         if isinstance(error, RuleError) and (
-            found := _beyond_the_rules(files, index_files, tables, str(error))
+            beyond := _beyond_the_rules(files, index_files, tables, str(error))
         ):
-            return found
+            return beyond
         raise
     sizes = store.sizes()
     own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
@@ -262,16 +262,16 @@ def _beyond_the_rules(
     from paddle_reshard.pipeline.indexing.as_stored import degrees_by_names
 
     try:
-        found = _as_stored(files, index_files, why)
-        keys = {tensor.key for tensor in found.stored if tensor.state == PARAM}
+        as_stored = _as_stored(files, index_files, why)
+        keys = {tensor.key for tensor in as_stored.stored if tensor.state == PARAM}
         if is_beyond(tables, keys, files.config_if_any(), bool(degrees_by_names(files))):
-            return found
+            return as_stored
         table = choose_table(tables, keys, files.config_if_any(), stages_known=True)
     except (CheckpointError, PlanError):
         return None
-    if table.is_for(found.format):
+    if table.is_for(as_stored.format):
         return None
-    return replace(found, convention=table.convention)
+    return replace(as_stored, convention=table.convention)
 
 
 def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspection:

@@ -115,66 +115,72 @@ def launch(
     UnsupportedError
         For a library or a format whose trainer's arguments are not known.
     """
-    found = inspect(checkpoint, observe=observe, **options)
-    if FORMATS[found.format].model_only:
-        return Launch(found.path, "transformers", 1, {}, _serving_commands(found.path), ())
+    inspection = inspect(checkpoint, observe=observe, **options)
+    if FORMATS[inspection.format].model_only:
+        return Launch(inspection.path, "transformers", 1, {}, _serving_commands(inspection.path), ())
     manifest = _manifest(checkpoint, options)
     made_for = None if manifest is None else _parsed(manifest.topology)
-    topology = _topology(found, None if to is None else Topology.of(to), made_for)
+    topology = _topology(inspection, None if to is None else Topology.of(to), made_for)
     job = TrainingJob(
-        found.library or found.convention,
-        found.format,
+        inspection.library or inspection.convention,
+        inspection.format,
         topology,
-        _strategy(found, topology, manifest if made_for == topology else None),
-        found.comm_overlap,
-        bool(found.sequence_parallel),
-        muon=bool(muon_parameters(found.tensors)),
+        _strategy(inspection, topology, manifest if made_for == topology else None),
+        inspection.comm_overlap,
+        bool(inspection.sequence_parallel),
+        muon=bool(muon_parameters(inspection.tensors)),
         # Only ranks that share experts out write files of their own.
-        experts_over_dp=found.topology is not None and found.topology.dp > 1,
-        recipe=found.recipe,
-        switches=found.recipe_switches,
+        experts_over_dp=inspection.topology is not None and inspection.topology.dp > 1,
+        recipe=inspection.recipe,
+        switches=inspection.recipe_switches,
     )
-    arguments = {"resume_from_checkpoint": found.path, **trainer_arguments(job)}
-    if SCHEDULER not in found.other_files and not {state.state for state in found.states} & {*ACCUMULATORS}:
+    arguments = {"resume_from_checkpoint": inspection.path, **trainer_arguments(job)}
+    if SCHEDULER not in inspection.other_files and not {state.state for state in inspection.states} & {
+        *ACCUMULATORS
+    }:
         arguments["ignore_load_lr_and_optim"] = True
     before = None if manifest is None else _parsed(manifest.source_topology)
-    remarks = (*_remarks(found, job, arguments, before), *_about_own_files(found, job, made_for, arguments))
-    first = "" if made_for == topology else _node_command(found, job, options)
-    return Launch(found.path, found.convention, topology.world_size, arguments, (), remarks, first)
+    remarks = (
+        *_remarks(inspection, job, arguments, before),
+        *_about_own_files(inspection, job, made_for, arguments),
+    )
+    first = "" if made_for == topology else _node_command(inspection, job, options)
+    return Launch(inspection.path, inspection.convention, topology.world_size, arguments, (), remarks, first)
 
 
-def _topology(found: Inspection, asked: Topology | None, made_for: Topology | None) -> Topology:
+def _topology(inspection: Inspection, asked: Topology | None, made_for: Topology | None) -> Topology:
     """The topology of the job: that of the files; data-parallel ranks, which write none, may be added.
 
     ``made_for``: the topology for which files that any job can read were laid out, according to our manifest.
     """
-    if found.topology is None:
+    if inspection.topology is None:
         asked = asked or made_for
         if asked is None:
             raise UsageError(
-                f"{found.path}: {found.format} can be read in any topology; give that of the job: --to tp=2,pp=2"
+                f"{inspection.path}: {inspection.format} can be read in any topology; "
+                "give that of the job: --to tp=2,pp=2"
             )
         return asked
     if asked is None:
-        return found.topology
-    if replace(asked, dp=found.topology.dp) != found.topology:
+        return inspection.topology
+    if replace(asked, dp=inspection.topology.dp) != inspection.topology:
         raise UsageError(
-            f"{found.path} is for {found.topology}, not {asked}; convert it first: "
+            f"{inspection.path} is for {inspection.topology}, not {asked}; convert it first: "
             f"paddle-reshard convert … --to {asked}, or on each node of the job its portion of it, with --ranks"
         )
     return asked
 
 
-def _strategy(found: Inspection, topology: Topology, manifest: Manifest | None) -> str:
+def _strategy(inspection: Inspection, topology: Topology, manifest: Manifest | None) -> str:
     """The sharding strategy of the job; where the format fits all of them, that of the job for which ``manifest`` says
     that the files were laid out, or the trainer's default."""
-    if found.sharding_strategy is not None:
-        return found.sharding_strategy
+    if inspection.sharding_strategy is not None:
+        return inspection.sharding_strategy
     if manifest is not None and manifest.sharding_strategy in STRATEGIES:
         return manifest.sharding_strategy
     if topology.sharding == 1:
         return "none"
-    return "stage1v2" if found.convention == "paddleformers" else "stage1v1"
+    return "stage1v2" if inspection.convention == "paddleformers" else "stage1v1"
 
 
 def _manifest(checkpoint: PathLike, options: InspectOptions) -> Manifest | None:
@@ -191,7 +197,7 @@ def _parsed(topology: str | None) -> Topology | None:
 
 
 def _remarks(
-    found: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
+    inspection: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
 ) -> Iterator[str]:
     if before is not None:
         yield from remarks_on_change(before, job.topology, job.library)
@@ -200,11 +206,11 @@ def _remarks(
             "ranks of context parallelism are sharding ranks: the job may have any --context_parallel_size that "
             f"divides {job.topology.sharding}"
         )
-    if not any(map(is_random_state, found.other_files)):
+    if not any(map(is_random_state, inspection.other_files)):
         yield "without random states: dropout and shuffling begin from the seed"
-    if found.has_ema:
+    if inspection.has_ema:
         yield _about_ema(arguments)
-    if found.adapter is not None and "load_sharded_model" in arguments:
+    if inspection.adapter is not None and "load_sharded_model" in arguments:
         yield (
             "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
             "complete files for each rank instead (docs/lora.md)"
@@ -212,7 +218,7 @@ def _remarks(
 
 
 def _about_own_files(
-    found: Inspection, job: TrainingJob, made_for: Topology | None, arguments: Arguments
+    inspection: Inspection, job: TrainingJob, made_for: Topology | None, arguments: Arguments
 ) -> Iterator[str]:
     """What ranks do with files that any job can read."""
     if arguments.get("load_checkpoint_format") != "flex_checkpoint":
@@ -222,31 +228,39 @@ def _about_own_files(
         yield "the trainer compares neither dtypes nor lengths of its own files; paddle-reshard verify finds changes"
     elif made_for is not None:
         yield f"its files are laid out for the ranks of {made_for}: the trainer reshards them for {job.topology}"
-    lost = never_restored(found.tensors, job.strategy, found.adapter is not None)
+    lost = never_restored(inspection.tensors, job.strategy, inspection.adapter is not None)
     if lost is not None:
         yield lost
 
 
-def _node_command(found: Inspection, job: TrainingJob, options: InspectOptions) -> str:
+def _node_command(inspection: Inspection, job: TrainingJob, options: InspectOptions) -> str:
     """What a node runs before the trainer, for a format that can be laid out by rank and is not for this job.
 
     The variables are those of Paddle's launcher (``distributed/launch/context/args_envs.py``); ranks of a node follow
     each other. The trainer then resumes from the node's folder.
     """
-    by_rank = "to" in FORMATS[found.format].options
+    by_rank = "to" in FORMATS[inspection.format].options
     if (
         not by_rank
-        or found.topology is not None
+        or inspection.topology is not None
         or job.topology.world_size == 1
         or job.strategy not in _BY_RANK
     ):
         return ""
-    words = ["paddle-reshard", "convert", found.path, "--format", found.format, "--to", str(job.topology)]
+    words = [
+        "paddle-reshard",
+        "convert",
+        inspection.path,
+        "--format",
+        inspection.format,
+        "--to",
+        str(job.topology),
+    ]
     if job.strategy != "none":
         words += ["--sharding-strategy", job.strategy]
     files = (("--config", options.get("config")), ("--rules", options.get("rules")))
     words += [word for flag, file in files if file is not None for word in (flag, os.fspath(file))]
-    local = shlex.quote(found.path.rstrip("/").rpartition("/")[2])
+    local = shlex.quote(inspection.path.rstrip("/").rpartition("/")[2])
     return f'{shlex.join(words)} --ranks {_RANKS} "$LOCAL"/{local} && … --resume_from_checkpoint "$LOCAL"/{local}'
 
 

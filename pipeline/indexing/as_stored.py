@@ -39,10 +39,10 @@ def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTe
     """
     sizes = {path: files.sizes[path] for path in files.pickles}
     roots: Mapping[str, Any] = index_files(index_tensor_file, files.store, sizes)
-    found = [_stored(path, key, array) for path in sorted(roots) for key, array in _arrays(roots[path])]
+    tensors = [_stored(path, key, array) for path in sorted(roots) for key, array in _arrays(roots[path])]
     for path, payload in sorted(files.headers.items()):
-        found += [_stored(path, key, array) for key, array in payload.tensors.items()]
-    return found
+        tensors += [_stored(path, key, array) for key, array in payload.tensors.items()]
+    return tensors
 
 
 def degrees_by_names(files: SourceFiles) -> dict[str, int]:

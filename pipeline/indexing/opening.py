@@ -74,9 +74,9 @@ def _shapes(store: Source, payloads: Mapping[str, SafetensorsPayload]) -> dict[s
     store.read_many(
         [Read(path, array.byte_offset, memoryview(buffers[key])) for key, (path, array) in arrays.items()]
     )
-    found = {}
+    shapes = {}
     for key, buffer in buffers.items():
         half = len(buffer) // 2
         rows, columns = (int.from_bytes(buffer[at : at + half], "little", signed=True) for at in (0, half))
-        found[key] = (rows, columns)
-    return found
+        shapes[key] = (rows, columns)
+    return shapes

@@ -87,7 +87,9 @@ def check_optimizer_steps(
     CoverageError
         With the tensor, both values and the file.
     """
-    powers = [one for one in read_powers(source, catalog) if one.key not in apart]
+    powers = [
+        powers_of_key for powers_of_key in read_powers(source, catalog) if powers_of_key.key not in apart
+    ]
     check_powers(powers, scheduled, skips, ahead)
 
 
@@ -101,7 +103,7 @@ def check_powers(powers: list[Powers], scheduled: int | None, skips: bool = Fals
             break
     if known is None:
         return
-    steps = {values: _step_of(one, known) for values, one in first.items()}
+    steps = {values: _step_of(pair, known) for values, pair in first.items()}
     for values, step in steps.items():
         if step is None:
             _refuse_pair(first[values], known)
@@ -134,9 +136,10 @@ def read_powers(source: ReadRange, catalog: Catalog) -> list[Powers]:
     rows = rows[(rows["replica"] == 0) & (rows["dtype"] == _float32())]
     rows = rows[np.lexsort((rows["byte_base"], rows["file"]))]
     files = [catalog.files[number].path for number in rows["file"]]
-    found = _read_scalars(source, files, rows["byte_base"].tolist())
+    scalars = _read_scalars(source, files, rows["byte_base"].tolist())
     values = {
-        wanted[int(row["tensor"])]: (value, path) for row, value, path in zip(rows, found, files, strict=True)
+        wanted[int(row["tensor"])]: (value, path)
+        for row, value, path in zip(rows, scalars, files, strict=True)
     }
     return [
         Powers(key, values[key, BETA1][1], values[key, BETA1][0], values[key, BETA2][0])
@@ -156,7 +159,7 @@ def _read_scalars(source: ReadRange, files: Sequence[str], starts: Sequence[int]
             and start - starts[spans[-1][0]] < SPAN_BYTES
         )
         spans[-1].append(i) if joins else spans.append([i])
-    found: list[np.float32] = []
+    scalars: list[np.float32] = []
     for first in range(0, len(spans), SPANS_AT_A_TIME):
         batch = spans[first : first + SPANS_AT_A_TIME]
         buffers = [bytearray(starts[span[-1]] + _WIDTH - starts[span[0]]) for span in batch]
@@ -167,8 +170,8 @@ def _read_scalars(source: ReadRange, files: Sequence[str], starts: Sequence[int]
             ]
         )
         for span, buffer in zip(batch, buffers, strict=True):
-            found += [np.frombuffer(buffer, "<f4", 1, starts[i] - starts[span[0]])[0] for i in span]
-    return found
+            scalars += [np.frombuffer(buffer, "<f4", 1, starts[i] - starts[span[0]])[0] for i in span]
+    return scalars
 
 
 def _float32() -> int:
@@ -220,21 +223,21 @@ def _fits(beta1: np.float32, beta2: np.float32, known: Steps, step: int) -> bool
     return bool(first and _powers(known.beta2, step)[step] == beta2)
 
 
-def _step_of(one: Powers, known: Steps) -> int | None:
+def _step_of(powers: Powers, known: Steps) -> int | None:
     """The number of steps that gives both powers of a parameter; ``None`` if none does."""
-    same = _powers(known.beta2, MOST_STEPS - 1) == one.beta2
+    same = _powers(known.beta2, MOST_STEPS - 1) == powers.beta2
     if known.beta1 is not None:
-        same &= _powers(known.beta1, MOST_STEPS - 1) == one.beta1
-    found = np.flatnonzero(same)
-    return int(found[0]) if len(found) else None
+        same &= _powers(known.beta1, MOST_STEPS - 1) == powers.beta1
+    steps = np.flatnonzero(same)
+    return int(steps[0]) if len(steps) else None
 
 
-def _refuse_pair(one: Powers, known: Steps) -> None:
+def _refuse_pair(powers: Powers, known: Steps) -> None:
     raise CoverageError(
-        f"{one.key} ({BETA1}, {BETA2})",
-        f"{one.beta1!s} and {one.beta2!s} are not powers of {known} after the same number of steps, unlike those "
+        f"{powers.key} ({BETA1}, {BETA2})",
+        f"{powers.beta1!s} and {powers.beta2!s} are not powers of {known} after the same number of steps, unlike those "
         "of the remaining parameters",
-        (one.path,),
+        (powers.path,),
     )
 
 
@@ -245,12 +248,12 @@ def _refuse_files(steps: Mapping[Powers, int | None]) -> None:
     hold a single expert.
     """
     of_file: dict[str, set[int | None]] = {}
-    for one, step in steps.items():
-        if ".experts." not in one.key:
-            of_file.setdefault(one.path, set()).add(step)
-    if any(len(found) > 1 for found in of_file.values()):
+    for powers, step in steps.items():
+        if ".experts." not in powers.key:
+            of_file.setdefault(powers.path, set()).add(step)
+    if any(len(steps_of_file) > 1 for steps_of_file in of_file.values()):
         return
-    by_path = sorted((path, next(iter(found))) for path, found in of_file.items())
+    by_path = sorted((path, next(iter(steps_of_file))) for path, steps_of_file in of_file.items())
     if not by_path:
         return
     first, first_step = by_path[0]

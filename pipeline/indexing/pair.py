@@ -53,8 +53,8 @@ def index_pair(
     if second_as is not None and first_as is None:
         known = index_source(first, tables, missing)
         return Contents.of(known), Contents(second_as(second, known.model), None)
-    one, two = (index_source(files, tables, missing, pieces=True) for files in (first, second))
-    if one.model.table.ranks_in_a_row != two.model.table.ranks_in_a_row:  # comparable only rank by rank
-        for model in (one.model, two.model):
+    of_a, of_b = (index_source(files, tables, missing, pieces=True) for files in (first, second))
+    if of_a.model.table.ranks_in_a_row != of_b.model.table.ranks_in_a_row:  # comparable only rank by rank
+        for model in (of_a.model, of_b.model):
             model.table.check_whole(model.config)
-    return Contents.of(one), Contents.of(two)
+    return Contents.of(of_a), Contents.of(of_b)

@@ -52,7 +52,7 @@ def check_roles(store: Source, checkpoint: Checkpoint) -> None:
         _lacks_its_state(store, checkpoint),
         _contradicts(store, checkpoint),
     )
-    for path, reason in (found for of_kind in reasons for found in of_kind):
+    for path, reason in (contradiction for of_kind in reasons for contradiction in of_kind):
         raise CheckpointError(f"{path}: {reason}. Move it elsewhere, or take the files of one save")
 
 

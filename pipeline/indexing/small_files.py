@@ -147,19 +147,19 @@ def training_argument(store: Source, name: str) -> bytes | None:
     if not 0 < sizes.get(TRAINING_ARGS, 0) <= MAX_CONFIG_BYTES:
         return None
     attribute = b"\x8c" + bytes([len(name)]) + name.encode() + b"\x94"
-    found = store.read(TRAINING_ARGS, 0, sizes[TRAINING_ARGS]).partition(attribute)[2]
-    return found[:1] or None
+    rest = store.read(TRAINING_ARGS, 0, sizes[TRAINING_ARGS]).partition(attribute)[2]
+    return rest[:1] or None
 
 
 def read_trainer_states(store: Source) -> dict[str, Mapping[str, Any]]:
     """File → fields of the trainer's state, for files that can be parsed."""
     sizes = store.sizes()
-    found = {
+    states = {
         path: parse_trainer_state(partial(store.read, path), sizes[path], path)
         for path in TRAINER_STATES
         if path in sizes
     }
-    return {path: state for path, state in found.items() if state is not None}
+    return {path: state for path, state in states.items() if state is not None}
 
 
 def trainer_state_for(store: Source, library: str) -> dict[str, tuple[str, bytes]]:
@@ -185,23 +185,27 @@ def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disa
 
     With ``subset``, ``b`` may lack files. The schedule in ``scheduler.pdparams`` is only compared if both have it.
     """
-    found = []
+    disagreements = []
     sizes = a.sizes(), b.sizes()
     if CONFIG in sizes[0] and CONFIG in sizes[1]:
-        found += compare_configs(
+        disagreements += compare_configs(
             read_json(a, CONFIG, sizes[0]), read_json(b, CONFIG, sizes[1]), MAY_DIFFER_IN_CONFIG
         )
     for path in sorted(sizes[0].keys() | sizes[1].keys()):
         if not re.fullmatch(_COMPARED, path):
             continue
         if path in sizes[0] and path in sizes[1]:
-            one, two = _content(a, path), _content(b, path)
+            content_a, content_b = _content(a, path), _content(b, path)
             if path == LORA_CONFIG:
-                one, two = (_of_model(content, MAY_DIFFER_IN_LORA_CONFIG) for content in (one, two))
-            found += [_within(path, entry) for entry in differences(one, two)]
+                content_a, content_b = (
+                    _of_model(content, MAY_DIFFER_IN_LORA_CONFIG) for content in (content_a, content_b)
+                )
+            disagreements += [_within(path, entry) for entry in differences(content_a, content_b)]
         elif path != SCHEDULER and not (subset and path in sizes[0]):
-            found.append(Disagreement(path, *("present" if path in side else "missing" for side in sizes)))
-    return found
+            disagreements.append(
+                Disagreement(path, *("present" if path in side else "missing" for side in sizes))
+            )
+    return disagreements
 
 
 def check_one_model(stores: Sequence[Source]) -> None:
@@ -225,13 +229,13 @@ def check_one_model(stores: Sequence[Source]) -> None:
 
 
 def compare_configs(
-    one: Mapping[str, Any], two: Mapping[str, Any], may_differ: Mapping[str, str]
+    config_a: Mapping[str, Any], config_b: Mapping[str, Any], may_differ: Mapping[str, str]
 ) -> list[Disagreement]:
     """Differences between two ``config.json``, without the entries that may differ.
 
     An export may have other entries than the trainer, with which ``transformers`` computes the same.
     """
-    models = (_of_model(agreed_config(config), may_differ) for config in (one, two))
+    models = (_of_model(agreed_config(config), may_differ) for config in (config_a, config_b))
     return [_within(CONFIG, entry) for entry in differences(*models)]
 
 
@@ -290,8 +294,8 @@ def differences(a: Any, b: Any, at: str = "") -> Iterator[Disagreement]:
                     inner, *(_shown(side[key]) if key in side else "missing" for side in (a, b))
                 )
     elif isinstance(a, (list, tuple)) and type(a) is type(b) and len(a) == len(b):
-        for number, (one, two) in enumerate(zip(a, b, strict=True)):
-            yield from differences(one, two, f"{at}[{number}]")
+        for number, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
+            yield from differences(item_a, item_b, f"{at}[{number}]")
     elif not _same(a, b):
         yield Disagreement(at, _shown(a), _shown(b))
 

@@ -30,7 +30,7 @@ def far_apart(paths: Iterable[str], times: Mapping[str, int], sizes: Mapping[str
     for path in paths:
         if path in times:
             kinds.setdefault(re.sub(r"\d+", "0", path), []).append(path)
-    return "; ".join(found for members in kinds.values() if (found := _apart(members, times, sizes)))
+    return "; ".join(filter(None, (_apart(members, times, sizes) for members in kinds.values())))
 
 
 def _apart(members: list[str], times: Mapping[str, int], sizes: Mapping[str, int]) -> str:

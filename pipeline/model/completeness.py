@@ -101,18 +101,18 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
     """
     mtp = table.mtp_items
     counted = {item.name: item.count for item in table.items if item.count is not None}
-    found: dict[str, set[int]] = {name: set() for name in mtp}
+    of_mtp: dict[str, set[int]] = {name: set() for name in mtp}
     apart: dict[str, set[int]] = {name: set() for name in counted}
     layers: set[int] = set()
-    by_item = found | apart
+    by_item = of_mtp | apart
     for tensor in tensors:
         if tensor.layer is not None:
             by_item.get(tensor.rule.item, layers).add(tensor.layer)
     _check_numbers("decoder layers", layers, 0, config, LAYERS)
     for name, entry in counted.items():
         _check_numbers(f"of the item {name} ({entry})", apart[name], 0, config, entry)
-    if any(found.values()):
-        for name, numbers in found.items():
+    if any(of_mtp.values()):
+        for name, numbers in of_mtp.items():
             first = table.first_mtp_layer(mtp[name], config)
             entry = mtp_entry(config)
             _check_numbers(f"layers of multi-token prediction ({entry})", numbers, first, config, entry)

@@ -92,7 +92,7 @@ def spans_of(form: HuggingFaceForm, config: Config, key: str, last: int) -> list
     groups_there = 1
     if form.groups_there is not None:
         (groups_there,) = evaluate_sizes([form.groups_there], config, key)
-    found = []
+    spans_of_tensors = []
     for tensor in form.tensors:
         own = [part for part, spelled in enumerate(form.keys) if spelled == tensor]
         divided = groups_there if len(own) > 1 else 1
@@ -114,8 +114,8 @@ def spans_of(form: HuggingFaceForm, config: Config, key: str, last: int) -> list
                 sorted({*range(0, width * groups + 1, width), *range(0, width * groups + 1, share)})
             )
         ]
-        found.append(tuple(sorted(spans, key=lambda span: span.there)))
-    return found
+        spans_of_tensors.append(tuple(sorted(spans, key=lambda span: span.there)))
+    return spans_of_tensors
 
 
 class Match(NamedTuple):
@@ -218,29 +218,32 @@ def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dic
     CoverageError
         Naming a part that is missing, or that is one too many.
     """
-    found: dict[str, dict[tuple[int, int], str]] = {}
+    keys: dict[str, dict[tuple[int, int], str]] = {}
     rules: dict[str, Rule] = {}
     for key, match in matches.items():
         if match is not None:
             rules[match.key] = match.rule
-            found.setdefault(match.key, {})[match.expert or 0, match.part] = key
+            keys.setdefault(match.key, {})[match.expert or 0, match.part] = key
     parts = {}
-    for whole, of_whole in found.items():
+    for whole, of_whole in keys.items():
         rule = rules[whole]
         form = _form(rule)
         experts = 1 if form.stacked is None else evaluate_sizes([form.stacked], config, whole)[0]
         wanted = [[(expert, part) for part in range(len(form.tensors))] for expert in range(experts)]
-        for expert, part in (one for of_expert in wanted for one in of_expert):
+        for expert, part in (part_of_expert for of_expert in wanted for part_of_expert in of_expert):
             if (expert, part) not in of_whole:
                 spelled = form.tensors[part] if form.stacked is None else form.key_of(part, expert)
                 raise CoverageError(
                     rule.fill_in(spelled, whole), f"no file holds it, and it is a part of {whole}"
                 )
-        if more := sorted(of_whole.keys() - {one for of_expert in wanted for one in of_expert}):
+        if more := sorted(
+            of_whole.keys() - {part_of_expert for of_expert in wanted for part_of_expert in of_expert}
+        ):
             raise CoverageError(
                 of_whole[more[0]], f"config.json says {form.stacked}={experts}, so {whole} has no such part"
             )
         parts[whole] = PartsOfTensor(
-            rule, tuple(tuple(of_whole[one] for one in of_expert) for of_expert in wanted)
+            rule,
+            tuple(tuple(of_whole[part_of_expert] for part_of_expert in of_expert) for of_expert in wanted),
         )
     return parts

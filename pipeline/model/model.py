@@ -124,25 +124,25 @@ def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str,
     states: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         states.setdefault(tensor.key, {})[tensor.state] = tensor
-    found = {key: _model_tensor(key, of_key, table, config) for key, of_key in states.items()}
+    by_key = {key: _model_tensor(key, of_key, table, config) for key, of_key in states.items()}
     for rule in table.rules:
-        for key, twin in _twins(rule, found, config):
+        for key, twin in _twins(rule, by_key, config):
             row, layer = table.find(key, config)
-            found.setdefault(key, replace(twin, key=key, rule=row, layer=layer, tied_to=twin.key))
-    tied = [replace(t, tied_to=t.tied_to if t.tied_to in found else None) for t in found.values()]
+            by_key.setdefault(key, replace(twin, key=key, rule=row, layer=layer, tied_to=twin.key))
+    tied = [replace(t, tied_to=t.tied_to if t.tied_to in by_key else None) for t in by_key.values()]
     return Model(tuple(sorted(tied, key=model_order(table))), table, config)
 
 
-def _twins(rule: Rule, found: Mapping[str, ModelTensor], config: Config) -> list[tuple[str, ModelTensor]]:
+def _twins(rule: Rule, tensors: Mapping[str, ModelTensor], config: Config) -> list[tuple[str, ModelTensor]]:
     """The keys of a row for tensors that are tied to others, each with the tensor to which it is tied."""
     if rule.of_stages or rule.twin(config, rule.key) is None or not rule.applies(config):
         return []
     other = replace(rule, key=rule.tied_to or "")
-    keys = (key for key in found if other.pattern().fullmatch(key)) if "{" in other.key else (other.key,)
+    keys = (key for key in tensors if other.pattern().fullmatch(key)) if "{" in other.key else (other.key,)
     return [
-        (other.fill_in(rule.key, key), found[key])
+        (other.fill_in(rule.key, key), tensors[key])
         for key in keys
-        if key in found and (rule.only_with is None or other.fill_in(rule.only_with, key) in found)
+        if key in tensors and (rule.only_with is None or other.fill_in(rule.only_with, key) in tensors)
     ]
 
 

@@ -162,8 +162,8 @@ class Placements:
     def box_counts(self) -> Ints:
         """Number of boxes of each array, in the order in which they were added."""
         counts = self._counts()
-        found = [counts[kind] for kind, *_ in self._blocks()]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        counts_of_blocks = [counts[kind] for kind, *_ in self._blocks()]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *counts_of_blocks])
 
     def _counts(self) -> Ints:
         return np.array([len(of_kind) for of_kind in self._boxes], dtype=np.int64)
@@ -209,7 +209,7 @@ class Placements:
         stepped = np.flatnonzero(steps.any(axis=0)).tolist()
         counts = self._counts()
         before = np.cumsum(counts) - counts
-        found = [Fragments.empty()]
+        fragments = [Fragments.empty()]
         for kind, rank, tensor, file, byte_offset, dtype, replica in self._blocks():
             count = counts[kind]
             number = np.repeat(np.arange(len(kind)), count)
@@ -221,8 +221,8 @@ class Placements:
             rows["byte_base"] = rows["byte_base"] + byte_offset[number]
             for dim in stepped:
                 rows.set_along("offset", dim, rows.along("offset", dim) + steps[box, dim] * rank[number])
-            found.append(rows)
-        return Fragments.joined(found)
+            fragments.append(rows)
+        return Fragments.joined(fragments)
 
 
 def _boxes_of(kind: ArrayKind) -> Iterator[tuple[FragmentRow, Shape]]:

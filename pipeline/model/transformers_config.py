@@ -38,37 +38,37 @@ class _Agreement(NamedTuple):
 
 def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
     """``config.json`` as the model is called, stored and computed there; ``dtype`` is the one that was asked for."""
-    found = _with_one_dtype({key: value for key, value in config.items() if key not in _OF_PADDLE}, dtype)
-    found |= {
+    exported = _with_one_dtype({key: value for key, value in config.items() if key not in _OF_PADDLE}, dtype)
+    exported |= {
         section: _with_one_dtype(entries, dtype)
-        for section, entries in found.items()
+        for section, entries in exported.items()
         if section.endswith("_config") and isinstance(entries, dict)
     }
     if dtype is not None:
-        found[_DTYPE] = dtype.name
-    classes = found.get("architectures")
+        exported[_DTYPE] = dtype.name
+    classes = exported.get("architectures")
     if isinstance(classes, list):
-        found["architectures"] = [
+        exported["architectures"] = [
             _OWN_CLASS.sub("", name) if isinstance(name, str) else name for name in classes
         ]
-    agreements = [agree(found) for agree in _AGREEMENTS]
+    agreements = [agree(exported) for agree in _AGREEMENTS]
     remarks = tuple(agreement.remark for agreement in agreements if agreement.remark)
-    return ExportedConfig(agreed_config(found), remarks)
+    return ExportedConfig(agreed_config(exported), remarks)
 
 
 def _with_one_dtype(entries: Config, dtype: DType | None) -> dict[str, Any]:
     """Give the dtype a single name, and the requested value if any; without an entry for it, none is added."""
-    found = [entries[name] for name in (_DTYPE, _OTHER_DTYPE) if name in entries]
+    dtypes = [entries[name] for name in (_DTYPE, _OTHER_DTYPE) if name in entries]
     kept = {key: value for key, value in entries.items() if key not in (_DTYPE, _OTHER_DTYPE)}
-    return kept | ({_DTYPE: found[0] if dtype is None else dtype.name} if found else {})
+    return kept | ({_DTYPE: dtypes[0] if dtype is None else dtype.name} if dtypes else {})
 
 
 def agreed_config(config: Config) -> dict[str, Any]:
     """Adjust entries of the configuration so that both libraries compute the same, if possible."""
-    found = dict(config)
+    agreed = dict(config)
     for agree in _AGREEMENTS:
-        found |= agree(config).entries
-    return found
+        agreed |= agree(config).entries
+    return agreed
 
 
 def _no_window(config: Config) -> _Agreement:
@@ -145,17 +145,17 @@ def _glm_ocr(config: Config) -> _Agreement:
     if not isinstance(text, dict):
         return _Agreement()
     rope, configured = text.get("rope_parameters"), text.get("rms_norm_eps", 1e-5)
-    found: dict[str, Any] = {} if "attention_bias" in text else {"attention_bias": False}
+    entries: dict[str, Any] = {} if "attention_bias" in text else {"attention_bias": False}
     remark = ""
     if isinstance(rope, dict) and "partial_rotary_factor" not in rope:
-        found["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
+        entries["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
     if configured != 1e-6:
-        found["rms_norm_eps"] = 1e-6
+        entries["rms_norm_eps"] = 1e-6
         remark = (
             f"rms_norm_eps of text_config is 1e-06 instead of {configured}: PaddleFormers computes decoder layers with "
             "it, and only the last norm with the latter"
         )
-    return _Agreement({"text_config": {**text, **found}} if found else {}, remark)
+    return _Agreement({"text_config": {**text, **entries}} if entries else {}, remark)
 
 
 _CLASSES = {
@@ -231,12 +231,12 @@ def _vision(config: Config) -> _Agreement:
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
         return _Agreement()
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     if vision.get("hidden_act") == "gelu_tanh":
-        found["hidden_act"] = "gelu_pytorch_tanh"
+        entries["hidden_act"] = "gelu_pytorch_tanh"
     if config.get("model_type") == "qwen2_5_vl" and "in_channels" in vision:
-        found["in_chans"] = vision["in_channels"]
-    return _Agreement({"vision_config": {**vision, **found}} if found else {})
+        entries["in_chans"] = vision["in_channels"]
+    return _Agreement({"vision_config": {**vision, **entries}} if entries else {})
 
 
 def _ernie_routing(config: Config) -> _Agreement:
@@ -264,8 +264,8 @@ _ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
 
 
 def _rope(config: Config) -> Config:
-    found = next((config[entry] for entry in _ROPE_ENTRIES if config.get(entry)), None)
-    return found if isinstance(found, dict) else {}
+    rope = next((config[entry] for entry in _ROPE_ENTRIES if config.get(entry)), None)
+    return rope if isinstance(rope, dict) else {}
 
 
 def _rope_type(rope: Config) -> Any:

@@ -27,12 +27,12 @@ MOST_DRAWN = 64
 """Ranks that are drawn one by one; of larger jobs a cell shows its number of ranks."""
 
 
-def describe_cards(found: CardsPlan) -> ReportData:
+def describe_cards(plan: CardsPlan) -> ReportData:
     """The page of a list of topologies."""
-    nearest = found.nearest
+    nearest = plan.nearest
     tiles = [
-        Tile("Cards", f"{found.cards:,}"),
-        Tile("Topologies", f"{len(found.alternatives)}", f"refused: {len(found.refused)}"),
+        Tile("Cards", f"{plan.cards:,}"),
+        Tile("Topologies", f"{len(plan.alternatives)}", f"refused: {len(plan.refused)}"),
     ]
     if nearest is not None:
         on_card = readable_bytes(nearest.fullest.on_card)
@@ -42,46 +42,48 @@ def describe_cards(found: CardsPlan) -> ReportData:
             Tile("On a card", on_card, "parameters and optimizer states"),
             Tile("To write", readable_bytes(nearest.written_bytes), moved),
         ]
-    starts = [(str(one.topology), line) for one in found.alternatives for line in _lines(one)]
+    starts = [
+        (str(alternative.topology), line) for alternative in plan.alternatives for line in _lines(alternative)
+    ]
     return ReportData(
         command="plan",
         version=version.__version__,
-        status=f"topologies for {found.cards:,} cards",
+        status=f"topologies for {plan.cards:,} cards",
         tone=PLAIN,
-        sources=(without_secrets(found.path),),
+        sources=(without_secrets(plan.path),),
         targets=(),
         tiles=tuple(tiles),
-        facts=(("from", found.source), *starts, *found.notes()),
-        grids=tuple(map(_grid, found.alternatives)),
-        tables=(Table("Topologies", HEADINGS, _rows(found.alternatives)),),
+        facts=(("from", plan.source), *starts, *plan.notes()),
+        grids=tuple(map(_grid, plan.alternatives)),
+        tables=(Table("Topologies", HEADINGS, _rows(plan.alternatives)),),
     )
 
 
-def _lines(one: Alternative) -> list[str]:
-    return [line for line in (one.command, one.launch_line) if line]
+def _lines(alternative: Alternative) -> list[str]:
+    return [line for line in (alternative.command, alternative.launch_line) if line]
 
 
 def _rows(alternatives: Sequence[Alternative]) -> tuple[tuple[str | int | float, ...], ...]:
     return tuple(
         (
-            f"{one.topology}{' (nearest)' if one.nearest else ''}",
-            sharding_in_words(one.strategy),
-            *(one.fullest.on_card, *one.fullest),
-            *(one.read_bytes, one.written_bytes, one.seconds),
-            "no" if one.not_resumed else "yes",
+            f"{alternative.topology}{' (nearest)' if alternative.nearest else ''}",
+            sharding_in_words(alternative.strategy),
+            *(alternative.fullest.on_card, *alternative.fullest),
+            *(alternative.read_bytes, alternative.written_bytes, alternative.seconds),
+            "no" if alternative.not_resumed else "yes",
         )
-        for one in alternatives
+        for alternative in alternatives
     )
 
 
-def _grid(one: Alternative) -> Grid:
-    topology = one.topology
+def _grid(alternative: Alternative) -> Grid:
+    topology, seconds = alternative.topology, readable_seconds(alternative.seconds)
     return Grid(
         title=str(topology),
-        detail=f"{readable_bytes(one.fullest.on_card)} on a card, {readable_seconds(one.seconds)} to move",
+        detail=f"{readable_bytes(alternative.fullest.on_card)} on a card, {seconds} to move",
         rows=topology.pp,
         columns=topology.tp,
         each=topology.sharding * topology.dp,
         drawn=topology.world_size <= MOST_DRAWN,
-        marked=one.nearest,
+        marked=alternative.nearest,
     )

@@ -46,11 +46,11 @@ def picture_of(conversion: ConversionPlan) -> Picture:
     """The picture of a conversion whose plan still has its ops. The targets are laid out once more for it."""
     plan, source = conversion.plan, conversion.source
     laid_out = laid_out_again(conversion)
-    first_files = np.cumsum([0, *(len(one.files.files) for one in laid_out)]).tolist()
+    first_files = np.cumsum([0, *(len(layout.files.files) for layout in laid_out)]).tolist()
     holding = {
         first + file
-        for first, one in zip(first_files, laid_out, strict=False)
-        for file in np.unique(one.files.fragments["file"]).tolist()
+        for first, layout in zip(first_files, laid_out, strict=False)
+        for file in np.unique(layout.files.fragments["file"]).tolist()
     }
     targets = [
         Described(prefix, target.spec.format, target.spec.in_words(), _topology(target.spec.data()))
@@ -71,8 +71,8 @@ def picture_of(conversion: ConversionPlan) -> Picture:
     return make_picture(
         locate(source.catalog.tensors, source.catalog.fragments, of_source),
         [
-            locate(one.catalog.tensors, one.files.fragments, of_targets, first)
-            for first, one in zip(first_files, laid_out, strict=False)
+            locate(layout.catalog.tensors, layout.files.fragments, of_targets, first)
+            for first, layout in zip(first_files, laid_out, strict=False)
         ],
         plan,
         (of_source, of_targets),
@@ -81,9 +81,9 @@ def picture_of(conversion: ConversionPlan) -> Picture:
 
 def _mounted(paths: Sequence[str], averaged: Sequence[str]) -> list[Described]:
     """Further checkpoints that a source is joined from, by the folders below which it has their files."""
-    found = dict.fromkeys(match[0] for path in paths if (match := _MOUNTED.match(path)))
+    folders = dict.fromkeys(match[0] for path in paths if (match := _MOUNTED.match(path)))
     where = {f"SRC{number}/": location for number, location in enumerate(averaged)}
-    return [Described(prefix, prefix.rstrip("/"), where.get(prefix, ""), None) for prefix in found]
+    return [Described(prefix, prefix.rstrip("/"), where.get(prefix, ""), None) for prefix in folders]
 
 
 def _topology(data: Mapping[str, object]) -> Topology | None:
@@ -103,7 +103,9 @@ def describe_plan(
 ) -> ReportData:
     """What a plan says, whether it is complete, and how long it would take."""
     plan = conversion.plan
-    targets = tuple(conversion.target_locations) or tuple(one.spec.in_words() for one in conversion.targets)
+    targets = tuple(conversion.target_locations) or tuple(
+        target.spec.in_words() for target in conversion.targets
+    )
     share = (plan.peak_bytes + FOOTPRINT_BYTES) / plan.budget_bytes
     copied = f"{readable_bytes(plan.copied_bytes)} by the store itself" if plan.copied_bytes else ""
     read = f"{plan.read_amplification:.2f} × what is needed"
@@ -127,7 +129,7 @@ def describe_plan(
             *(fact for fact in conversion.facts() if not fact[0].startswith(_SHOWN_ELSEWHERE)),
             *(() if proof is None else proof.facts()[:1]),
         ),
-        remarks=tuple(dict.fromkeys(remark for one in conversion.targets for remark in one.remarks)),
+        remarks=tuple(dict.fromkeys(remark for target in conversion.targets for remark in target.remarks)),
         left=tuple(_left(conversion, targets)),
         picture=picture,
         budget_bytes=plan.budget_bytes,
@@ -137,20 +139,28 @@ def describe_plan(
     )
 
 
-def _times(found: Sequence[Simulation]) -> tuple[Chart, ...]:
-    bars = tuple(Bar(f"{one.workers:,}", one.seconds, _estimate(one.seconds)) for one in found)
-    return (Chart("Estimated time by number of workers", bars),) if found else ()
+def _times(simulations: Sequence[Simulation]) -> tuple[Chart, ...]:
+    bars = tuple(
+        Bar(f"{simulation.workers:,}", simulation.seconds, _estimate(simulation.seconds))
+        for simulation in simulations
+    )
+    return (Chart("Estimated time by number of workers", bars),) if simulations else ()
 
 
-def _simulations(found: Sequence[Simulation]) -> Iterator[Table]:
-    if found:
+def _simulations(simulations: Sequence[Simulation]) -> Iterator[Table]:
+    if simulations:
         headings = ("workers", "seconds", "busy", "most read", "most written", "peak of a worker")
         rows = [
             (
-                *(one.workers, one.seconds, f"{one.busy_share:.0%}", one.most_read_bytes),
-                *(one.most_written_bytes, one.peak_bytes),
+                *(
+                    simulation.workers,
+                    simulation.seconds,
+                    f"{simulation.busy_share:.0%}",
+                    simulation.most_read_bytes,
+                ),
+                *(simulation.most_written_bytes, simulation.peak_bytes),
             )
-            for one in found
+            for simulation in simulations
         ]
         yield _table("Estimates", headings, rows)
 
@@ -258,7 +268,7 @@ def describe_verification(
     report: VerifyReport, compared: Sequence[PathLike], run: RunData | None = None
 ) -> ReportData:
     """What ``verify`` says of two checkpoints, or of one and its fingerprints."""
-    rows = [(found.tensor, found.detail) for found in report.differences]
+    rows = [(difference.tensor, difference.detail) for difference in report.differences]
     return ReportData(
         command="verify",
         version=version.__version__,
@@ -284,7 +294,7 @@ def describe_integrity(
     report: IntegrityReport, compared: Sequence[PathLike], run: RunData | None = None
 ) -> ReportData:
     """What ``verify`` says of a target and its manifest."""
-    rows = [(found.path, found.byte_offset, found.nbytes, found.detail) for found in report.damages]
+    rows = [(damage.path, damage.byte_offset, damage.nbytes, damage.detail) for damage in report.damages]
     headings = ("file", "first byte", "bytes", "damage")
     return ReportData(
         command="verify",
@@ -317,16 +327,21 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
     """What ``diff`` says, the largest relative difference first."""
     rows = [
         (
-            *(found.key, found.state, *map(_finite, (found.relative, found.largest, found.mean)), found.ulps),
-            *(*map(_finite, found.values), ", ".join(map(str, found.first))),
-            *(found.changed, found.elements, found.outside, found.nans),
-            " / ".join(dict.fromkeys(found.dtypes)),
+            *(
+                tensor.key,
+                tensor.state,
+                *map(_finite, (tensor.relative, tensor.largest, tensor.mean)),
+                tensor.ulps,
+            ),
+            *(*map(_finite, tensor.values), ", ".join(map(str, tensor.first))),
+            *(tensor.changed, tensor.elements, tensor.outside, tensor.nans),
+            " / ".join(dict.fromkeys(tensor.dtypes)),
         )
-        for found in report.differing
+        for tensor in report.differing
     ]
     tables = [_table("Tensors that differ", _DIFFERING, rows)] if rows else []
     if report.unmatched:
-        one_sided = [(found.tensor, found.detail) for found in report.unmatched]
+        one_sided = [(difference.tensor, difference.detail) for difference in report.unmatched]
         tables.append(_table("Tensors without a counterpart", ("tensor", "what is wrong"), one_sided))
     summaries = (("state", report.by_state()), ("layer", report.by_layer()))
     agreeing = "agree within the tolerance" if report.differing else "agree"
@@ -340,7 +355,9 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
         tiles=(
             Tile("Tensors", f"{report.tensors:,}", f"{len(rows):,} differ"),
             Tile(
-                "Elements", f"{report.elements:,}", f"{sum(one.changed for one in report.differing):,} differ"
+                "Elements",
+                f"{report.elements:,}",
+                f"{sum(tensor.changed for tensor in report.differing):,} differ",
             ),
             Tile("Unmatched", f"{len(report.unmatched):,}"),
             Tile("Read", readable_bytes(report.read_bytes)),
@@ -349,7 +366,7 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
         run=run,
         budget_bytes=None if run is None else run.budget_bytes,
         footprint_bytes=FOOTPRINT_BYTES,
-        charts=tuple(_chart(name, found) for name, found in summaries if found),
+        charts=tuple(_chart(name, of_name) for name, of_name in summaries if of_name),
         findings=tuple(tables),
     )
 
@@ -360,21 +377,21 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
 def _left(conversion: ConversionPlan, targets: Sequence[str]) -> list[Left]:
     """What targets do not have, and why."""
     several = len(targets) > 1
-    found = []
+    left = []
     if conversion.dropped:
-        found.append(Left("dropped as requested", conversion.dropped, len(conversion.dropped), ""))
+        left.append(Left("dropped as requested", conversion.dropped, len(conversion.dropped), ""))
     for number, target in enumerate(conversion.targets):
         of = targets[number] if several else ""
         states = target.states_not_carried
         if states:
             model_only = FORMATS[target.spec.format].model_only
             reason = "state was not requested" if model_only else "state is not supported by this format"
-            found.append(Left(reason, states, len(states), of))
+            left.append(Left(reason, states, len(states), of))
         ordered = sorted(target.not_carried, key=lambda entry: entry[1])
         for reason, group in groupby(ordered, key=lambda entry: entry[1]):
             names = [name for name, _ in group]
-            found.append(Left(reason, tuple(names[:MOST_NAMES]), len(names), of))
-    return found
+            left.append(Left(reason, tuple(names[:MOST_NAMES]), len(names), of))
+    return left
 
 
 def _files(conversion: ConversionPlan) -> Table:
@@ -398,10 +415,10 @@ def _workers(report: ConversionReport) -> list[Table]:
         return []
     rows = [
         (
-            *(f"worker {one.number}", one.host, one.groups, one.read_bytes, one.written_bytes),
-            *(round(one.busy_seconds, 3), ", ".join(f"{n} × {why}" for why, n in one.retries.items())),
+            *(f"worker {worker.number}", worker.host, worker.groups, worker.read_bytes, worker.written_bytes),
+            *(round(worker.busy_seconds, 3), ", ".join(f"{n} × {why}" for why, n in worker.retries.items())),
         )
-        for one in report.moved.workers
+        for worker in report.moved.workers
     ]
     headings = ("worker", "host", "groups", "bytes read", "bytes written", "busy seconds", "retries")
     return [_table("Workers", headings, rows)]
@@ -413,14 +430,14 @@ def _table(
     return Table(title, headings, tuple(rows[:MOST_ROWS]), max(0, len(rows) - MOST_ROWS))
 
 
-def _chart(name: str, found: Sequence[DifferenceSummary]) -> Chart:
+def _chart(name: str, summaries: Sequence[DifferenceSummary]) -> Chart:
     bars = tuple(
         Bar(
-            one.name,
-            _finite(one.mean),
-            f"{one.mean:.3g}, largest {one.largest:.3g}",
+            summary.name,
+            _finite(summary.mean),
+            f"{summary.mean:.3g}, largest {summary.largest:.3g}",
         )
-        for one in found[: MOST_ROWS // 10]
+        for summary in summaries[: MOST_ROWS // 10]
     )
     return Chart(f"Mean difference by {name}", bars)
 

@@ -118,11 +118,11 @@ class HtmlReport:
         elif isinstance(result, ConversionReport):
             run = self._record.data(finished=True)
             command = _command(result.plan)
-            found = describe_conversion(result, self._picture, run, command, self._proof)
-            self._write(found, after_conversion(result))
+            page = describe_conversion(result, self._picture, run, command, self._proof)
+            self._write(page, after_conversion(result))
         else:
-            found = describe_comparison(result, compared, self._record.data(finished=True))
-            self._write(found, after_comparison(result, compared, self.command))
+            page = describe_comparison(result, compared, self._record.data(finished=True))
+            self._write(page, after_comparison(result, compared, self.command))
 
     def show_plan(
         self, plan: ConversionPlan, proof: Coverage | None, simulations: Sequence[Simulation] = ()
@@ -134,12 +134,12 @@ class HtmlReport:
         UsageError
             If the file cannot be written.
         """
-        found = describe_plan(plan, picture_of(plan), proof=proof, simulations=simulations)
-        self._write(found, after_plan(self.command, simulations))
+        page = describe_plan(plan, picture_of(plan), proof=proof, simulations=simulations)
+        self._write(page, after_plan(self.command, simulations))
 
-    def _write(self, found: ReportData, steps: NextSteps) -> None:
+    def _write(self, page: ReportData, steps: NextSteps) -> None:
         made = Made(time.time(), platform.node(), self.command)
-        save_report(replace(found, made=made, next_steps=steps), self.path)
+        save_report(replace(page, made=made, next_steps=steps), self.path)
 
     def __enter__(self) -> HtmlReport:
         return self

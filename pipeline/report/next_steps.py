@@ -35,16 +35,18 @@ def after_plan(command: Command | None, simulations: Sequence[Simulation] = ()) 
     planned = Command("convert", arguments, command.without(*OF_A_PLAN).options)
     if not simulations:
         return (NextStep("Convert as planned.", str(planned)),)
-    fastest = min(one.seconds for one in simulations)
-    workers = min(one.workers for one in simulations if one.seconds <= FAST_ENOUGH * fastest)
+    fastest = min(simulation.seconds for simulation in simulations)
+    workers = min(
+        simulation.workers for simulation in simulations if simulation.seconds <= FAST_ENOUGH * fastest
+    )
     words = f"Convert as planned; more than {workers} workers would hardly be faster."
     spread = planned.with_options("--cluster", "ray").with_options("--workers", str(workers))
     return (NextStep(words, str(spread)),)
 
 
-def after_cards(found: CardsPlan) -> NextSteps:
+def after_cards(plan: CardsPlan) -> NextSteps:
     """Convert to the topology that is nearest, or to the first."""
-    chosen = found.nearest or next(iter(found.alternatives), None)
+    chosen = plan.nearest or next(iter(plan.alternatives), None)
     if chosen is None:
         return ()
     if not chosen.command:

@@ -138,12 +138,12 @@ def _steps(values: Sequence[int]) -> list[int]:
 
 
 def _run(run: RunData) -> dict[str, Any]:
-    workers = list(dict.fromkeys(one.worker for one in run.stretches))
+    workers = list(dict.fromkeys(stretch.worker for stretch in run.stretches))
     return {
         "seconds": _rounded(run.seconds),
-        "steps": [[one.name, _rounded(one.start), _rounded(one.stop), one.summary] for one in run.steps],
+        "steps": [[step.name, _rounded(step.start), _rounded(step.stop), step.summary] for step in run.steps],
         "workers": workers,
-        "stretches": [_stretch(one, workers.index(one.worker)) for one in run.stretches],
+        "stretches": [_stretch(stretch, workers.index(stretch.worker)) for stretch in run.stretches],
         "curves": {
             name: [_rounded(value) for value in getattr(run.curves, name)]
             for name in ("seconds", "read", "written", "copied", "memory")
@@ -153,9 +153,15 @@ def _run(run: RunData) -> dict[str, Any]:
     }
 
 
-def _stretch(one: BusyTime, worker: int) -> list[Any]:
-    figures = one.groups, one.peak_bytes, one.read_bytes, one.written_bytes, one.copied_bytes
-    return [worker, _rounded(one.start), _rounded(one.stop), *figures]
+def _stretch(stretch: BusyTime, worker: int) -> list[Any]:
+    figures = (
+        stretch.groups,
+        stretch.peak_bytes,
+        stretch.read_bytes,
+        stretch.written_bytes,
+        stretch.copied_bytes,
+    )
+    return [worker, _rounded(stretch.start), _rounded(stretch.stop), *figures]
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

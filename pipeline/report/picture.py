@@ -107,10 +107,10 @@ def make_picture(
 ) -> Picture:
     """The picture of a plan: where the tensors of its source and its targets lie, and what moves."""
     located = [source, *targets]
-    found = {state for one in located for _, state in one.tensors}
+    held_states = {state for contents in located for _, state in contents.tensors}
     states = tuple(
         sorted(
-            found,
+            held_states,
             key=lambda state: (
                 _FIRST_STATES.index(state) if state in _FIRST_STATES else 2,
                 state.startswith("ema"),
@@ -118,7 +118,7 @@ def make_picture(
             ),
         )
     )
-    rows, joined = _rows([identity for one in located for identity in one.tensors])
+    rows, joined = _rows([identity for contents in located for identity in contents.tensors])
     names = list(dict.fromkeys(rows.values()))
     names.sort(key=lambda row: (_natural(row[0]), states.index(row[1]) if row[1] in states else -1))
     numbers = {name: number for number, name in enumerate(names)}
@@ -155,9 +155,9 @@ def _summed(first: Ints, second: Ints, weights: Ints) -> tuple[Ints, Ints, Ints]
 def _by_state(located: Sequence[Located], states: Sequence[str], side: Side) -> tuple[tuple[int, ...], ...]:
     table = np.zeros((len(states), side.count), dtype=np.int64)
     number = {state: index for index, state in enumerate(states)}
-    for one in located:
-        of_tensor = np.array([number[state] for _, state in one.tensors], dtype=np.int64)
-        np.add.at(table, (of_tensor[one.tensor], one.place), one.nbytes)
+    for contents in located:
+        of_tensor = np.array([number[state] for _, state in contents.tensors], dtype=np.int64)
+        np.add.at(table, (of_tensor[contents.tensor], contents.place), contents.nbytes)
     return tuple(tuple(row) for row in table.tolist())
 
 
@@ -180,30 +180,30 @@ def _rows(identities: Sequence[tuple[str, str]]) -> tuple[Mapping[tuple[str, str
         if _few(rows):
             return rows, joined
     kept = set(list(dict.fromkeys(rows.values()))[: MOST_ROWS // 20])
-    few = {one: row if row in kept else (OTHERS, ANY_STATE) for one, row in rows.items()}
+    few = {identity: row if row in kept else (OTHERS, ANY_STATE) for identity, row in rows.items()}
     return few, "most tensors, because there are very many"
 
 
 def _few(rows: Mapping[tuple[str, str], tuple[str, str]]) -> bool:
-    found = set(rows.values())
-    return len(found) <= MOST_ROWS and sum(map(len, {key for key, _ in found})) <= MOST_KEY_CHARACTERS
+    names = set(rows.values())
+    return len(names) <= MOST_ROWS and sum(map(len, {key for key, _ in names})) <= MOST_KEY_CHARACTERS
 
 
 def _held(located: Sequence[Located], of_row: Mapping[tuple[str, str], int]) -> Held:
     columns = [
         (
-            np.array([of_row[identity] for identity in one.tensors], dtype=np.int64)[one.tensor],
-            one.place,
-            one.nbytes,
+            np.array([of_row[identity] for identity in contents.tensors], dtype=np.int64)[contents.tensor],
+            contents.place,
+            contents.nbytes,
         )
-        for one in located
+        for contents in located
     ]
     row, place, nbytes = (np.concatenate(column) for column in zip(*columns, strict=True))
     fold = 1
     while True:
-        found = _summed(row, place // fold, nbytes)
-        if len(found[0]) <= MOST_ENTRIES or fold > located[0].side.count:
-            return Held(fold, *(tuple(column.tolist()) for column in found))
+        entries = _summed(row, place // fold, nbytes)
+        if len(entries[0]) <= MOST_ENTRIES or fold > located[0].side.count:
+            return Held(fold, *(tuple(column.tolist()) for column in entries))
         fold *= 2
 
 
@@ -213,7 +213,7 @@ def _held(located: Sequence[Located], of_row: Mapping[tuple[str, str], int]) -> 
 def _moves(plan: Plan, source: Side, target: Side) -> Moves:
     """What every pair of places exchanges. The target's files come first among the places of the target."""
     from_place, to_place = (np.array(side.places, dtype=np.int64) for side in (source, target))
-    found = []
+    moved_bytes = []
     for ops in plan.ops.blocks():
         moved = ops[ops["kind"] == MOVE]
         nbytes = op_volumes(moved) * ITEMSIZES[moved["target_dtype"]]
@@ -221,10 +221,10 @@ def _moves(plan: Plan, source: Side, target: Side) -> Moves:
             from_place[moved["source_file"].astype(np.int64)],
             to_place[moved["target_file"].astype(np.int64)],
         )
-        found.append(_summed(*pair, nbytes))
+        moved_bytes.append(_summed(*pair, nbytes))
     memory = (
-        [np.concatenate(column) for column in zip(*found, strict=True)]
-        if found
+        [np.concatenate(column) for column in zip(*moved_bytes, strict=True)]
+        if moved_bytes
         else [np.zeros(0, np.int64)] * 3
     )
     parts = plan.parts[plan.parts["source_file"] != MADE]

@@ -93,7 +93,7 @@ class RunData:
     @property
     def in_this_process(self) -> bool:
         """Whether all groups ran here, and not on workers of a cluster."""
-        return all(one.worker.startswith(THREAD) for one in self.stretches)
+        return all(stretch.worker.startswith(THREAD) for stretch in self.stretches)
 
 
 class RunRecord:
@@ -165,7 +165,7 @@ class RunRecord:
         seconds = self._clock() - self._started
         if finished:
             self._end_step(seconds, "")
-        stretches = tuple(sorted(self._stretches, key=lambda one: (one.worker, one.start)))
+        stretches = tuple(sorted(self._stretches, key=lambda stretch: (stretch.worker, stretch.start)))
         curves = _curves(stretches, seconds) if stretches else _curve_of_progress(self._progress, seconds)
         return RunData(
             seconds,
@@ -211,26 +211,26 @@ class RunRecord:
 
 def joined_in_pairs(stretches: Iterable[BusyTime]) -> list[BusyTime]:
     """Half as many stretches: neighbours of the same worker become one."""
-    found = []
-    in_order = sorted(stretches, key=lambda one: (one.worker, one.start))
-    for _, group in groupby(in_order, key=lambda one: one.worker):
+    joined = []
+    in_order = sorted(stretches, key=lambda stretch: (stretch.worker, stretch.start))
+    for _, group in groupby(in_order, key=lambda stretch: stretch.worker):
         own = list(group)
-        found += [_joined(own[index : index + 2]) for index in range(0, len(own), 2)]
-    if len(found) > MOST_STRETCHES:  # there are more workers than that
-        return found[:MOST_STRETCHES]
-    return found
+        joined += [_joined(own[index : index + 2]) for index in range(0, len(own), 2)]
+    if len(joined) > MOST_STRETCHES:  # there are more workers than that
+        return joined[:MOST_STRETCHES]
+    return joined
 
 
 def _joined(stretches: Sequence[BusyTime]) -> BusyTime:
     return BusyTime(
         stretches[0].worker,
         stretches[0].start,
-        max(one.stop for one in stretches),
-        sum(one.groups for one in stretches),
-        max(one.peak_bytes for one in stretches),
-        sum(one.read_bytes for one in stretches),
-        sum(one.written_bytes for one in stretches),
-        sum(one.copied_bytes for one in stretches),
+        max(stretch.stop for stretch in stretches),
+        sum(stretch.groups for stretch in stretches),
+        max(stretch.peak_bytes for stretch in stretches),
+        sum(stretch.read_bytes for stretch in stretches),
+        sum(stretch.written_bytes for stretch in stretches),
+        sum(stretch.copied_bytes for stretch in stretches),
     )
 
 
@@ -239,17 +239,19 @@ def _joined(stretches: Sequence[BusyTime]) -> BusyTime:
 
 def _curves(stretches: Sequence[BusyTime], seconds: float) -> Curves:
     """Rates, as if every stretch had moved its bytes evenly, and memory."""
-    first = min(one.start for one in stretches)
+    first = min(stretch.start for stretch in stretches)
     width = max(seconds - first, 1e-6) / BINS
     rates = {name: [0.0] * BINS for name in ("read", "written", "copied")}
-    for one in stretches:
-        low, high = (min(int((at - first) / width), BINS - 1) for at in (one.start, one.stop))
-        length = max(one.stop - one.start, 1e-9)
+    for stretch in stretches:
+        low, high = (min(int((at - first) / width), BINS - 1) for at in (stretch.start, stretch.stop))
+        length = max(stretch.stop - stretch.start, 1e-9)
         for index in range(low, high + 1):
             start, stop = first + index * width, first + (index + 1) * width
-            share = 1.0 if low == high else max(0.0, min(stop, one.stop) - max(start, one.start)) / length
+            share = (
+                1.0 if low == high else max(0.0, min(stop, stretch.stop) - max(start, stretch.start)) / length
+            )
             for name in rates:
-                rates[name][index] += share * getattr(one, f"{name}_bytes") / width
+                rates[name][index] += share * getattr(stretch, f"{name}_bytes") / width
     middles = tuple(first + (index + 0.5) * width for index in range(BINS))
     return Curves(
         middles,
@@ -263,11 +265,12 @@ def _curves(stretches: Sequence[BusyTime], seconds: float) -> Curves:
 def _memory(stretches: Sequence[BusyTime], first: float, width: float) -> list[int]:
     """Memory of the fullest process in each interval. Groups that run in one process share its memory."""
     most = [0] * BINS
-    by_process = sorted(stretches, key=lambda one: (_process(one), one.start))
+    by_process = sorted(stretches, key=lambda stretch: (_process(stretch), stretch.start))
     for _, group in groupby(by_process, key=_process):
         own = list(group)
         changes = sorted(
-            [(one.start, 1, one.peak_bytes) for one in own] + [(one.stop, 0, -one.peak_bytes) for one in own]
+            [(stretch.start, 1, stretch.peak_bytes) for stretch in own]
+            + [(stretch.stop, 0, -stretch.peak_bytes) for stretch in own]
         )
         held, index = 0, 0
         for at, _, change in changes:

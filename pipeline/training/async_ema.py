@@ -238,10 +238,10 @@ class AsyncEma:
         With ``start="zero"`` the values must be divided by ``progress.correction(averaging)``.
         """
         self._drain()
-        found: dict[str, dict[str, Floats]] = {MASTER_WEIGHTS: {}, "": {}}
+        average: dict[str, dict[str, Floats]] = {MASTER_WEIGHTS: {}, "": {}}
         for (group, key), stretch in self.stretches.items():
-            found[group][key] = self.shared.average[stretch.start : stretch.stop].reshape(stretch.shape)
-        return Weights(found[MASTER_WEIGHTS], found[""])
+            average[group][key] = self.shared.average[stretch.start : stretch.stop].reshape(stretch.shape)
+        return Weights(average[MASTER_WEIGHTS], average[""])
 
     def save(self, directory: PathLike, rank: str | FlexRank) -> None:
         """Write the average of this rank, and its description, ``ema.json``. Both files appear complete.
@@ -350,10 +350,10 @@ class AsyncEma:
         if file_name not in sizes:
             raise CheckpointError(f"{store.location}: has no {file_name}")
         root = index_tensor_file(store, file_name, sizes[file_name])
-        found = find_arrays(self.stretches, root, file_name)
+        arrays = find_arrays(self.stretches, root, file_name)
         for entry, stretch in self.stretches.items():
             target = self.shared.average[stretch.start : stretch.stop]
-            store.read_into(file_name, found[entry].byte_offset, target.view(np.uint8).data)
+            store.read_into(file_name, arrays[entry].byte_offset, target.view(np.uint8).data)
 
     def _drain(self) -> Companion:
         if self.companion is None or not self.progress.updates:

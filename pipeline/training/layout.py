@@ -117,10 +117,10 @@ class Names:
     def meaning(self, path: Path) -> tuple[str, str] | None:
         """Structured name and state of an entry, whether or not the checkpoint contains them."""
         *sections, name = path
-        found = self._in_optimizer(name.removeprefix(SLICE_PREFIX), MASTER_WEIGHTS in sections)
-        if found is not None and any(section in sections for section in EMA_SECTIONS):
-            return (found[0], _EMA[found[1]]) if found[1] in _EMA else None
-        return found
+        meaning = self._in_optimizer(name.removeprefix(SLICE_PREFIX), MASTER_WEIGHTS in sections)
+        if meaning is not None and any(section in sections for section in EMA_SECTIONS):
+            return (meaning[0], _EMA[meaning[1]]) if meaning[1] in _EMA else None
+        return meaning
 
     def _in_optimizer(self, name: str, master: bool) -> tuple[str, str] | None:
         state = MASTER_WEIGHT if master else PARAM
@@ -148,10 +148,10 @@ def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPol
     PlanError
         If the checkpoint has no value for an entry.
     """
-    found = {path: names.find(path) for path in paths}
+    tensors = {path: names.find(path) for path in paths}
     missing = [
         path
-        for path, tensor in found.items()
+        for path, tensor in tensors.items()
         if tensor is None and not (missing_policy.allows(path[-1]) or missing_policy.allows(".".join(path)))
     ]
     if missing:
@@ -165,7 +165,7 @@ def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPol
             f"{'.'.join(missing[0])}: {what}{_and_more(len(missing) - 1)}; list entries to leave "
             f"unchanged in allow_missing"
         )
-    return {path: tensor for path, tensor in found.items() if tensor is not None}
+    return {path: tensor for path, tensor in tensors.items() if tensor is not None}
 
 
 def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> None:

@@ -207,8 +207,10 @@ def _check_sections(state_dict: Mapping[str, Any]) -> None:
 
 
 def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
-    found = checkpoint.job.lr_scheduler
-    stored, expected = ([*value] if isinstance(value, MutableMapping) else [] for value in (found, schedule))
+    checkpoint_schedule = checkpoint.job.lr_scheduler
+    stored, expected = (
+        [*value] if isinstance(value, MutableMapping) else [] for value in (checkpoint_schedule, schedule)
+    )
     if not stored or sorted(stored) != sorted(expected):
         raise CheckpointError(
             f"{LR_SCHEDULER}: has the entries {sorted(expected)}, but the checkpoint's tensor files have "

@@ -218,14 +218,14 @@ def _distributed_experts(model: Any) -> dict[str, int]:
     A rank's list of experts has an item for every expert, which is ``None`` for those of other ranks (PaddleFormers 1.2
     ``modular_moe_layer.py:141``, PaddleNLP 3.0 ``moe_layer.py:184``).
     """
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for layer in model.sublayers():
         items = layer._sub_layers
         if None in items.values():
             for number, expert in items.items():
                 if expert is not None and number.isdigit():
-                    found |= {parameter.name: int(number) for parameter in expert.parameters()}
-    return found
+                    numbers |= {parameter.name: int(number) for parameter in expert.parameters()}
+    return numbers
 
 
 def _expert_of(key: str) -> int:

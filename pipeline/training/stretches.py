@@ -184,12 +184,12 @@ def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -
     CheckpointError
         If the file does not hold exactly these tensors, naming the first and both shapes.
     """
-    found = {(MASTER_WEIGHTS, key): value for key, value in root.get(MASTER_WEIGHTS, {}).items()}
-    found |= {
+    arrays = {(MASTER_WEIGHTS, key): value for key, value in root.get(MASTER_WEIGHTS, {}).items()}
+    arrays |= {
         ("", key): value for key, value in root.items() if key not in (MASTER_WEIGHTS, STRUCTURED_NAMES)
     }
-    for entry in (*stretches, *found):
-        array, stretch = found.get(entry), stretches.get(entry)
+    for entry in (*stretches, *arrays):
+        array, stretch = arrays.get(entry), stretches.get(entry)
         if (
             array is None
             or stretch is None
@@ -201,4 +201,4 @@ def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -
                 f"{file_name}: {entry[1]} is {getattr(array, 'shape', 'not there')} in the file and "
                 f"{stretch.shape if stretch else 'not there'} in this rank"
             )
-    return found
+    return arrays

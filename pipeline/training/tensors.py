@@ -326,8 +326,8 @@ def stage3_state_dict(model: Any) -> dict[str, Any]:
         return SliceOfParameter(tensor, shape, shape, (0,) * len(shape), range_, parameter_name)
 
     def cut_state(key: str, tensor: Any) -> Any:
-        found = split_accumulator_key(key.removeprefix(SLICE_PREFIX), names)
-        return tensor if found is None or ACCUMULATORS[found[1]].per_parameter else cut(found[0], tensor)
+        parts = split_accumulator_key(key.removeprefix(SLICE_PREFIX), names)
+        return tensor if parts is None or ACCUMULATORS[parts[1]].per_parameter else cut(parts[0], tensor)
 
     states = dict(model._optim.state_dict())
     masters = states.pop(MASTER_WEIGHTS, {})

@@ -139,11 +139,11 @@ def write_target(
         resumed = sum(receipt.nbytes for receipt in receipts)
         observe(Progress(resumed, before=True))
 
-        def one(number: int) -> Record:
+        def write_unit(number: int) -> Record:
             return Record(number, units[number].write(writer))
 
         missing = (number for number in range(len(units)) if number not in done)
-        for record in in_order(one, missing, at_a_time):
+        for record in in_order(write_unit, missing, at_a_time):
             outputs.note([record])
             receipts += record.receipts
             observe(Progress(sum(receipt.nbytes for receipt in record.receipts)))

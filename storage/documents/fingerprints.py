@@ -35,26 +35,32 @@ class _Entries:
     tensors: tuple[Line, ...]
 
 
-def fingerprints_data(found: Fingerprints) -> dict[str, Any]:
+def fingerprints_data(fingerprints: Fingerprints) -> dict[str, Any]:
     """The entries of a document, or of a manifest."""
     return {
         "algorithm": ALGORITHM,
-        "root": found.root,
-        "states": dict(found.states),
-        "tensors": list(found.entries()),
+        "root": fingerprints.root,
+        "states": dict(fingerprints.states),
+        "tensors": list(fingerprints.entries()),
     }
 
 
-def format_fingerprints(found: Fingerprints, facts: Mapping[str, Any]) -> bytes:
+def format_fingerprints(fingerprints: Fingerprints, facts: Mapping[str, Any]) -> bytes:
     """A document with one line for each tensor, exactly as the root is computed from it; ``facts`` come first."""
-    head = {"format": FORMAT, "generation": GENERATION, **facts, **fingerprints_data(found), "tensors": None}
-    return with_lines(json.dumps(head, indent=1), "tensors", found.lines()).encode()
+    head = {
+        "format": FORMAT,
+        "generation": GENERATION,
+        **facts,
+        **fingerprints_data(fingerprints),
+        "tensors": None,
+    }
+    return with_lines(json.dumps(head, indent=1), "tensors", fingerprints.lines()).encode()
 
 
 def with_lines(text: str, entry: str, lines: Iterable[bytes]) -> str:
     """JSON whose ``entry``, ``null`` so far, becomes a list with one item in each line."""
-    found = [f"  {line.decode('ascii')}" for line in lines]
-    listed = "[\n" + ",\n".join(found) + "\n ]" if found else "[]"
+    items = [f"  {line.decode('ascii')}" for line in lines]
+    listed = "[\n" + ",\n".join(items) + "\n ]" if items else "[]"
     return text.replace(f'"{entry}": null', f'"{entry}": {listed}', 1)
 
 
@@ -99,13 +105,13 @@ def read_fingerprints(values: object, path: str) -> Fingerprints:
     except (EntryError, CheckpointError, ValueError) as error:
         raise FormatError("damaged", path, None, f"not valid fingerprints: {error}") from error
     identities = [line[:2] for line in entries.tensors]
-    if any(two <= one for one, two in pairwise(identities)):
+    if any(following <= identity for identity, following in pairwise(identities)):
         raise FormatError("damaged", path, None, "its tensors are not sorted by key and state")
-    found = Fingerprints(tensors, np.array(checksums, dtype=np.uint64))
-    if entries.root is not None and found.root != entries.root:
-        detail = f"the root of its tensors is {found.root}, the document says {entries.root}"
+    fingerprints = Fingerprints(tensors, np.array(checksums, dtype=np.uint64))
+    if entries.root is not None and fingerprints.root != entries.root:
+        detail = f"the root of its tensors is {fingerprints.root}, the document says {entries.root}"
         raise FormatError("damaged", path, None, detail)
-    return found
+    return fingerprints
 
 
 def _checksum(text: str) -> int:

@@ -90,13 +90,13 @@ def _check_size(text: str) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         shown = twice if len(twice) <= _SHOWN_CHARACTERS else f"{twice[:_SHOWN_CHARACTERS]}…"
         raise JsonError("duplicate_key", f"the key {shown!r} stands twice in one object")
-    return found
+    return entries
 
 
 def _refuse_constant(name: str) -> Any:

@@ -417,12 +417,12 @@ class _Assembly:
     ) -> DistMetadata:
         pieces = self._pieces(piece_columns)
         locations = self._locations(pieces, index_columns)
-        found = _in_order(self.distinct, pieces, locations, flat_mapping)
+        metadata = _in_order(self.distinct, pieces, locations, flat_mapping)
         # Here and not before, because the files of a key are nearly ascending once they are in order.
-        key = found.pieces["key"][found.locations["piece"]]
-        pairs = _packed(key, found.locations["file"])
-        _no_doubles("two_pieces_in_one_file", self.path, found.keys, key, pairs)
-        return found
+        key = metadata.pieces["key"][metadata.locations["piece"]]
+        pairs = _packed(key, metadata.locations["file"])
+        _no_doubles("two_pieces_in_one_file", self.path, metadata.keys, key, pairs)
+        return metadata
 
     def _column(self, ids: Ids, convert: Callable[[object], int]) -> Ids:
         """``convert`` of every value, called once for each distinct id."""
@@ -468,13 +468,13 @@ class _Assembly:
         if has_shape:
             own.append(_packed(pieces["local_shape"], pieces["flattened_range"]))
             wanted.append(_packed(local, flat))
-        found = _find_pieces(pieces["key"], *_numbered(own, wanted), key, distinct)
+        indexed = _find_pieces(pieces["key"], *_numbered(own, wanted), key, distinct)
         lost = np.ones(len(pieces), dtype=bool)
-        lost[found] = False
+        lost[indexed] = False
         if lost.any():
             name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
             _bad(self.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
-        locations = _Locations(np.repeat(found.astype(np.int32), rows.lengths), file, replica)
+        locations = _Locations(np.repeat(indexed.astype(np.int32), rows.lengths), file, replica)
         pairs = _packed(locations.piece, locations.replica)
         _no_doubles("duplicate_index", self.path, distinct.keys, pieces["key"][locations.piece], pairs)
         return locations
@@ -515,10 +515,10 @@ def _find_pieces(
         name = distinct.keys[of_pieces[order[double[0]]]]
         _bad(distinct.path, "duplicate_piece", f"two pieces of {_shown(name)} are identical")
     at = np.searchsorted(own, wanted)
-    found = at < len(own)
-    found[found] = own[at[found]] == wanted[found]
-    if not found.all():
-        name = distinct.keys[of_indexes[np.flatnonzero(~found)[0]]]
+    exists = at < len(own)
+    exists[exists] = own[at[exists]] == wanted[exists]
+    if not exists.all():
+        name = distinct.keys[of_indexes[np.flatnonzero(~exists)[0]]]
         detail = f"storage_metadata has an index for a piece of {_shown(name)} that does not exist"
         _bad(distinct.path, "unknown_piece", detail)
     return order[at]

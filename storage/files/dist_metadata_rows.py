@@ -308,29 +308,29 @@ class _Rows:
             self._scan, self._entries = Scan(data, self._prefix()), None
         if self._entries is None or at >= self._entries.last:
             self._entries = self._block(self._scan, at)
-        found, memo = self._entries, self.memo
-        first = int(np.searchsorted(found.begins, at))
-        if first == len(found.begins) or found.begins[first] != at or not found.sound[first]:
+        entries, memo = self._entries, self.memo
+        first = int(np.searchsorted(entries.begins, at))
+        if first == len(entries.begins) or entries.begins[first] != at or not entries.sound[first]:
             return False
-        stop = 1 + int(found.breaks[np.searchsorted(found.breaks, first)])
-        first_index = len(memo) + found.first_slot[first:stop] - found.first_slot[first]
-        wrong = (found.highest[first:stop] >= first_index) | self._misplaced(found.kinds[first:stop])
+        stop = 1 + int(entries.breaks[np.searchsorted(entries.breaks, first)])
+        first_index = len(memo) + entries.first_slot[first:stop] - entries.first_slot[first]
+        wrong = (entries.highest[first:stop] >= first_index) | self._misplaced(entries.kinds[first:stop])
         if wrong.any():
             stop = first + int(wrong.argmax())
         frame_stop = at + self.machine.frame_stop - self.machine.window.position
-        stop = first + int(np.searchsorted(found.ends[first:stop], frame_stop, side="right"))
+        stop = first + int(np.searchsorted(entries.ends[first:stop], frame_stop, side="right"))
         if stop == first:
             return False
-        memo.extend(found.slots[found.first_slot[first] : found.first_slot[stop]])
-        self.machine.window.skip(int(found.ends[stop - 1]) - at)
-        self._keep(found, first, stop)
+        memo.extend(entries.slots[entries.first_slot[first] : entries.first_slot[stop]])
+        self.machine.window.skip(int(entries.ends[stop - 1]) - at)
+        self._keep(entries, first, stop)
         return True
 
     def _misplaced(self, kinds: Ids) -> Flags:
         """Rows whose tail cannot follow the row before."""
         return np.zeros(len(kinds), dtype=bool)
 
-    def _keep(self, found: _Entries, first: int, stop: int) -> None:
+    def _keep(self, entries: _Entries, first: int, stop: int) -> None:
         """Keep these entries."""
         raise NotImplementedError
 
@@ -339,12 +339,12 @@ class _Rows:
 
         Missing attributes have their defaults.
         """
-        found = {name: self._coder.ids(column) for name, column in zip(names, codes, strict=True)}
+        columns = {name: self._coder.ids(column) for name, column in zip(names, codes, strict=True)}
         default = np.full(codes.shape[1], NONE, dtype=np.int32)
-        flat = found.get("flattened_range", default)
-        found["is_flattened"] = np.where(flat == NONE, FALSE, TRUE).astype(np.int32)
+        flat = columns.get("flattened_range", default)
+        columns["is_flattened"] = np.where(flat == NONE, FALSE, TRUE).astype(np.int32)
         return {
-            name: np.concatenate([found.get(name, default), column])
+            name: np.concatenate([columns.get(name, default), column])
             for name, column in zip(self.fields, more, strict=False)
         }
 
@@ -405,10 +405,10 @@ class IndexRows(_Rows):
         scan.optional(BATCH)
         return np.zeros(len(scan.at), dtype=np.int32)
 
-    def _keep(self, found: _Entries, first: int, stop: int) -> None:
-        if found is not self._partly:
+    def _keep(self, entries: _Entries, first: int, stop: int) -> None:
+        if entries is not self._partly:
             self._keep_block()
-            self._partly, self._taken = found, np.zeros(len(found.begins), dtype=bool)
+            self._partly, self._taken = entries, np.zeros(len(entries.begins), dtype=bool)
         self._taken[first:stop] = True
 
     def _keep_block(self) -> None:
@@ -495,8 +495,8 @@ class PieceRows(_Rows):
         before = np.concatenate([[self._is_marked()], goes_to_many[:-1]])
         return np.asarray(comes_from_many != before)
 
-    def _keep(self, found: _Entries, first: int, stop: int) -> None:
-        codes, kinds = found.codes[:, first:stop], found.kinds[first:stop]
+    def _keep(self, entries: _Entries, first: int, stop: int) -> None:
+        codes, kinds = entries.codes[:, first:stop], entries.kinds[first:stop]
         begins = np.flatnonzero(kinds != self._GOES_ON)
         # The key of a row is that of the last list that began before it.
         names = self._valued()

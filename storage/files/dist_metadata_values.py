@@ -236,16 +236,16 @@ class _Cache:
         known = self._nbytes[slot] == nbytes
         for word, column in zip(words, self._words, strict=False):
             known &= column[slot] == word
-        found = self._codes[slot]
+        codes = self._codes[slot]
         rows = np.flatnonzero(~known)
         if len(rows):
-            found[rows] = decode(rows)
+            codes[rows] = decode(rows)
             slot = slot[rows]
             self._nbytes[slot] = np.broadcast_to(nbytes, known.shape)[rows]
-            self._codes[slot] = found[rows]
+            self._codes[slot] = codes[rows]
             for word, column in zip(words, self._words, strict=False):
                 column[slot] = word[rows]
-        return found
+        return codes
 
 
 class _Numbers:
@@ -256,11 +256,11 @@ class _Numbers:
 
     def find(self, numbers: npt.NDArray[Any], decode: Callable[[Longs], list[int]]) -> Ids:
         """The code of each number; ``decode`` works out those of some rows."""
-        found = self._codes[numbers]
-        rows = np.flatnonzero(found == _UNKNOWN)
+        codes = self._codes[numbers]
+        rows = np.flatnonzero(codes == _UNKNOWN)
         if len(rows):
-            found[rows] = self._codes[numbers[rows]] = decode(rows)
-        return found
+            codes[rows] = self._codes[numbers[rows]] = decode(rows)
+        return codes
 
 
 _UNKNOWN: Final = -(1 << 31)

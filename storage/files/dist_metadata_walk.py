@@ -28,9 +28,9 @@ MASKS: Final = np.array([(1 << 8 * n) - 1 for n in range(WORD_BYTES + 1)], dtype
 
 def opcode_set(opcodes: bytes) -> Flags:
     """Whether each byte is among these opcodes."""
-    found = np.zeros(256, dtype=bool)
-    found[list(opcodes)] = True
-    return found
+    flags = np.zeros(256, dtype=bool)
+    flags[list(opcodes)] = True
+    return flags
 
 
 BYTES_OF: Final = np.zeros(256, dtype=np.int64)
@@ -105,8 +105,8 @@ class Scan:
             np.flatnonzero(self.bytes[first : min(first + _SEARCH_BYTES, self.limit)] == NEWOBJ) + (first + 1)
             for first in range(0, self.limit, _SEARCH_BYTES)
         ]
-        found = np.concatenate(after) if after else np.zeros(0, dtype=np.int64)
-        return found[self._begins(found, prefix)]
+        newobj_ends = np.concatenate(after) if after else np.zeros(0, dtype=np.int64)
+        return newobj_ends[self._begins(newobj_ends, prefix)]
 
     def of(self, begins: Longs) -> Scan:
         """A walk that begins at these positions."""
@@ -170,13 +170,13 @@ class Scan:
 
     def _tuple_bytes(self, start: Longs, number: bytes | None) -> Longs:
         """Lengths of the tuples that begin at ``start``; 0 if there is none that can be walked."""
-        found = np.zeros(len(start), dtype=np.int64)
+        lengths = np.zeros(len(start), dtype=np.int64)
         at = start + (self.bytes[start] == ord("("))
         rows = np.arange(len(start))
         for _ in range(_MAX_NUMBERS + 1):
             opcode = self.bytes[at]
             ends = np.flatnonzero(_TUPLE_ENDS[opcode])
-            found[rows[ends]] = at[ends] + 2 - start[rows[ends]]
+            lengths[rows[ends]] = at[ends] + 2 - start[rows[ends]]
             nbytes = np.where(_NUMBERS[opcode], BYTES_OF[opcode], 0)
             longs = np.flatnonzero(opcode == LONG)
             nbytes[longs] = 2 + self.bytes[at[longs] + 1]
@@ -186,7 +186,7 @@ class Scan:
             if not len(on):
                 break
             at, rows = np.minimum(at[on] + nbytes[on], self.limit), rows[on]
-        return found
+        return lengths
 
     def _begins(self, at: Longs, opcodes: bytes) -> Flags:
         there = np.ones(len(at), dtype=bool)

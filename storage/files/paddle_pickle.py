@@ -229,14 +229,14 @@ class Window:
 
     def line(self) -> bytes:
         """Take the bytes before the next newline, and the newline."""
-        start, found = self.position, bytearray()
+        start, text = self.position, bytearray()
         while (value := self.byte()) != 0x0A:
-            found.append(value)
-            if len(found) > _MAX_LINE_BYTES:
+            text.append(value)
+            if len(text) > _MAX_LINE_BYTES:
                 raise FormatError(
                     "value_too_long", self.path, start, f"a name longer than {_MAX_LINE_BYTES} bytes"
                 )
-        return bytes(found)
+        return bytes(text)
 
     def read_at(self, byte_offset: int, nbytes: int) -> bytes:
         """Read bytes anywhere in the file."""
@@ -638,12 +638,12 @@ def _stack_global(m: Machine) -> None:
 def _allowed(m: Machine, module: object, name: object) -> Global:
     if not isinstance(module, str) or not isinstance(name, str):
         m.unsafe("forbidden_global", "a global whose name is not text")
-    found = m.globals.get((module, name))
-    if found is None:
+    allowed = m.globals.get((module, name))
+    if allowed is None:
         m.unsafe(
             "forbidden_global", f"asks for the global {_shown(f'{module}.{name}')}, which is not allowed"
         )
-    return found
+    return allowed
 
 
 def _reduce(m: Machine) -> None:
@@ -1050,9 +1050,9 @@ def _split_entry(m: Machine, key: str, entry: object) -> tuple[list[str], tuple[
     m.bad("bad_split", f"the entry of the split array {_shown(key)} is not of the known form")
 
 
-def _split_array(m: Machine, key: str, found: list[object], shape: tuple[int, ...]) -> SplitArray:
-    parts = tuple(part for part in found if isinstance(part, ArrayRef) and len(part.shape) == 1)
-    if len(parts) != len(found) or len({part.dtype for part in parts}) != 1:
+def _split_array(m: Machine, key: str, values: list[object], shape: tuple[int, ...]) -> SplitArray:
+    parts = tuple(part for part in values if isinstance(part, ArrayRef) and len(part.shape) == 1)
+    if len(parts) != len(values) or len({part.dtype for part in parts}) != 1:
         m.bad(
             "bad_split", f"the split array {_shown(key)} lacks a part, or its parts are not 1-D of one dtype"
         )

@@ -141,11 +141,11 @@ def parse_safetensors(
     metadata = header.pop(_METADATA, {})
     _check_metadata(metadata, path)
     codes = {**TAGS, FP8_TAG: "u1"} if fp8 else TAGS
-    found = [(key, *_entry(key, value, start, path, codes)) for key, value in header.items()]
-    found.sort(key=lambda item: (item[2].byte_offset, item[2].nbytes))
-    _check_tiling([(key, ref) for key, _, ref in found], start, size_bytes, path)
+    entries = [(key, *_entry(key, value, start, path, codes)) for key, value in header.items()]
+    entries.sort(key=lambda item: (item[2].byte_offset, item[2].nbytes))
+    _check_tiling([(key, ref) for key, _, ref in entries], start, size_bytes, path)
     return SafetensorsPayload(
-        {key: ref for key, _, ref in found}, {key: tag for key, tag, _ in found}, metadata
+        {key: ref for key, _, ref in entries}, {key: tag for key, tag, _ in entries}, metadata
     )
 
 

@@ -86,7 +86,7 @@ def encode_trainer_state(fields: Mapping[str, Any], library: str) -> tuple[str, 
 def _opcodes(value: Any) -> bytes:
     """Pickle opcodes of plain values, and of dicts, lists and tuples of these."""
     if isinstance(value, dict):
-        items = b"".join(_opcodes(key) + _opcodes(one) for key, one in value.items())
+        items = b"".join(_opcodes(key) + _opcodes(item) for key, item in value.items())
         return b"}(" + items + b"u" if value else b"}"
     if isinstance(value, list):
         return b"](" + b"".join(map(_opcodes, value)) + b"e" if value else b"]"

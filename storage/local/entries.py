@@ -53,24 +53,24 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> FolderEntri
     real = Path(os.path.realpath(root))
     blobs = (real.parents[1] / "blobs",) if real.parent.name == "snapshots" else ()
     within = None if follow else (real, *blobs)
-    found = FolderEntries({}, [])
+    entries = FolderEntries({}, [])
     for name in sorted(os.listdir(root)) if names is None else sorted(names):
         if names is not None and not os.path.lexists(root / name):
             continue
         resolved, is_folder = _resolve(root, name, within)
         if not is_folder:
-            found.files[name] = resolved
+            entries.files[name] = resolved
         elif name in TENSOR_FOLDERS:
             for inner in sorted(os.listdir(resolved)):
                 path = f"{name}/{inner}"
                 resolved_inner, is_inner_folder = _resolve(root, path, within)
                 if is_inner_folder:
-                    found.folders.append(path)
+                    entries.folders.append(path)
                 else:
-                    found.files[path] = resolved_inner
+                    entries.files[path] = resolved_inner
         else:
-            found.folders.append(name)
-    return found
+            entries.folders.append(name)
+    return entries
 
 
 def _resolve(root: Path, path: str, within: Collection[Path] | None) -> tuple[Path, bool]:

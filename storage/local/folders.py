@@ -17,12 +17,12 @@ LARGEST_MANIFEST_BYTES = 1 << 30
 
 def entries_of(folder: Path) -> list[Entry]:
     """Everything in a folder and in a checkpoint's own folders in it. Links are not followed."""
-    found = []
+    entries = []
     for entry in os.scandir(folder):
-        found.append(_entry(entry, entry.name))
+        entries.append(_entry(entry, entry.name))
         if entry.name in TENSOR_FOLDERS and entry.is_dir(follow_symlinks=False):
-            found += [_entry(inner, f"{entry.name}/{inner.name}") for inner in os.scandir(entry.path)]
-    return sorted(found)
+            entries += [_entry(inner, f"{entry.name}/{inner.name}") for inner in os.scandir(entry.path)]
+    return sorted(entries)
 
 
 def _entry(entry: os.DirEntry[str], path: str) -> Entry:

@@ -95,9 +95,9 @@ class LocalSource(ReadRange):
                 raise CheckpointError(f"{root}: no such folder") from None
             if not is_folder:
                 raise CheckpointError(f"{root}: is a file; give the folder of the checkpoint")
-            found = look(self.root, names, links or names is not None)
-            self.folders, self.resolved = found.folders, found.files
-            seen = {path: _status(resolved) for path, resolved in found.files.items()}
+            entries = look(self.root, names, links or names is not None)
+            self.folders, self.resolved = entries.folders, entries.files
+            seen = {path: _status(resolved) for path, resolved in entries.files.items()}
             self.stamps: Mapping[str, FileStamp] = {path: FileStamp.of(s) for path, s in seen.items()}
             inodes = {device for device in {s.st_dev for s in seen.values()} if not _in_user_space(device)}
             self.with_inodes = frozenset(path for path, s in seen.items() if s.st_dev in inodes)

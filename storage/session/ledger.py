@@ -207,20 +207,20 @@ def check_receipts(
         for start, stop in pairwise((*new.part_starts, new.size_bytes))
         if new.size_bytes
     }
-    found: dict[tuple[str, int], Receipt] = {}
+    of_part: dict[tuple[str, int], Receipt] = {}
     for receipt in receipts:
         part = receipt.path, receipt.byte_offset
-        if wanted.get(part) != receipt.nbytes or found.setdefault(part, receipt) != receipt:
+        if wanted.get(part) != receipt.nbytes or of_part.setdefault(part, receipt) != receipt:
             raise TargetError(
                 f"{receipt.path}: {receipt.nbytes} bytes were written at byte {receipt.byte_offset}, which is not a "
                 "part of it"
             )
-    if missing := wanted.keys() - found.keys():
+    if missing := wanted.keys() - of_part.keys():
         path, start = min(missing)
         raise TargetError(
             f"{location}/{path}: the part at byte {start} was never written ({len(missing)} are missing)"
         )
-    return found
+    return of_part
 
 
 def keeps(error: BaseException | None) -> bool:
@@ -273,8 +273,8 @@ class SessionStore(Protocol):
 
 def find_session(store: SessionStore) -> SessionRecord | None:
     """The session in a store, whoever holds it."""
-    found = store.read()
-    return None if found is None else SessionRecord.parse(found[0], store.location)
+    stored = store.read()
+    return None if stored is None else SessionRecord.parse(stored[0], store.location)
 
 
 def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: float) -> None:
@@ -328,13 +328,13 @@ def acquire_lock(store: SessionStore, location: str, take_over: bool) -> bool:
     TargetError
         If another run holds it.
     """
-    found = store.read()
-    if found is None:
+    stored = store.read()
+    if stored is None:
         return False
-    record, now = SessionRecord.parse(found[0], store.location), time.time()
+    record, now = SessionRecord.parse(stored[0], store.location), time.time()
     refuse_busy(record, location, take_over, now)
     lock = Lock(this_process(), os.urandom(8).hex(), now, LEASE_SECONDS, True)
-    if store.write(replace(record, lock=lock).data(), found[1]) is None:
+    if store.write(replace(record, lock=lock).data(), stored[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
 
@@ -385,12 +385,12 @@ class Session:
         """
         now, me = clock(), this_process()
         lock = Lock(me, os.urandom(8).hex(), now, LEASE_SECONDS, True)
-        found = store.read()
-        if found is None:
+        stored = store.read()
+        if stored is None:
             record, version, records = SessionRecord(identity, lock, Phase.MOVE, me.boot), None, []
         else:
-            earlier = SessionRecord.parse(found[0], store.location)
-            version = found[1]
+            earlier = SessionRecord.parse(stored[0], store.location)
+            version = stored[1]
             refuse_busy(earlier, location, take_over, now)
             if not resume:
                 refuse_unfinished(earlier, location)
@@ -404,7 +404,7 @@ class Session:
         # A store that ignores conditional writes accepts every writer; then the last record wins.
         if taken is None or (seen := store.read()) is None or seen[0] != record.data():
             raise BusyError(f"{location}: another conversion has begun writing it just now")
-        if found is None:
+        if stored is None:
             store.clear()
         else:
             records = list({record.unit: record for record in store.ledger()}.values())
@@ -452,10 +452,10 @@ class Session:
             self.record, self.version = record, version
 
     def _new_owner(self) -> str:
-        found = self.session_store.read()
-        if found is None:
+        stored = self.session_store.read()
+        if stored is None:
             return f"{self.session_store.location} was removed"
-        return f"taken over by {SessionRecord.parse(found[0], self.session_store.location).lock.holder}"
+        return f"taken over by {SessionRecord.parse(stored[0], self.session_store.location).lock.holder}"
 
     def _renew(self) -> None:
         while not self._stopped.wait(RENEW_SECONDS):

@@ -27,9 +27,9 @@ def config_entry(config: Config, name: str, default: Any = None) -> Any:
     3
     """
     section, _, entry = name.rpartition(".")
-    found = config.get(section or TEXT)
-    if isinstance(found, Mapping) and entry in found:
-        return found[entry]
+    entries = config.get(section or TEXT)
+    if isinstance(entries, Mapping) and entry in entries:
+        return entries[entry]
     return default if section else config.get(name, default)
 
 
@@ -72,7 +72,7 @@ def derived_sizes(config: Config) -> dict[str, int]:
     ``n_routed_experts`` and ``moe_intermediate_size`` (``minimax_m2/configuration.py``).
     """
     values = _sizes(config)
-    sections = {name: found for name, found in config.items() if isinstance(found, Mapping)}
+    sections = {name: entries for name, entries in config.items() if isinstance(entries, Mapping)}
     if TEXT in sections:
         values |= _sizes(sections[TEXT])
     if "num_attention_heads" in values:

@@ -34,10 +34,10 @@ class Family:
 
 def families(tables: Sequence[RuleTable]) -> tuple[Family, ...]:
     """The families of the tables that record how they were tested, sorted by name and library."""
-    found = [
+    proven = [
         _family(table, table.proven) for table in tables if table.proven is not None and table.version is None
     ]
-    return tuple(sorted(found, key=lambda family: (family.name, family.library)))
+    return tuple(sorted(proven, key=lambda family: (family.name, family.library)))
 
 
 def _family(table: RuleTable, proven: Proof) -> Family:

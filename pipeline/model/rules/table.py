@@ -188,11 +188,11 @@ class RuleTable:
         if not fits and why is not None:
             raise RuleError(key, f"{why}; such checkpoints are not supported")
         if len(fits) != 1:
-            found = f"{len(fits)} rows" if fits else "no row"
+            rows = f"{len(fits)} rows" if fits else "no row"
             advice = "keep only one in" if fits else "add one to"
             raise RuleError(
                 key,
-                f"{found} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
+                f"{rows} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
                 "copy of the table and pass it with --rules FILE",
             )
         rule, match = fits[0]
