@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -101,41 +101,15 @@ class Inspection(Shown):
 
     def facts(self) -> Facts:
         """The description, line by line."""
+        written_by = f"{self.library or self.convention}{f' ({self.recipe})' if self.recipe else ''}"
         facts = [
             ("checkpoint", self.path),
-            (
-                "format",
-                f"{self.format}, written by {self.library or self.convention}"
-                f"{f' ({self.recipe})' if self.recipe else ''}, model family {self.family}",
-            ),
-            ("topology", str(self.topology or "not recorded by this format")),
+            ("format", f"{self.format}, written by {written_by}, model family {self.family}"),
+            *self._job_facts(),
+            ("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"),
+            ("other files", f"{len(self.other_files)}"),
+            *self._model_facts(),
         ]
-        if self.rules is not None:
-            facts.append(("rules", self.rules))
-        if self.sharding_strategy is not None:
-            overlap = ", comm overlap" if self.comm_overlap else ""
-            several = self.topology is not None and self.topology.sharding > 1
-            cp = (
-                "; ranks of context parallelism are sharding ranks"
-                if several and self.convention != "paddlenlp"
-                else ""
-            )
-            facts.append(("sharding", f"{self.sharding_strategy}{overlap}{cp}"))
-        if self.sequence_parallel is not None:
-            facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
-        if self.topology and (arguments := naming_arguments(self.topology, bool(self.sequence_parallel))):
-            facts.append(("names", f"of a job with {arguments}"))
-        if by_muon := muon_parameters(self.tensors):
-            facts.append(("optimizer", f"Muon, with moment1 only for {len(by_muon)} parameters"))
-        facts.append(("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"))
-        facts.append(("other files", f"{len(self.other_files)}"))
-        if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
-            more = [f"and {len(tied) - _SHOWN_TIED} more"] if len(tied) > _SHOWN_TIED else []
-            facts.append(("tied", ", ".join([*tied[:_SHOWN_TIED], *more])))
-        if self.adapter is not None:
-            base = self.adapter.base or "not recorded"
-            lora = f"rank {self.adapter.rank}, scaling {self.adapter.scaling:g}, base model {base}"
-            facts.append(("LoRA", lora))
         if self.newer:
             facts.append(("newer", self.newer))
         if self.unproven:
@@ -145,6 +119,37 @@ class Inspection(Shown):
             facts.append(("lacks", words))
         if missing := [tensor.key for tensor in self.tensors if tensor.missing]:
             facts.append(("in no file", f"{', '.join(missing)}: see --fill and --allow-missing of convert"))
+        return facts
+
+    def _job_facts(self) -> Facts:
+        """The facts about the job that wrote the checkpoint."""
+        facts = [("topology", str(self.topology or "not recorded by this format"))]
+        if self.rules is not None:
+            facts.append(("rules", self.rules))
+        if self.sharding_strategy is not None:
+            overlap = ", comm overlap" if self.comm_overlap else ""
+            several = self.topology is not None and self.topology.sharding > 1
+            with_cp = several and self.convention != "paddlenlp"
+            cp = "; ranks of context parallelism are sharding ranks" if with_cp else ""
+            facts.append(("sharding", f"{self.sharding_strategy}{overlap}{cp}"))
+        if self.sequence_parallel is not None:
+            facts.append(("sequence parallel", "yes" if self.sequence_parallel else "no"))
+        if self.topology and (arguments := naming_arguments(self.topology, bool(self.sequence_parallel))):
+            facts.append(("names", f"of a job with {arguments}"))
+        if by_muon := muon_parameters(self.tensors):
+            facts.append(("optimizer", f"Muon, with moment1 only for {len(by_muon)} parameters"))
+        return facts
+
+    def _model_facts(self) -> Facts:
+        """The facts about tied tensors and LoRA."""
+        facts = []
+        if tied := [f"{t.key} = {t.tied_to}" for t in self.tensors if t.tied_to]:
+            more = [f"and {len(tied) - _SHOWN_TIED} more"] if len(tied) > _SHOWN_TIED else []
+            facts.append(("tied", ", ".join([*tied[:_SHOWN_TIED], *more])))
+        if self.adapter is not None:
+            base = self.adapter.base or "not recorded"
+            lora = f"rank {self.adapter.rank}, scaling {self.adapter.scaling:g}, base model {base}"
+            facts.append(("LoRA", lora))
         return facts
 
 
@@ -189,10 +194,14 @@ def inspect(
         ):
             return beyond
         raise
-    sizes = store.sizes()
+    return _described(checkpoint, store.location, store.sizes())
+
+
+def _described(checkpoint: Checkpoint, location: str, sizes: Mapping[str, int]) -> Inspection:
+    """The description of a checkpoint whose model is known; ``sizes`` are those of all files beside it."""
     own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     return Inspection(
-        path=store.location,
+        path=location,
         format=checkpoint.format,
         convention=checkpoint.model.table.convention,
         family=checkpoint.model.table.family,

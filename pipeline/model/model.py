@@ -245,60 +245,76 @@ def predict_parameter_names(
     generates it when layers are built in order: ``linear_0.w_0``, ``linear_0.b_0``, ``linear_1.w_0``. Tied tensors in
     the same cell have the same name.
     """
-    counters: dict[str, int] = {}
-    modules: dict[str, str] = {}
-    names: dict[str, str] = {}
-    first_experts: dict[str, str] = {}
-    built = copies = 0
+    named = _NamesOfCell(config, pp, tp, sequence_parallel, ep)
     for tensor in _in_building_order(tensors):
-        if tensor.tied_to in names:
-            names[tensor.key] = names[tensor.tied_to or ""]
-            continue
-        if tensor.rule.copied:
-            first = first_experts.setdefault(tensor.rule.of_every_expert(tensor.key), tensor.key)
+        named.names[tensor.key] = named.build(tensor)
+    return {tensor.key: named.names[tensor.key] for tensor in tensors}
+
+
+class _NamesOfCell:
+    """Gives the parameters of one cell their names, in the order in which the process builds them."""
+
+    def __init__(self, config: Config, pp: int, tp: int, sequence_parallel: bool, ep: int) -> None:
+        self.config, self.pp, self.tp, self.ep = config, pp, tp, ep
+        self.sequence_parallel = sequence_parallel
+        self.names: dict[str, str] = {}
+        self._counters: dict[str, int] = {}
+        self._layers: dict[str, str] = {}
+        """Module → name of its layer."""
+        self._first_experts: dict[str, str] = {}
+        """Key without the number of its expert → key of the first expert that was built."""
+        self._built = self._copies = 0
+
+    def build(self, tensor: ModelTensor | NamedTensor) -> str:
+        """The name of the tensor that the process builds next."""
+        if tensor.tied_to in self.names:
+            return self.names[tensor.tied_to or ""]
+        rule = tensor.rule
+        if rule.copied:
+            first = self._first_experts.setdefault(rule.of_every_expert(tensor.key), tensor.key)
             if first != tensor.key:
-                names[tensor.key] = f"{names[first]}_deepcopy_{copies}"
-                copies += 1
-                continue
-        for discarded in tensor.rule.discards:
-            name_class = discarded.class_for(tp, sequence_parallel)
-            counters[name_class] = counters.get(name_class, 0) + 1
-        built += len(tensor.rule.discards)
-        # What tp does not cut is of a plain layer, also under sequence parallelism.
-        cut_in_sequence = sequence_parallel and not tensor.rule.stays_whole(config, tp, tensor.key)
-        name_class = tensor.rule.class_for(pp, tp, cut_in_sequence, ep)
-        if name_class == UNNAMED_PARAMETER:
-            names[tensor.key] = f"{UNNAMED_PARAMETER}_{built}"
-            built += 1
-            continue
+                self._copies += 1
+                return f"{self.names[first]}_deepcopy_{self._copies - 1}"
+        for discarded in rule.discards:
+            self._counted(discarded.class_for(self.tp, self.sequence_parallel))
+        self._built += len(rule.discards)
+        name_class = self._class_of(tensor)
         if name_class == AUTOMATIC:
-            count = counters.get(name_class, 0)
-            counters[name_class] = count + 1
-            names[tensor.key] = tensor.automatic_name or f"{AUTOMATIC}_{count}"
-            continue
+            count = self._counted(name_class)
+            return tensor.automatic_name or f"{AUTOMATIC}_{count}"
+        if name_class == UNNAMED_PARAMETER or not rule.first_number:
+            self._built += 1
+        if name_class == UNNAMED_PARAMETER:
+            return f"{UNNAMED_PARAMETER}_{self._built - 1}"
+        if rule.parameter_name is not None:
+            match = rule.pattern().fullmatch(tensor.key)
+            layer = match.groupdict().get("layer") if match else None
+            return rule.parameter_name.format(n=self._counted(name_class), layer=layer)
+        return self._of_layer(tensor, name_class)
+
+    def _class_of(self, tensor: ModelTensor | NamedTensor) -> str:
+        """Class of the layer; what tp does not cut is of a plain layer, also under sequence parallelism."""
+        cut = self.sequence_parallel and not tensor.rule.stays_whole(self.config, self.tp, tensor.key)
+        return tensor.rule.class_for(self.pp, self.tp, cut, self.ep)
+
+    def _of_layer(self, tensor: ModelTensor | NamedTensor, name_class: str) -> str:
+        """Name of a weight or a bias of a layer, which the first of its parameters counts."""
         module, _, leaf = tensor.key.rpartition(".")
+        kind = "b" if leaf == "bias" else "w"
         if tensor.rule.first_number:  # the LoRA layer that replaces the linear layer
             module = f"{module} with LoRA"
-        else:
-            built += 1
-        if tensor.rule.parameter_name is not None:
-            count = counters.get(name_class, 0)
-            counters[name_class] = count + 1
-            match = tensor.rule.pattern().fullmatch(tensor.key)
-            layer = match.groupdict().get("layer") if match else None
-            names[tensor.key] = tensor.rule.parameter_name.format(n=count, layer=layer)
-            continue
-        kind = "b" if leaf == "bias" else "w"
         if name_class == "create_parameter":
             module, kind = tensor.key, "w"  # paddle.create_parameter counts its calls, not layers
-        if module not in modules:
-            modules[module] = f"{name_class}_{counters.get(name_class, 0)}"
-            counters[name_class] = counters.get(name_class, 0) + 1
-        parameter = f"{modules[module]}.{kind}"
-        count = counters.get(parameter, tensor.rule.first_number)
-        counters[parameter] = count + 1
-        names[tensor.key] = f"{parameter}_{count}"
-    return {tensor.key: names[tensor.key] for tensor in tensors}
+        if module not in self._layers:
+            self._layers[module] = f"{name_class}_{self._counted(name_class)}"
+        parameter = f"{self._layers[module]}.{kind}"
+        return f"{parameter}_{self._counted(parameter, tensor.rule.first_number)}"
+
+    def _counted(self, counter: str, first: int = 0) -> int:
+        """The number that a counter has come to, which is one more the next time."""
+        number = self._counters.get(counter, first)
+        self._counters[counter] = number + 1
+        return number
 
 
 def _in_building_order(

@@ -30,7 +30,13 @@ from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import LoadOptions
-from paddle_reshard.pipeline.training.layout import Names, check_complete, find_tensors, lay_out_live
+from paddle_reshard.pipeline.training.layout import (
+    LivePiece,
+    Names,
+    check_complete,
+    find_tensors,
+    lay_out_live,
+)
 from paddle_reshard.pipeline.training.tensors import (
     LR_SCHEDULER,
     LiveTensor,
@@ -135,21 +141,18 @@ def load_into(
         )
     request = _read_request(source, config, strict, options)
     store, checkpoint, missing = _open(request)
-    schedules = list(schedules_of(state_dict))
-    for schedule in schedules:
-        _check_schedule(schedule, checkpoint)
+    schedules = _schedules(state_dict, checkpoint)
     if request.strict:
         _check_sections(state_dict)
     entries = dict(entries_of(state_dict))
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
     numbers = find_tensors(names, entries, missing)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
-    pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
-    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
     if request.strict:
         check_complete(checkpoint.catalog.tensors, numbers)
-    checks = master_checks_of_loaded(checkpoint.catalog, layout.target.fragments)
-    plan = plan_conversion(layout.source, layout.target, (), request.planning, checks=checks)
+    plan = _planned(
+        checkpoint, {tensor.piece: numbers[tensor.piece.path] for tensor in live}, request.planning
+    )
     filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(request.location) else REMOTE_GAP_BYTES)
     store.check_unchanged()
     for schedule in schedules:
@@ -206,16 +209,27 @@ def _check_sections(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
-    checkpoint_schedule = checkpoint.job.lr_scheduler
-    stored, expected = (
-        [*value] if isinstance(value, MutableMapping) else [] for value in (checkpoint_schedule, schedule)
-    )
-    if not stored or sorted(stored) != sorted(expected):
-        raise CheckpointError(
-            f"{LR_SCHEDULER}: has the entries {sorted(expected)}, but the checkpoint's tensor files have "
-            f"{sorted(stored)}; remove it from the state_dict and load it from scheduler.pdparams"
+def _schedules(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> list[Any]:
+    """The learning-rate schedules of a ``state_dict``, which have the entries of the checkpoint's."""
+    schedules = list(schedules_of(state_dict))
+    for schedule in schedules:
+        stored, expected = (
+            sorted(value) if isinstance(value, MutableMapping) else []
+            for value in (checkpoint.job.lr_scheduler, schedule)
         )
+        if not stored or stored != expected:
+            raise CheckpointError(
+                f"{LR_SCHEDULER}: has the entries {expected}, but the checkpoint's tensor files have "
+                f"{stored}; remove it from the state_dict and load it from scheduler.pdparams"
+            )
+    return schedules
+
+
+def _planned(checkpoint: Checkpoint, pieces: Mapping[LivePiece, int], settings: PlanSettings) -> Plan:
+    """The plan that fills pieces of live tensors, each from the tensor of the checkpoint with its number."""
+    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
+    checks = master_checks_of_loaded(checkpoint.catalog, layout.target.fragments)
+    return plan_conversion(layout.source, layout.target, (), settings, checks=checks)
 
 
 class _Filled(NamedTuple):

@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.versions.chain import (
 from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES
 from paddle_reshard.pipeline.versions.form import version_name
 from paddle_reshard.pipeline.versions.reports import PullReport
-from paddle_reshard.pipeline.versions.writing import Unit, units_at_a_time, write_target
+from paddle_reshard.pipeline.versions.writing import Unit, Written, units_at_a_time, write_target
 from paddle_reshard.storage.apart import check_apart
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -116,28 +116,20 @@ def pull(
     target = open_target(where, True, {}, True, take_over)
     held = _held(target, where, known.root.location)
     if held == number:
+        start, written = number, Written(0, 0)
         files = len(_unchanged(target.reopen(), check_target_quickly).files)
-        return PullReport(known.root.location, where, number, number, files, 0, 0, time.monotonic() - began)
-    chain, start = _chain(known, number, held, where)
-    budget_bytes = parse_memory(memory)
-    at_a_time = units_at_a_time(where, len(chain.deltas), len(chain.base.places), budget_bytes)
-    units = list(_units(chain, _checksums(chain.base.source) if start == held else {}))
-    written = write_target(
-        target,
-        units,
-        f"{version_name(number)} of {known.root.location}",
-        [chain.base.source, *(delta.model.source for delta in chain.deltas)],
-        partial(_describe, number, known.root.location, chain.base.source, units),
-        at_a_time,
-        observe,
-        not no_space_check,
-    )
+    else:
+        chain, start = _chain(known, number, held, where)
+        recorded = _checksums(chain.base.source) if start == held else {}
+        written, files = _write(
+            target, where, chain, number, known, recorded, parse_memory(memory), observe, not no_space_check
+        )
     return PullReport(
         known.root.location,
         where,
         number,
         start,
-        len({unit.path for unit in units}),
+        files,
         written.nbytes - written.resumed_bytes,
         written.resumed_bytes,
         time.monotonic() - began,
@@ -246,6 +238,33 @@ def _bytes(
         if expected and checksum(window) != expected:
             raise _changed(f"{base.source.location}/{path}")
         yield window
+
+
+def _write(
+    target: TargetStore,
+    where: str,
+    chain: Chain,
+    number: int,
+    known: Versions,
+    recorded: dict[tuple[str, int], str],
+    budget_bytes: int,
+    observe: Observer,
+    space_check: bool,
+) -> tuple[Written, int]:
+    """Write and publish the copy of a version, within the budget; the bytes written and the number of files."""
+    versions, base = known.root.location, chain.base
+    units = list(_units(chain, recorded))
+    written = write_target(
+        target,
+        units,
+        f"{version_name(number)} of {versions}",
+        [base.source, *(delta.model.source for delta in chain.deltas)],
+        partial(_describe, number, versions, base.source, units),
+        units_at_a_time(where, len(chain.deltas), len(base.places), budget_bytes),
+        observe,
+        space_check,
+    )
+    return written, len({unit.path for unit in units})
 
 
 def _describe(

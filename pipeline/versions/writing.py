@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
@@ -134,16 +134,10 @@ def write_target(
     with outputs:
         openness = reduce(and_, (source.openness for source in sources))
         writer, records = outputs.begin(new, _identity(plan_id, sources), openness)
-        done = {record.unit for record in records}
         receipts = [receipt for record in records for receipt in record.receipts]
         resumed = sum(receipt.nbytes for receipt in receipts)
         observe(Progress(resumed, before=True))
-
-        def write_unit(number: int) -> Record:
-            return Record(number, units[number].write(writer))
-
-        missing = (number for number in range(len(units)) if number not in done)
-        for record in in_order(write_unit, missing, at_a_time):
+        for record in _written_units(units, {record.unit for record in records}, writer, at_a_time):
             outputs.note([record])
             receipts += record.receipts
             observe(Progress(sum(receipt.nbytes for receipt in record.receipts)))
@@ -155,6 +149,18 @@ def write_target(
         target.publish(MANIFEST, describe(receipts))
         observe(StepEnded("publish", target.location))
     return Written(total, resumed)
+
+
+def _written_units(
+    units: Sequence[Unit], done: Collection[int], writer: WritePart, at_a_time: int
+) -> Iterator[Record]:
+    """Write the units whose numbers are not in ``done``; their records, in order."""
+
+    def write_unit(number: int) -> Record:
+        return Record(number, units[number].write(writer))
+
+    missing = (number for number in range(len(units)) if number not in done)
+    return in_order(write_unit, missing, at_a_time)
 
 
 def _new_files(units: Iterable[Unit]) -> list[NewFile]:
