@@ -36,7 +36,7 @@ def padding(address: int, byte_offset: int, unit_bytes: int = LINE_BYTES) -> int
 
 
 def padding_between(source_offset: int, byte_offset: int) -> int:
-    """The same after a page, for memory that is filled from one file and written to another without the cache.
+    """The padding after a page of memory that is filled from one file and written to another without the cache.
 
     >>> padding_between(0, 5000), padding_between(4999, 5000)
     (904, 1416)
@@ -55,7 +55,7 @@ def private_memory(nbytes: int) -> mmap.mmap:
 
 
 def memory_in_huge_pages(nbytes: int) -> memoryview:
-    """The same in huge pages where the system has them, for a few MiB that are used again and again.
+    """New memory in huge pages where the system has them, for a few MiB that are used again and again.
 
     A disk is given a huge page in one piece. To find many of them the kernel may have to move other memory about, which
     takes longer than they save.

@@ -72,11 +72,11 @@ class Outputs:
 
     @property
     def location(self) -> str:
-        """The same in one line, for messages."""
+        """The locations of the targets in one line, for messages."""
         return ", ".join(self.locations)
 
     def limits(self, source: Source) -> PartLimits:
-        """Limits that all their stores accept."""
+        """Limits that the stores of all targets accept."""
         targets = self.targets.values()
         counts = [target.most_parts for target in targets if target.most_parts is not None]
         copies = {target.copies_from(source) for target in targets}

@@ -26,7 +26,7 @@ KEYS = "an unencrypted elliptic-curve key in PEM format, on P-256, P-384 or P-52
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """By whom a signature must be: the owner of a public key, or whoever has a certificate of an authority."""
+    """The party that must have signed: the owner of a public key, or a holder of a certificate of an authority."""
 
     path: Path
     """A public key or, of authorities, their certificates; in PEM format."""
@@ -44,7 +44,7 @@ class Trusted:
 def sign_bytes(
     name: str, data: bytes, private_key: Path, certificate: Path | None = None
 ) -> tuple[bytes, str]:
-    """Sign a file of this name and content. Returns the signature, a Sigstore bundle, and whose it is.
+    """Sign a file of this name and content. Returns the signature, a Sigstore bundle, and its owner.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def sign_bytes(
 
 
 def check_signature(where: str, name: str, data: bytes, signature: bytes, trusted: Trusted) -> str:
-    """Check the signature of a file of this name and content. Returns whose it is.
+    """Check the signature of a file of this name and content. Returns its owner.
 
     Keys are known by the SHA-256 of their PEM file, as in the signature itself; certificates by their subject and the
     SHA-256 of their DER form. The library takes a signature whose certificate has expired since, because nothing says
@@ -139,7 +139,7 @@ def _digest_of_key(pem: bytes) -> str:
 
 
 def _owner(certificate: bytes) -> str:
-    """Whose certificate this is, in DER form."""
+    """The owner of a certificate in DER form."""
     from cryptography import x509
 
     subject = x509.load_der_x509_certificate(certificate).subject.rfc4514_string()

@@ -171,7 +171,7 @@ def average_divisor(facts: Mapping[str, Any], path: str) -> float:
 
 
 def lacking_files(config: Mapping[str, Any], there: Collection[str]) -> list[str]:
-    """What an inference engine reads beside the weights and a folder does not have.
+    """The small files that an inference engine reads and a folder lacks, in words.
 
     >>> lacking_files({"vision_config": {}}, ["tokenizer.json", "generation_config.json"])
     ['no image processor']

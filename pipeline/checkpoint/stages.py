@@ -22,7 +22,7 @@ DROPPED_HEAD: Final = "it is the word embedding in a job without pipeline stages
 
 
 def without_copies(model: Model) -> Model:
-    """The model without what only jobs with stages have."""
+    """The model without the tensors that only jobs with stages have."""
     return replace(model, tensors=tuple(t for t in model.tensors if not t.rule.of_stages))
 
 
@@ -49,14 +49,14 @@ def for_stages(checkpoint: Checkpoint, pp: int) -> Checkpoint:
 
 
 def is_apart(tensor: ModelTensor, model: Model) -> bool:
-    """Whether it is a tensor of its own, and another one in jobs without pipeline stages."""
+    """Whether a job with stages has trained a tensor of its own that jobs without stages tie to another."""
     return tensor.rule.own_in_stages and tensor.tied_to is None and ties_words(model.config)
 
 
 def parted(model: Model, cells: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
-    """What a user has to know about tensors that start as copies of others and are trained apart, a sentence each.
+    """A sentence for each tensor that starts as a copy of another and is trained apart from it.
 
-    ``cells``: what each cell of a target holds, structured key → parameter name.
+    ``cells``: structured key → parameter name of the tensors in each cell of a target.
     """
     together = [set(names) for names in cells]
     return tuple(
@@ -70,7 +70,7 @@ def parted(model: Model, cells: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
 
 
 def as_read_again(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
-    """The checkpoint with tensors of their own for what is tied in it and not in ``found``, the model of a target."""
+    """The checkpoint with tensors of their own for those that it ties and the model of a target does not."""
     own = {t.key for t in of_target.tensors if t.tied_to is None}
     apart = {t.key: t.tied_to for t in checkpoint.model.tensors if t.tied_to is not None and t.key in own}
     catalog = checkpoint.catalog

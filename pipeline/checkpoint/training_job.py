@@ -76,7 +76,7 @@ def takes_from_masters(tensor: ModelTensor, strategy: str, with_lora: bool) -> b
 
 
 def never_restored(tensors: Iterable[ModelTensor], strategy: str, with_lora: bool) -> str | None:
-    """What PaddleFormers 1.2 leaves as the job was built when it resumes from a FlexCheckpoint; ``None``: nothing."""
+    """The parameters that PaddleFormers 1.2 does not restore from a FlexCheckpoint, in words; ``None``: none."""
     held = [tensor for tensor in tensors if not tensor.missing and tensor.tied_to is None]
     if not any(tensor.master for tensor in held):
         return None

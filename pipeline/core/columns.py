@@ -58,7 +58,7 @@ class Columns:
 
     @classmethod
     def of_rows(cls, rows: npt.NDArray[np.void]) -> Self:
-        """The same rows as columns."""
+        """Columns of an array of rows."""
         columns = cls.empty(len(rows))
         for name in cls.DTYPE.names or ():
             columns[name] = rows[name]
@@ -81,7 +81,7 @@ class Columns:
             yield name, _constant(low, len(self)) if same else column.astype(_smallest(low, high), copy=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A single string of bytes: hundreds of thousands of small selections are sent to workers."""
+        """Pickle as a single string of bytes: hundreds of thousands of small selections are sent to workers."""
         columns = [self._columns[name] for name in self.COLUMNS]
         kept = [column[:1] if _is_constant(column) else column for column in columns]
         layout = "".join(column.dtype.char for column in kept), bytes(map(_is_constant, columns))
@@ -149,13 +149,13 @@ class Columns:
         self._set(name, dim, np.asarray(values))
 
     def set_distance(self, name: str, values: npt.ArrayLike) -> None:
-        """Change a field of which only the distance from another is held, by this distance."""
+        """Set a field of :attr:`DISTANCES`, of which only the distance from another field is held, by that distance."""
         if name not in self.DISTANCES:
             raise ValueError(f"{name} is not held as a distance")
         self._set(name, 0, np.asarray(values))
 
     def share(self, name: str, other: Columns, its_name: str) -> None:
-        """Give a field the values that a field of as many other rows has, without a look at them."""
+        """Give a field the values of the field ``its_name`` of as many ``other`` rows; the arrays are shared."""
         self._check_open()
         if len(other) != len(self) or {name, its_name} & {*self.DISTANCES, *other.DISTANCES}:
             raise ValueError(f"{its_name} of {len(other)} rows cannot be the {name} of {len(self)}")
@@ -175,27 +175,27 @@ class Columns:
         self._frozen = True
 
     def rows(self) -> npt.NDArray[np.void]:
-        """The same as rows."""
+        """The columns as an array of rows."""
         rows = np.empty(len(self), dtype=self.DTYPE)
         for name in self.DTYPE.names or ():
             rows[name] = self[name]
         return rows
 
     def blocks(self, count: int = BLOCK_ROWS) -> Iterator[Self]:
-        """All of them, at most ``count`` at a time."""
+        """The rows in order, at most ``count`` at a time."""
         for first in range(0, len(self), count):
             yield self[first : first + count]
 
     def copy(self) -> Self:
-        """The same in arrays of their own."""
+        """A copy of the rows, in arrays of its own."""
         return self[np.arange(len(self))]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Remove all rows."""
         self._columns = self.empty()._columns
 
     def reorder(self, order: Ints) -> None:
-        """Sort them."""
+        """Put the rows in an order, given as indices."""
         for name in self.COLUMNS:
             self._columns[name] = _taken(self._columns[name], order)
 
@@ -211,7 +211,7 @@ class Columns:
 
     @classmethod
     def joined(cls, chunks: list[Self]) -> Self:
-        """All of several. Nothing is left in these, so that no field is held twice for long."""
+        """The rows of several values. Empties the ``chunks``, so that no field is held twice for long."""
         if len(chunks) == 1:
             return chunks.pop()
         columns = {name: _joined([chunk._columns.pop(name) for chunk in chunks]) for name in cls.COLUMNS}

@@ -54,7 +54,7 @@ class Multiplier:
             self._tables[:, half : 2 * half] = self._tables[:, :half] ^ products[bit::8, np.newaxis]
 
     def __call__(self, remainders: Remainders) -> Remainders:
-        """All products."""
+        """The product of each remainder."""
         octets = np.ascontiguousarray(remainders, dtype="<u8").view(np.uint8).reshape(*remainders.shape, 8)
         if remainders.size <= _FEW:
             few: Remainders = np.bitwise_xor.reduce(self._tables[_OCTETS, octets], axis=-1)
@@ -65,11 +65,11 @@ class Multiplier:
         return products
 
     def factor(self) -> int:
-        """What it multiplies by."""
+        """The factor, a remainder."""
         return int(self._tables[7][0x80])
 
     def of_one(self, remainder: int) -> int:
-        """A single product."""
+        """The product of a single remainder."""
         product = 0
         for number in range(8):
             product ^= self._tables.item(number, remainder >> 8 * number & 0xFF)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in a number for each tensor and one for all, whatever its topology and format.
+"""Fingerprints: a number for each tensor of a checkpoint and one for all, whatever its topology and format.
 
 The fingerprint of a tensor is the CRC-64/NVME of its values: all of them, row-major, little-endian, bfloat16 as its two
 bytes. Its *line* is compact ASCII JSON: key, state, dtype, global shape, and the checksum in 16 hexadecimal digits::
@@ -72,7 +72,7 @@ class Fingerprints:
         return map(self.line, range(len(self.tensors)))
 
     def entries(self) -> Iterator[list[Any]]:
-        """What each line lists."""
+        """The entries that each line lists."""
         return (entries_of(self.tensors[n], checksum) for n, checksum in enumerate(self.checksums.tolist()))
 
     def line(self, number: int) -> bytes:
@@ -97,29 +97,24 @@ def line_of(tensor: Tensor, checksum: int) -> bytes:
 
 
 def entries_of(tensor: Tensor, checksum: int) -> list[Any]:
-    """What the line of a tensor lists."""
+    """The entries that the line of a tensor lists: key, state, dtype, shape and checksum."""
     return [tensor.key, tensor.state, tensor.dtype.name, list(tensor.global_shape), f"{checksum:016x}"]
 
 
-def merkle_root(lines: Iterable[bytes]) -> str:
-    """The Merkle tree hash of RFC 9162 over the lines.
+class _Tree:
+    """The Merkle tree of RFC 9162, to which leaves are added.
 
     A leaf is the hash of a zero byte and its line; a node that of a one byte and its two children, of which the first
     has the largest power of two of leaves that is smaller than those of both.
 
-    >>> merkle_root([])
+    >>> tree = _Tree()
+    >>> tree.root()
     'sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855'
-    >>> merkle_root([b"a", b"b", b"c"])
+    >>> for line in (b"a", b"b", b"c"):
+    ...     tree.add(hashlib.sha256(b"\\0" + line).digest())
+    >>> tree.root()
     'sha256:36642e73c2540ab121e3a6bf9545b0a24982cd830eb13d3cd19de3ce6c021ec1'
     """
-    tree = _Tree()
-    for line in lines:
-        tree.add(hashlib.sha256(b"\0" + line).digest())
-    return tree.root()
-
-
-class _Tree:
-    """A Merkle tree to which leaves are added."""
 
     __slots__ = ("_complete",)
 
@@ -159,7 +154,7 @@ class Mismatch:
 def mismatches(
     a: Fingerprints, b: Fingerprints, names: Sequence[str], subset: bool = False
 ) -> list[Mismatch]:
-    """How two sets differ, by tensor. ``names`` are those of the two sides in messages.
+    """The tensors in which two sets differ. ``names`` are those of the two sides in messages.
 
     With ``subset``, ``b`` may lack tensors.
     """

@@ -1,4 +1,4 @@
-"""The most of everything that somebody else counts: file names, headers, pickles, JSON, options.
+"""Upper limits of whatever comes from outside: file names, headers, pickles, JSON, options.
 
 Each is checked before anything is allocated, or done, in its proportion. Each is the largest real use that is known,
 several times over, so that it only ever meets a mistake or an attack.

@@ -353,7 +353,7 @@ class LiteralSlices(Sequence[Literal]):
         return self.read_by(_Reader(self._content))
 
     def read_by(self, reader: _Reader) -> Iterator[Literal]:
-        """The same with a reader that may have blocks already."""
+        """Number of the range, offset in it and content of each slice, by a reader that may have blocks already."""
         for number, offset, start, stop in zip(
             self._numbers, self._offsets, self._starts, self._stops, strict=True
         ):

@@ -1,4 +1,4 @@
-"""What there was in an earlier release → what replaces it, for one release. The error about it is the only user."""
+"""Names of an earlier release → what replaces them, for one release. Only the error about such a name uses them."""
 
 from __future__ import annotations
 

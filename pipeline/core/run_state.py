@@ -34,7 +34,7 @@ class EndedStep:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker has done so far, and what it does."""
+    """The work that a worker has done so far, and the group that it runs."""
 
     groups: int = 0
     read_bytes: int = 0
@@ -170,14 +170,14 @@ class RunState:
         return moved / seconds if moved and seconds > 0 else None
 
     def seconds_left(self) -> float | None:
-        """Time until the end of the current step at this rate; ``None`` if there is nothing to tell it by."""
+        """Time until the end of the current step at this rate; ``None`` before a rate is known."""
         rate = self.bytes_per_second()
         if rate is None or self.total_bytes is None:
             return None
         return max(0, self.total_bytes - self.done_bytes) / rate
 
     def held_bytes(self) -> int:
-        """Memory that the groups of a process are given; that of the fullest one. Threads of this one share it."""
+        """Memory that the groups of the fullest process are given; threads of this process share it."""
         shared = sum(worker.held_bytes for name, worker in self.workers.items() if name.startswith(THREAD))
         return max((shared, *(worker.held_bytes for worker in self.workers.values())))
 

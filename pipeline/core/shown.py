@@ -1,4 +1,4 @@
-"""How results look: in a few words at a prompt, as a table in a notebook, and the same facts on the command line."""
+"""The display of results: a line at a prompt, a table in a notebook, and the same facts on the command line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Shown:
     __slots__ = ()
 
     def facts(self) -> Facts:
-        """The facts about it, as name and value."""
+        """The facts about the result, as name and value."""
         raise NotImplementedError
 
     def _in_short(self) -> str:
-        """The facts of a line."""
+        """The result in a line, for a prompt."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -40,7 +40,7 @@ class Shown:
 
 
 def counted(number: int, word: str) -> str:
-    """A number of things.
+    """A number and its noun, for messages.
 
     >>> counted(1, "difference"), counted(2, "difference")
     ('1 difference', '2 differences')

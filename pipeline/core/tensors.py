@@ -70,7 +70,7 @@ def is_per_parameter(state: str) -> bool:
 
 
 def written_name(state: str) -> str:
-    """What files call a state.
+    """The name of a state in files.
 
     >>> written_name("moment1"), written_name("mean_moment2")
     ('moment1', 'moment2')

@@ -91,7 +91,7 @@ def is_training_state(path: str) -> bool:
 
 
 def is_of_training(path: str) -> bool:
-    """Whether the trainer writes a file with every checkpoint of a run that has it at all: not one of the model's."""
+    """Whether a file is of the training job: tensors, an index, a marker or a state, not a small file of the model."""
     return any(re.fullmatch(p, path) for p in (_TENSORS, _INDEX, _MARKER)) or is_training_state(path)
 
 

@@ -51,7 +51,7 @@ def parse_memory(text: str) -> int:
 
 
 def parse_count(files: int | str) -> int:
-    """A number of files."""
+    """A number of target files, as a user writes it."""
     if isinstance(files, str) and not (files.isascii() and files.isdigit()):
         raise UsageError(f"--files {files}: a whole number is expected")
     if len(str(files)) > len(str(MAX_TARGET_FILES)) or int(files) > MAX_TARGET_FILES:

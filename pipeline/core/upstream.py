@@ -1,4 +1,4 @@
-"""In which form each version of Paddle writes its files. ``docs/versions.md`` says by what each version is proven.
+"""The forms in which versions of Paddle write their files. ``docs/versions.md`` says by what each version is proven.
 
 No file names the version of the library that wrote it. What there is: the protocol of a pickle (5 by default from
 Paddle 3.4 on), the names of functions and classes in it, which attributes objects have, and in ``.metadata`` files of

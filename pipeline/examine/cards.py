@@ -235,7 +235,7 @@ def plan_cards(
 
 
 def _check(cards: int, format: str, options: ConversionOptions) -> None:
-    """Refuse what leaves nothing to choose, or a format that has no topology."""
+    """Refuse options that leave no topology to choose, or a format that has none."""
     if not 1 <= cards <= MAX_RANKS:
         raise UsageError(f"--cards {cards}: a job has 1 to {MAX_RANKS} cards")
     if options.get("to"):
@@ -290,7 +290,7 @@ def _by_nearness(alternatives: Sequence[Alternative], source: Topology | None) -
 
 @dataclass(frozen=True)
 class _Offer:
-    """A checkpoint that can be converted."""
+    """A checkpoint and the options of a request, from which each topology's alternative is made."""
 
     altered: Altered
     asked: Asked
@@ -315,7 +315,7 @@ class _Offer:
         }
 
     def alternative(self, topology: Topology) -> Alternative:
-        """What a topology costs.
+        """The alternative for a topology, with its costs.
 
         Raises
         ------
@@ -350,7 +350,7 @@ class _Offer:
         )
 
     def _is_already(self, topology: Topology, target: JobTarget) -> bool:
-        """Whether the checkpoint is for this job as it is, in a format that was not asked for to be another."""
+        """Whether the job of a target reads the checkpoint as it is, and no option asks for other files."""
         before, format = self.before, self.altered.source.format
         if (
             before is not None and self.altered.source.job.expert_axis != "dp"
@@ -367,7 +367,7 @@ class _Offer:
         )
 
     def _arguments(self, target: JobTarget, is_already: bool, anew: bool) -> tuple[Arguments, str]:
-        """The trainer's arguments, and why it does not go on at once."""
+        """The trainer's arguments for a target, and why the job would not resume at once; empty if it would."""
         job = target.job(self.altered.wanted)
         if is_already:
             job = replace(

@@ -98,7 +98,7 @@ def compared(report: GroupReport) -> Compared:
 
 
 def differences_of(groups: Collection[Compared]) -> tuple[Difference, ...]:
-    """All differences."""
+    """The differences of all groups."""
     return tuple(Difference(*difference) for group in groups for difference in group.differences)
 
 

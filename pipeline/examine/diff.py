@@ -1,4 +1,4 @@
-"""How far two checkpoints of any topologies and formats are apart, tensor by tensor."""
+"""Measure the differences between two checkpoints of any topologies and formats, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_LAYER = "outside of layers"
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How far a tensor of two checkpoints is apart."""
+    """The differences between the values of a tensor in two checkpoints."""
 
     key: str
     state: str
@@ -83,7 +83,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceSummary:
-    """How far several tensors are apart: those of a layer, or of a state."""
+    """The differences of several tensors: those of a layer, or of a state."""
 
     name: str
     tensors: int
@@ -247,7 +247,7 @@ def _planned(
 def _measured(
     plan: Plan, stores: Sequence[Source], tolerance: Tolerance, spare: int, observe: Observer
 ) -> dict[int, Statistics]:
-    """Tensor of the plan → how far its values are apart."""
+    """Number of a tensor in the plan → statistics of its differences."""
     trim_heap()
     engine = InlineEngine(plan.budget_bytes, observe=observe)
     engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare)

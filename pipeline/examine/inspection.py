@@ -227,7 +227,7 @@ def _described(checkpoint: Checkpoint, location: str, sizes: Mapping[str, int]) 
 
 
 def _lacking(checkpoint: Checkpoint, paths: Collection[str]) -> tuple[str, ...]:
-    """What an inference engine would miss beside a model; nothing for a checkpoint of training."""
+    """Small files that an inference engine would miss beside a model; none for a checkpoint of training."""
     if not FORMATS[checkpoint.format].model_only:
         return ()
     return tuple(lacking_files(checkpoint.model.config, paths))

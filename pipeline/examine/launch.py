@@ -220,7 +220,7 @@ def _remarks(
 def _about_own_files(
     inspection: Inspection, job: TrainingJob, made_for: Topology | None, arguments: Arguments
 ) -> Iterator[str]:
-    """What ranks do with files that any job can read."""
+    """Remarks on files that any job can read: from which of them ranks read."""
     if arguments.get("load_checkpoint_format") != "flex_checkpoint":
         return
     if made_for == job.topology:
@@ -234,7 +234,7 @@ def _about_own_files(
 
 
 def _node_command(inspection: Inspection, job: TrainingJob, options: InspectOptions) -> str:
-    """What a node runs before the trainer, for a format that can be laid out by rank and is not for this job.
+    """The command that a node runs before the trainer if the format can be laid out by rank and is not for this job.
 
     The variables are those of Paddle's launcher (``distributed/launch/context/args_envs.py``); ranks of a node follow
     each other. The trainer then resumes from the node's folder.
@@ -265,7 +265,7 @@ def _node_command(inspection: Inspection, job: TrainingJob, options: InspectOpti
 
 
 def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterator[str]:
-    """What a job does differently because it has another topology than the one that saved."""
+    """Sentences about what a job does differently because of another topology than that of the save."""
     if _data_ranks(before) != _data_ranks(after):
         yield (
             f"data-parallel ranks (sharding × dp): {_data_ranks(after)}, before: {_data_ranks(before)}; to keep the "
@@ -291,7 +291,7 @@ def _about_ema(arguments: Arguments) -> str:
 
 
 def _serving_commands(path: str) -> tuple[str, ...]:
-    """What loads an exported model; which engine supports which family: docs/serving.md."""
+    """Commands that load an exported model; which engine supports which family: docs/serving.md."""
     python = f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(path, ensure_ascii=False)})"
     return (
         shlex.join(["python", "-c", python]),

@@ -31,7 +31,7 @@ def open_checkpoint(location: str, access: Access) -> Source:
 
 
 def dequantising(store: Source) -> Source:
-    """A store as it is read: the same, or if it holds quantised weights, with 16-bit floats instead.
+    """The store to read a checkpoint from: the given one, or one that reads its quantised weights as 16-bit floats.
 
     Raises
     ------

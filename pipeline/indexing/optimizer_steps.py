@@ -57,7 +57,7 @@ class Powers:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The betas, and a step."""
+    """The betas of an optimizer, and the step after which their powers are the stored ones."""
 
     beta1: float | None
     """``None`` if its power is too small."""

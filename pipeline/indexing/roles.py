@@ -148,7 +148,7 @@ class Older(NamedTuple):
     file: str
 
     def in_words(self, times: Mapping[str, int]) -> str:
-        """What it means, and what to do."""
+        """The message: which signal is older than which file, what that means, and what to do."""
         older = readable_seconds((times[self.file] - times[self.signal]) / 1e9)
         return (
             f"{self.signal} is {older} older than {self.file}: this step is saved again over an earlier save, and "

@@ -70,7 +70,7 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
 
 
 def _inside(key: str, item: Item) -> str:
-    """Key in a layer of multi-token prediction of what has this key in a decoder layer."""
+    """The key in a layer of multi-token prediction of the tensor that has ``key`` in a decoder layer."""
     return key if item.inner is None else key.replace("{layer}.", f"{{layer}}.{item.inner}.", 1)
 
 
@@ -79,7 +79,7 @@ def _outside(key: str, item: Item) -> str:
 
 
 def _rows(model: Model, name: str) -> set[str]:
-    """Keys of the rows that only this item has, not the decoder layers; of every routed expert."""
+    """Keys of the rows that an item has and decoder layers have not; those of experts once for each expert."""
     item, experts = model.table.mtp_items[name], model.table.experts
     return {
         rule.key.format(layer="{layer}", expert=expert)

@@ -78,7 +78,7 @@ class Span(NamedTuple):
 
 
 def spans_of(form: HuggingFaceForm, config: Config, key: str, last: int) -> list[tuple[Span, ...]]:
-    """For each tensor there, the ranges that make it up, in their order there.
+    """For each tensor of the Hugging Face checkpoint, the ranges that make it up, in their order there.
 
     Parts of 8, 4 and 4 elements in 2 groups here, the first two of them one tensor with a single group there, are
     ``[(0, 0, 4), (8, 4, 4), (4, 8, 2), (12, 10, 2)]`` and ``[(6, 0, 2), (14, 2, 2)]``.
@@ -170,7 +170,7 @@ def _match_of(key: str, spellings: Sequence[_Spelling], table: RuleTable, config
 
 
 def _layer_alone(rule: Rule, table: RuleTable, config: Config) -> dict[str, str]:
-    """The number here of the only layer of its kind, whose keys there have none."""
+    """The layer number of a row in Paddle, if its keys in Hugging Face checkpoints have none; otherwise empty."""
     item = table.mtp_items.get(rule.item)
     if item is None or item.there is None:
         return {}
@@ -187,7 +187,7 @@ def _is_fused(rule: Rule) -> bool:
 
 
 def _fuse_entry(rule: Rule) -> str:
-    """Config entry that makes the library fuse it, off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
+    """The config entry by which the library fuses parts of a row; off by default (PaddleNLP 3.0 ``LlmMetaConfig``)."""
     return "fuse_attention_qkv" if ".self_attn." in rule.key else "fuse_attention_ffn"
 
 
@@ -201,17 +201,17 @@ class PartsOfTensor:
 
     @property
     def form(self) -> HuggingFaceForm:
-        """Their form, according to the row."""
+        """The form of the tensors, according to the row."""
         return _form(self.rule)
 
     @property
     def transposed(self) -> bool:
-        """Whether they are transposed in Paddle."""
+        """Whether the tensors are transposed in Paddle."""
         return self.form.transposed
 
 
 def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dict[str, PartsOfTensor]:
-    """Key in Paddle → its parts.
+    """Key in Paddle → the tensors of a Hugging Face checkpoint that make it up.
 
     Raises
     ------

@@ -59,7 +59,7 @@ def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
 
 
 def special_optimizer(model: Model) -> str | None:
-    """The optimizer, if trainers do not save it in every format."""
+    """The name of the optimizer of a model, if trainers do not save its states in every format."""
     if muon_parameters(model.tensors):
         return MUON
     return ADAMW_MINI if any(MEAN_MOMENT2 in tensor.accumulators for tensor in model.tensors) else None
@@ -92,7 +92,7 @@ def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_mode
 
 
 def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:
-    """Whether it has only those, and other tensors have more."""
+    """Whether a tensor has only the states of Muon, while ``kept``, those of all tensors, are more."""
     return tensor.accumulators == MUON_STATES and len(kept) > len(MUON_STATES)
 
 

@@ -89,7 +89,7 @@ class TensorCut:
 
 
 class JoinedCut(TensorCut):
-    """For one array with the pieces of all ranks, one after the other along ``dim``: ``[gate_0|up_0|gate_1|up_1]``."""
+    """The cut of one array with the pieces of all ranks in a row along ``dim``: ``[gate_0|up_0|gate_1|up_1]``."""
 
     def shards(self, rank: int, local_shape: Shape) -> list[tuple[int, int, int]]:
         """``(start in the array, start in the logical dim, length)`` of each part of each rank."""
@@ -103,7 +103,7 @@ class JoinedCut(TensorCut):
 
 
 def in_words(shares: Sequence[int]) -> str:
-    """Fused parts, for error messages."""
+    """The number of fused parts and their ratio, for messages."""
     ratio = "" if len(set(shares)) == 1 else f" in the ratio {':'.join(map(str, shares))}"
     return f"{len(shares)} fused parts{ratio}"
 

@@ -30,14 +30,14 @@ class ExportedConfig(NamedTuple):
 
 
 class _Agreement(NamedTuple):
-    """What makes both libraries compute the same: changed entries, and a remark; none is needed if it is empty."""
+    """Changed entries with which both libraries compute the same, and a remark; empty if no change is needed."""
 
     entries: Mapping[str, Any] = {}
     remark: str = ""
 
 
 def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
-    """``config.json`` as the model is called, stored and computed there; ``dtype`` is the one that was asked for."""
+    """``config.json`` of an export: model, dtype and entries for ``transformers``; ``dtype`` is the requested one."""
     exported = _with_one_dtype({key: value for key, value in config.items() if key not in _OF_PADDLE}, dtype)
     exported |= {
         section: _with_one_dtype(entries, dtype)

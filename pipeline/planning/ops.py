@@ -50,7 +50,6 @@ OP = np.dtype(
         ("target_strides", np.int64, (MAX_DIMS,)),
     ]
 )
-FIELDS = tuple(OP.names or ())
 ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 
 

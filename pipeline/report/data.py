@@ -1,4 +1,4 @@
-"""What a report says, as a value."""
+"""The content of a report, as values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GOOD, BAD, PLAIN = "good", "bad", "plain"
 
 
 class Tile(NamedTuple):
-    """A figure that is read first."""
+    """A figure at the head of a report."""
 
     name: str
     value: str
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 
 class NextStep(NamedTuple):
-    """What one does next."""
+    """A step that follows after a report: a sentence, and the command for it."""
 
     words: str
     command: str = ""
@@ -42,7 +42,7 @@ class Made(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a target does not have."""
+    """Tensors, states or files that a target leaves out for one reason."""
 
     reason: str
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class Bar(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Bars from nothing to the largest value."""
+    """A bar chart, from zero to the largest value."""
 
     title: str
     bars: tuple[Bar, ...]

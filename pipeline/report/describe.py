@@ -1,4 +1,4 @@
-"""From plans and results to what a report says."""
+"""Describe plans and results as the content of a report."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def describe_plan(
     proof: Coverage | None = None,
     simulations: Sequence[Simulation] = (),
 ) -> ReportData:
-    """What a plan says, whether it is complete, and how long it would take."""
+    """The report of a plan: what moves, whether the plan is complete, and how long it would take."""
     plan = conversion.plan
     targets = tuple(conversion.target_locations) or tuple(
         target.spec.in_words() for target in conversion.targets
@@ -187,7 +187,7 @@ def describe_conversion(
     command: str = "convert",
     proof: Coverage | None = None,
 ) -> ReportData:
-    """What a finished conversion says; ``proof`` was made before it moved anything."""
+    """The report of a finished conversion; ``proof`` was made before it moved anything."""
     moved = report.moved
     planned = describe_plan(report.plan, picture, command, proof)
     rate = f"{readable_bytes(int(moved.written_bytes / report.seconds))}/s written" if report.seconds else ""
@@ -218,7 +218,7 @@ def describe_failure(
     run: RunData | None,
     proof: Coverage | None = None,
 ) -> ReportData:
-    """What a conversion says that ended after it was planned."""
+    """The report of a conversion that failed after it was planned."""
     planned = describe_plan(conversion, picture, command, proof)
     kind = type(error).__name__
     message = f"{error} [{kind}]" if isinstance(error, ReshardError) else str(error) or kind
@@ -243,7 +243,7 @@ def _reached(run: RunData | None) -> Tile:
 
 
 def _memory(plan: Plan, run: RunData | None) -> Tile | None:
-    """What the process had at its peak, if it ran all groups and the system tells."""
+    """Peak memory of the process, if it ran all groups and the system tells its memory."""
     if run is None or not run.peak_bytes or not run.in_this_process:
         return None
     budget = readable_bytes(plan.budget_bytes)
@@ -256,7 +256,7 @@ def _memory(plan: Plan, run: RunData | None) -> Tile | None:
 def describe_comparison(
     report: VerifyReport | IntegrityReport | DiffReport, compared: Sequence[PathLike], run: RunData | None
 ) -> ReportData:
-    """What a comparison of the locations ``compared`` found."""
+    """The report of a comparison of the locations ``compared``."""
     if isinstance(report, DiffReport):
         return describe_diff(report, compared, run)
     if isinstance(report, IntegrityReport):
@@ -267,7 +267,7 @@ def describe_comparison(
 def describe_verification(
     report: VerifyReport, compared: Sequence[PathLike], run: RunData | None = None
 ) -> ReportData:
-    """What ``verify`` says of two checkpoints, or of one and its fingerprints."""
+    """The report of ``verify`` about two checkpoints, or about one and its fingerprints."""
     rows = [(difference.tensor, difference.detail) for difference in report.differences]
     return ReportData(
         command="verify",
@@ -293,7 +293,7 @@ def describe_verification(
 def describe_integrity(
     report: IntegrityReport, compared: Sequence[PathLike], run: RunData | None = None
 ) -> ReportData:
-    """What ``verify`` says of a target and its manifest."""
+    """The report of ``verify`` about a target and its manifest."""
     rows = [(damage.path, damage.byte_offset, damage.nbytes, damage.detail) for damage in report.damages]
     headings = ("file", "first byte", "bytes", "damage")
     return ReportData(
@@ -324,7 +324,7 @@ _DIFFERING = (
 
 
 def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData | None = None) -> ReportData:
-    """What ``diff`` says, the largest relative difference first."""
+    """The report of ``diff``, the largest relative difference first."""
     rows = [
         (
             *(
@@ -375,7 +375,7 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
 
 
 def _left(conversion: ConversionPlan, targets: Sequence[str]) -> list[Left]:
-    """What targets do not have, and why."""
+    """The tensors, states and files that targets leave out, by reason."""
     several = len(targets) > 1
     left = []
     if conversion.dropped:
@@ -404,7 +404,7 @@ def _files(conversion: ConversionPlan) -> Table:
 
 
 def _proof(proof: Coverage | None) -> list[Table]:
-    """What every byte of the targets is, and what becomes of every element of the source."""
+    """A table of what every byte of the targets is, and of what becomes of every element of the source."""
     if proof is None:
         return []
     return [_table("Proof that the plan is complete", ("what", "how much"), proof.facts())]

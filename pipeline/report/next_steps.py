@@ -1,4 +1,4 @@
-"""What one does after a report: a sentence, and the command where there is one."""
+"""The steps that follow after a report: a sentence each, and the command where there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NextSteps = tuple[NextStep, ...]
 
 
 def after_plan(command: Command | None, simulations: Sequence[Simulation] = ()) -> NextSteps:
-    """Convert, with as many workers as make a difference; ``command`` is that of the plan."""
+    """After ``plan``: convert, with as many workers as make a difference; ``command`` is that of the plan."""
     if command is None:
         return (NextStep("Convert: the same arguments, with convert in place of plan."),)
     arguments = command.arguments if len(command.arguments) > 1 else (*command.arguments, "DST")
@@ -45,7 +45,7 @@ def after_plan(command: Command | None, simulations: Sequence[Simulation] = ()) 
 
 
 def after_cards(plan: CardsPlan) -> NextSteps:
-    """Convert to the topology that is nearest, or to the first."""
+    """After ``plan --cards``: convert to the topology that is nearest, or to the first."""
     chosen = plan.nearest or next(iter(plan.alternatives), None)
     if chosen is None:
         return ()
@@ -55,7 +55,7 @@ def after_cards(plan: CardsPlan) -> NextSteps:
 
 
 def after_conversion(report: ConversionReport) -> NextSteps:
-    """Start a job from every target, and compare with the source what can be compared as a whole."""
+    """After ``convert``: start a job from every target, and compare whole targets with the source."""
     conversion = report.plan
     launches = [
         NextStep("How a job starts from it.", str(Command("launch", (location,))))
@@ -74,7 +74,7 @@ def after_conversion(report: ConversionReport) -> NextSteps:
 
 
 def after_failure(error: BaseException, command: Command | None) -> NextSteps:
-    """Continue, or begin again: a checkpoint that is refused leaves nothing to continue from."""
+    """After a failure: continue, or begin again if the checkpoint was refused, which leaves nothing to continue."""
     if keeps(error):
         words = "What is written is kept. Continue from it, when the cause is gone."
         resumed = None if command is None else command.with_options("--resume")
@@ -88,7 +88,7 @@ def after_comparison(
     compared: Sequence[PathLike],
     command: Command | None,
 ) -> NextSteps:
-    """What follows from a comparison of the locations ``compared``."""
+    """After a comparison of the locations ``compared``."""
     shown = tuple(map(shown_location, compared))
     if isinstance(report, IntegrityReport):
         return _after_integrity(report, shown)

@@ -51,7 +51,7 @@ def render(report: ReportData) -> str:
 
 
 def embedded(report: ReportData) -> dict[str, Any]:
-    """What the script draws, as plain columns."""
+    """The data that the page's script draws, as plain columns."""
     return {
         "picture": None if report.picture is None else _picture(report.picture),
         "run": None if report.run is None else _run(report.run),

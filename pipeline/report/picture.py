@@ -1,4 +1,6 @@
-"""What lies where on both sides of a conversion, and what moves between: small columns, however large it is.
+"""The picture of a conversion: which tensors lie where on both sides, and which bytes move between them.
+
+Its columns are small, however large the conversion.
 
 A picture has at most ``MOST_ENTRIES`` entries of each kind. If there are more, states of a tensor are joined, then
 experts, then the tensors of a layer; and neighbouring places, ``fold`` of them at a time.
@@ -62,7 +64,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Both sides of a conversion, and what moves between."""
+    """Both sides of a conversion, and the bytes that move between them."""
 
     source: Side
     target: Side
@@ -105,7 +107,7 @@ def locate(tensors: Tensors, fragments: Fragments, side: Side, first_file: int =
 def make_picture(
     source: Located, targets: Sequence[Located], plan: Plan, sides: tuple[Side, Side]
 ) -> Picture:
-    """The picture of a plan: where the tensors of its source and its targets lie, and what moves."""
+    """The picture of a plan: where the tensors of its source and its targets lie, and which bytes move."""
     located = [source, *targets]
     held_states = {state for contents in located for _, state in contents.tensors}
     states = tuple(
@@ -138,7 +140,7 @@ def make_picture(
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
-    """Numbers in a key sort as numbers."""
+    """A key to sort by in which numbers count as numbers."""
     parts = re.split(r"(\d+)", key)
     return [(0, int(part[:18]), "") if part.isdigit() and part.isascii() else (1, 0, part) for part in parts]
 
@@ -165,7 +167,7 @@ def _by_state(located: Sequence[Located], states: Sequence[str], side: Side) -> 
 
 
 def _rows(identities: Sequence[tuple[str, str]]) -> tuple[Mapping[tuple[str, str], tuple[str, str]], str]:
-    """Key and state of every tensor → those of its row, and what was joined."""
+    """Key and state of every tensor → key and state of its row; and in words which tensors share a row."""
     wanted = list(dict.fromkeys(identities))
     steps: tuple[tuple[str, Callable[[str], str], bool], ...] = (
         ("", lambda key: key, False),
@@ -211,7 +213,7 @@ def _held(located: Sequence[Located], of_row: Mapping[tuple[str, str], int]) -> 
 
 
 def _moves(plan: Plan, source: Side, target: Side) -> Moves:
-    """What every pair of places exchanges. The target's files come first among the places of the target."""
+    """The bytes that each pair of places exchanges; the target's files are the first of its places."""
     from_place, to_place = (np.array(side.places, dtype=np.int64) for side in (source, target))
     moved_bytes = []
     for ops in plan.ops.blocks():

@@ -1,4 +1,4 @@
-"""What happened during a run, as an observer keeps it: a bounded record, however long the run."""
+"""The record of a run that an observer keeps for a report: of bounded size, however long the run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What is drawn over time: ``seconds`` are the middles of equal intervals."""
+    """The curves that are drawn over time; ``seconds`` are the middles of equal intervals."""
 
     seconds: tuple[float, ...]
     read: tuple[float, ...]

@@ -45,7 +45,7 @@ _PARALLEL = "sequence_parallel_linear"
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A parameter as one side calls it."""
+    """A parameter with the key, name and shape that one side, the job or the checkpoint, gives it."""
 
     key: str
     name: str
@@ -109,7 +109,7 @@ def check_names(
 
 
 def _place() -> str:
-    """What stands for this process in file names, by its position in ``fleet``: ``tp00_pp01``, or nothing."""
+    """The part of file names for this process's position in ``fleet``: ``tp00_pp01``; empty for a single rank."""
     fleet = sys.modules.get("paddle.distributed.fleet")
     group = getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
     if group is None:
@@ -188,10 +188,10 @@ def _live_names(model: Any) -> Iterator[Named]:
 
 
 def _pairs(stored: list[Named], live: list[Named]) -> Iterator[tuple[Named | None, Named | None]]:
-    """What each side calls the same parameter.
+    """Each parameter as the checkpoint stores it and as the job has it; ``None`` on a side that lacks it.
 
-    They are paired by key. Some classes save parameters under other keys than their own; the rest is paired in order,
-    without what a job holds and does not train, such as the base of an adapter.
+    Parameters are paired by key. Some classes save parameters under other keys than their own; the rest is paired in
+    order, without parameters that a job holds and does not train, such as the base of an adapter.
     """
     by_key, known = {named.key: named for named in live}, {named.key for named in stored}
     lacking = [named for named in stored if named.key not in by_key]
@@ -203,7 +203,7 @@ def _pairs(stored: list[Named], live: list[Named]) -> Iterator[tuple[Named | Non
 
 
 def _differences(stored: list[Named], live: list[Named], numbered: bool) -> Iterator[str]:
-    """What is called otherwise, or has another shape.
+    """A sentence for each parameter whose name or shape differs, or that one side lacks.
 
     ``numbered``: layers and experts have the same numbers on both sides. An adapter of a pipeline stage counts the
     stage's layers; of experts over data-parallel ranks, ``model_meta.json`` lists those of the first rank only.
@@ -228,7 +228,7 @@ def _numbers(key: str) -> list[str]:
 
 
 def _states_of_others(files: SourceFiles, own: RankFile, live: list[Named]) -> Iterator[str]:
-    """What this rank's optimizer file holds of no parameter of the job, or in another shape."""
+    """A sentence for each state in this rank's optimizer file that fits no parameter of the job."""
     shapes = {named.name: named.shape for named in live}
     root = _entries(files, own)
     masters = root.get(MASTER_WEIGHTS)

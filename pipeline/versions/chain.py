@@ -71,7 +71,7 @@ class Place:
 
     @property
     def kind(self) -> tuple[str, str, tuple[int, ...]]:
-        """What all versions of a chain have in common: file, dtype and shape."""
+        """File, dtype and shape of the tensor, which all versions of a chain have in common."""
         return self.path, self.tag, self.array.shape
 
 
@@ -141,7 +141,7 @@ def _read_index(source: Source, places: Mapping[str, Place]) -> Mapping[str, obj
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A version that holds what changed since the one before."""
+    """A version that holds the changes since the version before."""
 
     head: DeltaHead
     model: StoredModel
@@ -231,7 +231,7 @@ def _guarded(delta: Delta, key: str, nbytes: int) -> Change:
 
 @contextmanager
 def _frame_errors(delta: Delta, key: str) -> Iterator[None]:
-    """Say which frame is damaged."""
+    """Turn the error about a damaged frame into one that names the frame."""
     try:
         yield
     except FrameError as error:
@@ -250,12 +250,12 @@ class Versions:
         return read_model(open_source(self.root.at(version_name(number)), *self.access))
 
     def head(self, number: int, model: StoredModel) -> DeltaHead | None:
-        """What the index of a version says of it; ``None`` if it is full."""
+        """The head of a version that is a delta, from its index; ``None`` if the version is full."""
         where = f"{model.source.location}/{WEIGHT_INDEX}"
         return delta_head(model.index, number, where)
 
     def chain(self, number: int, start: tuple[int, StoredModel] | None = None) -> Chain:
-        """What a version is made of: a full version, or the one to ``start`` from, and the deltas after it.
+        """The chain of a version: a full version, or the one to ``start`` from, and the deltas after it.
 
         Raises
         ------

@@ -187,7 +187,7 @@ class _Frame:
             rest = rest[count:]
 
     def skip(self, nbytes: int) -> None:
-        """Go past bytes."""
+        """Read past bytes that are not needed."""
         buffer = np.empty(min(nbytes, WINDOW_BYTES), np.uint8)
         while nbytes:
             self.fill(buffer[:nbytes])

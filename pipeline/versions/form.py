@@ -106,7 +106,7 @@ def version_number(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHead:
-    """What the index of a delta says of it."""
+    """The facts about a delta in its index: the version that it makes, from which one, and how."""
 
     version: int
     base: int
@@ -129,7 +129,7 @@ def format_delta_index(head: DeltaHead, keys: list[str]) -> bytes:
 
 
 def delta_head(metadata: Mapping[str, object], number: int, where: str) -> DeltaHead | None:
-    """What the ``metadata`` of an index says of a version; ``None`` if the version is full.
+    """The head of a delta from the ``metadata`` of its index; ``None`` if the version is full.
 
     Parameters
     ----------

@@ -149,7 +149,7 @@ def _manifest(versions: CheckpointRoot, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _DeltaForm:
-    """What deltas are to look like."""
+    """The form of the deltas of a call: encoding, checksum, and how often a full version comes between."""
 
     encoding: Encoding
     checksum: str
@@ -403,7 +403,7 @@ def _kind(place: Place) -> str:
 
 
 def _content(model: StoredModel, path: str) -> bytes | None:
-    """What a small file holds."""
+    """The content of a small file."""
     size = model.others.get(path)
     return None if size is None else model.source.read(path, 0, size)
 

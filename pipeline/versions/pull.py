@@ -173,7 +173,7 @@ def _held(target: TargetStore, where: str, versions: str) -> int | None:
 
 
 def _chain(known: Versions, number: int, held: int | None, where: str) -> tuple[Chain, int]:
-    """What the version is made of, and the version of its base: the copy where it is on the way, or a full version."""
+    """The chain of a version and the version of its base: the copy if it is on the way, or a full version."""
     if held is not None and held < number:
         chain = known.chain(number, (held, read_model(open_source(where, {}))))
     else:
@@ -201,7 +201,7 @@ def _checksums(copy: Source) -> dict[tuple[str, int], str]:
 
 
 def _units(chain: Chain, recorded: dict[tuple[str, int], str]) -> Iterator[Unit]:
-    """What the copy consists of: each header, tensor and small file."""
+    """The units of work of a copy: each header, tensor and small file."""
     first: dict[str, int] = {}
     for key, place in chain.base.places.items():
         start = place.array.byte_offset
@@ -230,7 +230,7 @@ def _tensor(chain: Chain, key: str, recorded: dict[tuple[str, int], str]) -> Ite
 def _bytes(
     base: StoredModel, path: str, nbytes: int, recorded: dict[tuple[str, int], str]
 ) -> Iterator[memoryview]:
-    """The first bytes of a file, as they are and as the copy that they are of recorded them."""
+    """The first bytes of a file of the base, held against the checksums that the copy has ``recorded``."""
     for start in range(0, nbytes, WINDOW_BYTES):
         window = np.empty(min(WINDOW_BYTES, nbytes - start), np.uint8).data
         base.source.read_into(path, start, window)

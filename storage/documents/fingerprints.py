@@ -26,7 +26,7 @@ Line = tuple[str, str, str, tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    """What is read of a document; further entries are for people."""
+    """The entries of a document that are read; further ones are for people."""
 
     OPEN: ClassVar = True
     algorithm: Literal["crc64nvme"]

@@ -51,7 +51,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def parse_json_with_constants(text: bytes | str) -> Any:
-    """The same, but ``NaN`` and ``Infinity`` are numbers: for what Python's own writer made of a trainer's figures.
+    """The value of a JSON text with ``NaN`` and ``Infinity``, as Python's own writer makes it of a trainer's figures.
 
     A trainer that met a loss of NaN once has it in the history of every later ``trainer_state.json``.
     """

@@ -36,7 +36,7 @@ class EntryError(JsonError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number may be: ``Annotated[int, Bounds(1, 10)]``."""
+    """The range of a number: ``Annotated[int, Bounds(1, 10)]``."""
 
     least: int
     most: int | None = None

@@ -63,7 +63,7 @@ _LONGEST_ENTRY_BYTES: Final = (1 << 16) - 2
 
 
 class _Block(NamedTuple):
-    """Bytes that may be entries, one after the other, and what was found of them."""
+    """Bytes that may be entries, one after the other, and the values that were recognised in them."""
 
     begins: Longs
     """Positions in the window."""

@@ -107,11 +107,11 @@ class FramedPickle:
     # -- objects
 
     def text(self, value: str) -> int:
-        """An object of its own, but for texts of which CPython has one object each; returns its number."""
+        """Write a text, as a new object unless CPython has one object for all equal ones; returns its number."""
         return self._text_or_data(value, value.encode(), b"\x8c", b"X")
 
     def data(self, value: bytes) -> None:
-        """A bytes object, which is the same as with texts."""
+        """Write a bytes object; which are one object follows the rule of :meth:`text`."""
         self._text_or_data(value, value, b"C", b"B")
 
     def number(self, value: int) -> None:

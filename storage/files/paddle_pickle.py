@@ -110,13 +110,6 @@ class SplitArray:
         return self.parts[0].dtype
 
 
-Tree: TypeAlias = (
-    "dict[str, Tree | ArrayRef | SplitArray | str | bytes | int | float | complex"
-    " | list[object] | tuple[object, ...] | None]"
-)
-"""The root of a state dict: nested dicts with arrays and plain values as leaves."""
-
-
 @dataclass(frozen=True, slots=True)
 class PicklePayload:
     """The contents of one file."""
@@ -873,7 +866,7 @@ def _array_ref(m: Machine, state: object) -> ArrayRef:
 def _located(
     m: Machine, payload: object, dtype: object, shape: tuple[int, ...], axes: tuple[int, ...] | None
 ) -> ArrayRef:
-    """An array of which everything is known; its payload must be as long as it says."""
+    """The reference to an array, after a check that its payload has the length that dtype and shape need."""
     if not isinstance(dtype, NumpyDtype) or not dtype.built:
         m.bad("bad_array", "an array without a dtype")
     byte_offset, nbytes = _payload_range(m, payload)

@@ -355,7 +355,7 @@ class _FramedEncoder:
         self._file.memoize()
 
     def _dtype(self, code: str) -> None:
-        """In full the first time."""
+        """Write a dtype: in full the first time, later as a reference to the memo."""
         file = self._file
         if code in self._dtypes:
             file.recall(self._dtypes[code])
@@ -369,7 +369,7 @@ class _FramedEncoder:
         file.emit(b"b")
 
     def _called(self) -> None:
-        """What the function just named makes of the tuple of arguments."""
+        """Write the call of the function just named with the tuple of arguments, and store its result in the memo."""
         self._file.emit(b"R")
         self._file.memoize()
 

@@ -122,7 +122,7 @@ class LocalSource(ReadRange):
                     _read_all(descriptor, read)
 
     def read_opened(self, descriptor: int, read: Read) -> None:
-        """The same for a file that :meth:`opened` has opened."""
+        """Fill a buffer from a file that :meth:`opened` has opened."""
         try:
             _read_all(descriptor, read)
         except OSError:

@@ -42,7 +42,7 @@ def is_gone(holder: Holder, me: Holder, start_of: Callable[[int], str | None]) -
 
 
 def user_at_host() -> str:
-    """Who runs this process: ``user@host``, with the number of a user without a name."""
+    """The user of this process: ``user@host``, with the number of a user without a name."""
     import getpass
 
     try:

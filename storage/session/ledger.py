@@ -139,12 +139,12 @@ class SessionRecord:
     """The checksum that the parts of the uploads have, or empty."""
 
     def data(self) -> bytes:
-        """As JSON."""
+        """The record as JSON."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> SessionRecord:
-        """From JSON.
+        """The record in JSON.
 
         Raises
         ------

@@ -157,7 +157,7 @@ class DiskSessionStore:
                 self.remove_alone()
 
     def remove_alone(self) -> None:
-        """The same, for a caller that holds the lock."""
+        """Remove our own files and the folder, for a caller that holds the lock."""
         if self.files.is_dir():
             from shutil import rmtree
 

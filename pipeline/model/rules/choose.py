@@ -152,7 +152,7 @@ def what_is_known(tables: RuleTables, config: Config) -> str:
 
 
 def keys_in_model(tables: RuleTables, saved: Iterable[str], config: Config) -> dict[str, str]:
-    """Keys in files of weights that the model's class has saved itself → what they are in the model, if it renames."""
+    """Keys in files that the model's class has saved itself → keys in the model; empty if the class renames none."""
     try:
         renaming = [table for table in candidate_tables(tables, config) if table.saved_prefixes]
     except RuleError:
@@ -161,7 +161,7 @@ def keys_in_model(tables: RuleTables, saved: Iterable[str], config: Config) -> d
 
 
 def keys_of_stages(tables: RuleTables, config: Config) -> dict[str, str]:
-    """Keys that tensors have in jobs with pipeline stages only → what they are in the model."""
+    """Keys that tensors have in jobs with pipeline stages only → keys in the model."""
     try:
         candidates = candidate_tables(tables, config)
     except RuleError:

@@ -59,7 +59,7 @@ def with_entry(config: Config, name: str, value: Any) -> dict[str, Any]:
 
 
 def ties_words(config: Config) -> bool:
-    """Whether the head has the values of the word embedding, as the whole says, or else its ``text_config``."""
+    """Whether the head has the values of the word embedding, by the entry of the whole or else of ``text_config``."""
     return bool(config[TIED] if TIED in config else config_entry(config, TIED))
 
 

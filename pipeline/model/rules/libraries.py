@@ -18,7 +18,7 @@ PaddleFleet's model, and PaddleFleet took over PaddleFormers' models of the othe
 
 
 def conventions_of(library: str) -> tuple[str, ...]:
-    """Whose names the checkpoints of a library may have."""
+    """The libraries whose parameter names the checkpoints of a library may have."""
     return _CONVENTIONS[library]
 
 

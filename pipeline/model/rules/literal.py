@@ -77,7 +77,7 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True)
 class StoredRule(Rule):
-    """What files say about a tensor; everything else is refused.
+    """The row of a tensor by its files alone; whatever they do not say is refused.
 
     They do not say which dim tp has cut, or what is fused. A tensor of several tp ranks is therefore their parts in a
     row along the first dim; in a job with as many ranks, each gets its own part back. Two ranks with parts of
@@ -122,7 +122,7 @@ class StoredRule(Rule):
 
 @dataclass(frozen=True)
 class StoredTable(LiteralTable):
-    """What the files of a checkpoint say about its model, if there is no rule table for the family."""
+    """The table of a model by its files alone, if there is no rule table for the family."""
 
     job: StoredJob = StoredJob()
     ordered: bool = False
@@ -134,7 +134,7 @@ class StoredTable(LiteralTable):
 
     @property
     def not_known(self) -> str:
-        """What rule tables know about the family."""
+        """What rule tables know about the family, in words."""
         return self.known
 
     @property
@@ -166,7 +166,7 @@ class StoredTable(LiteralTable):
             self.refuse(config, marked)
 
     def check_known(self, config: Config, what: str) -> None:
-        """Refuse: no file tells.
+        """Refuse a target that needs ``what``: no file tells it.
 
         Raises
         ------
@@ -219,7 +219,7 @@ def _not_told(known: str, missing: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What files say about a key."""
+    """The facts about a key in the files of a checkpoint."""
 
     key: str
     name: str | None = None

@@ -30,8 +30,9 @@ BY_LAYERS = Stages()
 
 
 def stages_said(said: object, entry: str) -> Stages:
-    """What a config entry says: a segmentation, or item numbers as a list or its text (PaddleFormers 1.2.0
-    ``nn/pp_model.py:646-660``).
+    """The stages in a config entry: a segmentation, or item numbers as a list or its text.
+
+    So reads PaddleFormers 1.2.0 (``nn/pp_model.py:646-660``).
 
     >>> stages_said("[0, 3]", "pp_seg_method").segmentation, stages_said("uniform", "pp_seg_method").or_uniform
     ((0, 3), False)

@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.model.rules.stages import DECODER_LAYERS, Stages, s
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the rows of a table have been compared with."""
+    """The proof of a table: what its rows have been compared with."""
 
     files: Literal["checkpoints", "classes", "declarations"]
     """Files of ranks: with real checkpoints, with tensors that the library's classes build, or with nothing but what
@@ -40,7 +40,7 @@ class Unsupported:
     """Up to which number the rows describe it all the same."""
 
     def concerns(self, config: Config) -> bool:
-        """Whether it is set in a model."""
+        """Whether the option is set in the config of a model."""
         value = config_entry(config, self.entry)
         within = isinstance(value, int) and not isinstance(value, bool) and value <= self.above
         return bool(value) and not within
@@ -315,16 +315,16 @@ class RuleTable:
 
     @property
     def not_known(self) -> str | None:
-        """Why it does not describe the family of the model, but what was found of one; ``None`` if it does."""
+        """Why this table is not one of the model's family, made from its files instead; ``None`` if it is."""
         return None
 
     @property
     def ranks_in_a_row(self) -> int:
-        """Of how many tp ranks the parts of a tensor lie in a row, because it is not known how tp has cut it; or 1."""
+        """The number of tp ranks whose parts lie in a row in a tensor, because the cut is not known; otherwise 1."""
         return 1
 
     def check_known(self, config: Config, what: str) -> None:
-        """Refuse a target that needs to know ``what``, if it is not known."""
+        """Refuse a target that needs ``what``, if the table does not tell it."""
 
     def check_whole(self, config: Config) -> None:
         """Refuse a use of whole tensors if it is not known how tp has cut them."""
