@@ -258,60 +258,64 @@ def describe_comparison(
 ) -> ReportData:
     """The report of a comparison of the locations ``compared``."""
     if isinstance(report, DiffReport):
-        return describe_diff(report, compared, run)
+        return _describe_diff(report, compared, run)
     if isinstance(report, IntegrityReport):
-        return describe_integrity(report, compared, run)
-    return describe_verification(report, compared, run)
+        return _describe_integrity(report, compared, run)
+    return _describe_verification(report, compared, run)
 
 
-def describe_verification(
-    report: VerifyReport, compared: Sequence[PathLike], run: RunData | None = None
+def _comparison(
+    command: str, status: str, agree: bool, verdict: str, compared: Sequence[PathLike], run: RunData | None
 ) -> ReportData:
-    """The report of ``verify`` about two checkpoints, or about one and its fingerprints."""
-    rows = [(difference.tensor, difference.detail) for difference in report.differences]
+    """The report of a comparison without its figures and findings."""
     return ReportData(
-        command="verify",
+        command=command,
         version=version.__version__,
-        status="equal" if report.equal else "different",
-        tone=GOOD if report.equal else BAD,
+        status=status,
+        tone=GOOD if agree else BAD,
         sources=tuple(map(shown_location, compared[:1])),
         targets=tuple(map(shown_location, compared[1:])),
+        result=verdict,
+        run=run,
+        budget_bytes=None if run is None else run.budget_bytes,
+        footprint_bytes=FOOTPRINT_BYTES,
+    )
+
+
+def _describe_verification(
+    report: VerifyReport, compared: Sequence[PathLike], run: RunData | None
+) -> ReportData:
+    """The report of ``verify`` about two checkpoints, or about one and its fingerprints."""
+    status = "equal" if report.equal else "different"
+    rows = [(difference.tensor, difference.detail) for difference in report.differences]
+    return replace(
+        _comparison("verify", status, report.equal, report.verdict, compared, run),
         tiles=(
             Tile("Tensors", f"{report.tensors:,}"),
             Tile("Compared", f"{report.compared_elements:,}", "elements, bit for bit"),
             Tile("Differences", f"{len(rows):,}"),
             Tile("Read", readable_bytes(report.read_bytes)),
         ),
-        result=report.verdict,
-        run=run,
-        budget_bytes=None if run is None else run.budget_bytes,
-        footprint_bytes=FOOTPRINT_BYTES,
         findings=(_table("Differences", ("tensor", "difference"), rows),) if rows else (),
     )
 
 
-def describe_integrity(
-    report: IntegrityReport, compared: Sequence[PathLike], run: RunData | None = None
+def _describe_integrity(
+    report: IntegrityReport, compared: Sequence[PathLike], run: RunData | None
 ) -> ReportData:
     """The report of ``verify`` about a target and its manifest."""
+    status = "intact" if report.intact else "damaged"
     rows = [(damage.path, damage.byte_offset, damage.nbytes, damage.detail) for damage in report.damages]
     headings = ("file", "first byte", "bytes", "damage")
-    return ReportData(
-        command="verify",
-        version=version.__version__,
-        status="intact" if report.intact else "damaged",
-        tone=GOOD if report.intact else BAD,
-        sources=tuple(map(shown_location, compared[:1])),
-        targets=(),
+    return replace(
+        _comparison("verify", status, report.intact, report.verdict, compared[:1], run),
         tiles=(
             Tile("Files", f"{report.files:,}", f"{report.parts:,} parts"),
             Tile("Read", readable_bytes(report.read_bytes), "compared with the manifest"),
             Tile("Not checked", readable_bytes(report.unchecked_bytes)),
             Tile("Damages", f"{len(rows):,}"),
         ),
-        result=report.verdict,
         facts=(("source on record", without_secrets(report.recorded_source)),),
-        run=run,
         findings=(_table("Damages", headings, rows),) if rows else (),
     )
 
@@ -323,17 +327,13 @@ _DIFFERING = (
 """First what one looks for: how far a tensor is apart, and an example."""
 
 
-def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData | None = None) -> ReportData:
+def _describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData | None) -> ReportData:
     """The report of ``diff``, the largest relative difference first."""
     rows = [
         (
-            *(
-                tensor.key,
-                tensor.state,
-                *map(_finite, (tensor.relative, tensor.largest, tensor.mean)),
-                tensor.ulps,
-            ),
-            *(*map(_finite, tensor.values), ", ".join(map(str, tensor.first))),
+            *(tensor.key, tensor.state, _finite(tensor.relative), _finite(tensor.largest)),
+            *(_finite(tensor.mean), tensor.ulps, *map(_finite, tensor.values)),
+            ", ".join(map(str, tensor.first)),
             *(tensor.changed, tensor.elements, tensor.outside, tensor.nans),
             " / ".join(dict.fromkeys(tensor.dtypes)),
         )
@@ -343,29 +343,18 @@ def describe_diff(report: DiffReport, compared: Sequence[PathLike], run: RunData
     if report.unmatched:
         one_sided = [(difference.tensor, difference.detail) for difference in report.unmatched]
         tables.append(_table("Tensors without a counterpart", ("tensor", "what is wrong"), one_sided))
+    changed = sum(tensor.changed for tensor in report.differing)
     summaries = (("state", report.by_state()), ("layer", report.by_layer()))
     agreeing = "agree within the tolerance" if report.differing else "agree"
-    return ReportData(
-        command="diff",
-        version=version.__version__,
-        status=agreeing if report.agree else "different",
-        tone=GOOD if report.agree else BAD,
-        sources=tuple(map(shown_location, compared[:1])),
-        targets=tuple(map(shown_location, compared[1:])),
+    status = agreeing if report.agree else "different"
+    return replace(
+        _comparison("diff", status, report.agree, report.verdict, compared, run),
         tiles=(
             Tile("Tensors", f"{report.tensors:,}", f"{len(rows):,} differ"),
-            Tile(
-                "Elements",
-                f"{report.elements:,}",
-                f"{sum(tensor.changed for tensor in report.differing):,} differ",
-            ),
+            Tile("Elements", f"{report.elements:,}", f"{changed:,} differ"),
             Tile("Unmatched", f"{len(report.unmatched):,}"),
             Tile("Read", readable_bytes(report.read_bytes)),
         ),
-        result=report.verdict,
-        run=run,
-        budget_bytes=None if run is None else run.budget_bytes,
-        footprint_bytes=FOOTPRINT_BYTES,
         charts=tuple(_chart(name, of_name) for name, of_name in summaries if of_name),
         findings=tuple(tables),
     )
