@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import HEAD
@@ -19,6 +22,10 @@ from paddle_reshard.pipeline.model.rules.entries import TIED, ties_words, with_e
 
 DROPPED_HEAD: Final = "it is the word embedding in a job without pipeline stages; it was asked to be dropped"
 """Why the head of a job with stages goes into no target."""
+EQUAL_HEAD: Final = (
+    "it is the word embedding in a job without pipeline stages; the two are compared, and must be equal"
+)
+"""The same, if nothing is lost."""
 
 
 def without_copies(model: Model) -> Model:
@@ -40,12 +47,17 @@ def for_stages(checkpoint: Checkpoint, pp: int) -> Checkpoint:
         return replace(checkpoint, model=replace(model, tensors=(*model.tensors, *copies)))
     for tensor in model.tensors:
         if is_apart(tensor, model):
-            raise PlanError(
-                f"{tensor.key}: in a job with pipeline stages it is a tensor of its own, and {tensor.rule.tied_to} in "
-                f"one without (tie_word_embeddings), so that one of the two would be lost. Choose pp > 1, or drop the "
-                f"head with --drop {HEAD}"
-            )
+            raise PlanError(would_be_lost(tensor.key, tensor.rule.tied_to or ""))
     return checkpoint
+
+
+def would_be_lost(head: str, words: str) -> str:
+    """Why a head of its own cannot go into a job without stages."""
+    return (
+        f"{head}: in a job with pipeline stages it is a tensor of its own, and {words} in one without "
+        "(tie_word_embeddings), so that one of the two would be lost unless they are equal. Choose pp > 1, or drop the "
+        f"head with --drop {HEAD}"
+    )
 
 
 def is_apart(tensor: ModelTensor, model: Model) -> bool:
@@ -82,6 +94,23 @@ def as_read_again(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
     )
 
 
+def check_apart(model: Model) -> None:
+    """Refuse a model of which two tensors are one parameter, for a format whose files tell parameters by their keys.
+
+    Raises
+    ------
+    PlanError
+        Naming both.
+    """
+    for tensor in model.tensors:
+        if tensor.tied_to is not None and tensor.rule.tied_to is None:
+            raise PlanError(
+                f"{tensor.key} and {tensor.tied_to} are one parameter in the source, with one set of states, because "
+                "its jobs give both the same parameter name; how files of this format hold them has not been seen. "
+                "Choose --format hybrid or hybrid-plain"
+            )
+
+
 def configured_apart(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a config that does not tie words, if its head is a tensor of its own all the same."""
     model = checkpoint.model
@@ -98,21 +127,69 @@ def without_head(checkpoint: Checkpoint) -> Checkpoint:
     PlanError
         If it has none.
     """
-    model, tensors = checkpoint.model, checkpoint.catalog.tensors
-    dropped = {tensor.key: tensor.rule.tied_to for tensor in model.tensors if is_apart(tensor, model)}
-    if not dropped:
+    if not _apart(checkpoint.model):
         raise PlanError(
             f"--drop {HEAD}: it is for a head that is the word embedding in jobs without pipeline stages, and a "
             "tensor of its own in the source"
         )
-    kept = [number for number, tensor in enumerate(tensors) if tensor.key not in dropped]
+    return _tied(checkpoint, DROPPED_HEAD)
+
+
+def with_equal_head(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with a head that a job with stages has apart as another copy of the word embedding.
+
+    Copies are compared while they are read. A head with other states or dtypes than the embedding stays apart.
+    """
+    catalog, apart = checkpoint.catalog, _apart(checkpoint.model)
+    twins = {
+        number: catalog.tensors.find(apart[tensor.key], tensor.state)
+        for number, tensor in enumerate(catalog.tensors)
+        if tensor.key in apart
+    }
+    if not twins or not all(_alike(catalog, head, words) for head, words in twins.items()):
+        return checkpoint
+    fragments = catalog.fragments.copy()
+    copies = int(fragments["replica"].max()) + 1
+    of_head = np.isin(fragments["tensor"], list(twins))
+    words_of = np.arange(len(catalog.tensors), dtype=fragments["tensor"].dtype)
+    words_of[list(twins)] = list(twins.values())
+    fragments["replica"] = fragments["replica"] + of_head.astype(fragments["replica"].dtype) * copies
+    fragments["tensor"] = words_of[fragments["tensor"]]
+    return _tied(replace(checkpoint, catalog=replace(catalog, fragments=fragments)), EQUAL_HEAD)
+
+
+def about_head(checkpoint: Checkpoint, differing: str) -> str | None:
+    """What it means that copies of a tensor differ if one of them is a head; ``None`` if none is."""
+    heads = {key for key, why in checkpoint.not_carried if why == EQUAL_HEAD}
+    for tensor in checkpoint.model.tensors:
+        if tensor.key in heads and tensor.tied_to is not None and differing.startswith(f"{tensor.tied_to} "):
+            return would_be_lost(tensor.key, tensor.tied_to)
+    return None
+
+
+def _alike(catalog: Catalog, head: int, words: int | None) -> bool:
+    """Whether a tensor can be a copy of another one: of the same dtype and shape, and stored if that is."""
+    if words is None or (head in catalog.implied) != (words in catalog.implied):
+        return False
+    one, two = catalog.tensors[head], catalog.tensors[words]
+    return (one.dtype, one.global_shape) == (two.dtype, two.global_shape)
+
+
+def _apart(model: Model) -> dict[str, str]:
+    """The heads that are tensors of their own, and another tensor in jobs without pipeline stages: key → its key."""
+    return {t.key: t.rule.tied_to or "" for t in model.tensors if is_apart(t, model)}
+
+
+def _tied(checkpoint: Checkpoint, why: str) -> Checkpoint:
+    """The checkpoint with the word embedding for its head, and the reason."""
+    apart = _apart(checkpoint.model)
+    kept = [number for number, tensor in enumerate(checkpoint.catalog.tensors) if tensor.key not in apart]
+    tensors = (replace(t, tied_to=apart.get(t.key, t.tied_to)) for t in checkpoint.model.tensors)
     return replace(
         checkpoint,
-        model=replace(
-            model, tensors=tuple(replace(t, tied_to=dropped.get(t.key, t.tied_to)) for t in model.tensors)
-        ),
+        model=replace(checkpoint.model, tensors=tuple(tensors)),
         catalog=checkpoint.catalog.only(kept),
-        not_carried=(*checkpoint.not_carried, *((key, DROPPED_HEAD) for key in sorted(dropped))),
+        not_carried=(*checkpoint.not_carried, *((key, why) for key in sorted(apart))),
     )
 
 

@@ -17,12 +17,15 @@ from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
+from paddle_reshard.pipeline.checkpoint.stages import about_head
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
     plan_checkpoint,
 )
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    DriftError,
     FinishedError,
     TargetError,
     UsageError,
@@ -236,7 +239,12 @@ def plan_and_run(
     engine = engine.reserving_metadata(
         len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
     )
-    moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
+    try:
+        moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
+    except DriftError as error:
+        if (lost := about_head(conversion.source, error.tensor)) is not None:
+            raise CheckpointError(f"{lost}. {error.path_a} and {error.path_b} differ") from error
+        raise
     moved = replace(moved, retries=add_retries((moved.retries, count_retries() - earlier_retries)))
     return ConversionReport(
         conversion.store.location, outputs.location, conversion, moved, time.monotonic() - started

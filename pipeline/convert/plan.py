@@ -12,6 +12,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
+from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -20,6 +21,7 @@ from paddle_reshard.pipeline.core.tensors import (
     MASTER_WEIGHT,
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
+from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of_ranks, job_of, portion_of
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
@@ -244,11 +246,13 @@ def plan_checkpoint(
     If the groups will run in this process, ``spare_bytes`` is the part of its footprint that is free for metadata. The
     metadata are then checked against the budget before memory is used in proportion to them.
     """
-    store, source, wanted = altered.store, altered.source, altered.wanted
     for asked in request.target_requests:
-        source.model.table.check_format(asked.format)
+        altered.source.model.table.check_format(asked.format, altered.source.model.config)
+    specs = [asked.target_for(altered.source) for asked in request.target_requests]
+    if _ties_heads(specs, request):
+        altered = altered.each(with_equal_head)
+    store, source, wanted = altered.store, altered.source, altered.wanted
     sizes = store.sizes()
-    specs = [asked.target_for(source) for asked in request.target_requests]
     tensors = len(source.catalog.tensors)
     if spare_bytes is not None:
         check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
@@ -291,6 +295,13 @@ def plan_checkpoint(
         quantised=quantised,
         portion=portion,
     )
+
+
+def _ties_heads(specs: Sequence[Target], request: ConversionRequest) -> bool:
+    """Whether all targets are jobs without pipeline stages, and one run compares all copies and refuses differences."""
+    without_stages = all(isinstance(spec, HybridJob) and spec.topology.pp == 1 for spec in specs)
+    compared = request.planning.compare_replicas and not request.planning.allow_replica_drift
+    return bool(specs) and without_stages and compared and not request.ranks
 
 
 def _portion(

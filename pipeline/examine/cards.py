@@ -212,7 +212,7 @@ def plan_cards(
     request = read_request((source,), (), asked)
     altered = read_source(request, partial(index_here, observe=observe))
     store, checkpoint = altered.store, altered.source
-    checkpoint.model.table.check_format(format)
+    checkpoint.model.table.check_format(format, checkpoint.model.config)
     offer = _Offer(altered, asked)
     alternatives, refused = [], []
     for topology in _topologies(cards, checkpoint):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
@@ -17,7 +17,8 @@ def check_complete(model: Model) -> None:
 
     Required are all decoder layers of the config and all tensors outside layers in the rule table. A layer whose
     tensors are a proper subset of those of another layer of its kind is incomplete. An MTP layer that is numbered
-    after the decoder layers has the tensors of one of them, and all of its own.
+    after the decoder layers has the tensors of one of them, and all of its own; one that is numbered apart has all
+    tensors that its rows tell of, but where decoder layers differ, only those of one of them.
 
     Raises
     ------
@@ -51,7 +52,10 @@ def check_complete(model: Model) -> None:
 
 def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) -> None:
     items = model.table.mtp_items
-    own = {name: _rows(model, name) for name in items}
+    own = {name: _rows(model, item) for name, item in items.items()}
+    (repeated,) = (item for item in model.table.items if item.repeated)
+    decoders = [held for (item, _), held in layers.items() if item == repeated.name]
+    of_decoders = _in_layer(_rows(model, repeated))
     for (name, layer), held in sorted(layers.items()):
         if name not in items:
             continue
@@ -62,11 +66,19 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
             others = [held for (item, _), held in layers.items() if item == decoder]
             lacking = min((other - rest for other in others), key=len, default=set())
             lacking = {_inside(key, items[name]) for key in lacking}
+        elif decoder is None and lacking and _in_layer(lacking) <= of_decoders:
+            alike = ({key for key in own[name] if _in_layer({key}) <= _in_layer(other)} for other in decoders)
+            lacking = min((of_kind - held for of_kind in alike), key=len)
         if lacking:
             missing = min(lacking).format(layer=layer)
             raise CoverageError(
                 missing, "no file holds it, and every layer of multi-token prediction of this family has it"
             )
+
+
+def _in_layer(keys: Set[str]) -> set[str]:
+    """What keys are called inside their layer."""
+    return {key.partition("{layer}.")[2] for key in keys}
 
 
 def _inside(key: str, item: Item) -> str:
@@ -78,13 +90,13 @@ def _outside(key: str, item: Item) -> str:
     return key if item.inner is None else key.replace(f"{{layer}}.{item.inner}.", "{layer}.", 1)
 
 
-def _rows(model: Model, name: str) -> set[str]:
-    """Keys of the rows that an item has and decoder layers have not; those of experts once for each expert."""
-    item, experts = model.table.mtp_items[name], model.table.experts
+def _rows(model: Model, item: Item) -> set[str]:
+    """Keys of the rows of an item, but not those of decoder layers that it has too; of every routed expert."""
+    experts = model.table.experts
     return {
         rule.key.format(layer="{layer}", expert=expert)
         for rule in model.table.rules
-        if rule.item == name and rule.applies(model.config) and rule.key == _outside(rule.key, item)
+        if rule.item == item.name and rule.applies(model.config) and rule.key == _outside(rule.key, item)
         for expert in range(count_entry(model.config, experts) if rule.of_expert and experts else 1)
     }
 

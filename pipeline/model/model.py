@@ -101,13 +101,23 @@ class Model:
         """The pipeline item that owns a tensor."""
         return self.table.place(tensor.rule.item, tensor.layer)
 
-    def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None) -> TensorCut:
-        """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut."""
-        if expert_axis in ("ep", "tp") and tensor.rule.of_expert:
-            return TensorCut(1, None)
-        return TensorCut(
-            tp, tensor.rule.split_dim(self.config, tp, tensor.key), tensor.rule.shares(self.config)
-        )
+    def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None, ep: int = 1) -> TensorCut:
+        """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut.
+
+        One tensor of all experts is cut by ``ep`` ranks instead.
+        """
+        return cut_of(tensor.rule, self.config, tensor.key, tp, expert_axis, ep)
+
+
+def cut_of(
+    rule: Rule, config: Config, key: str, tp: int, expert_axis: str | None = None, ep: int = 1
+) -> TensorCut:
+    """How the ranks of a job cut a tensor with this row; see :meth:`Model.cut`."""
+    if rule.shared_out and expert_axis == "ep":
+        return TensorCut(ep, 0)
+    if expert_axis in ("ep", "tp") and rule.of_expert:
+        return TensorCut(1, None)
+    return TensorCut(tp, rule.split_dim(config, tp, key), rule.shares(config))
 
 
 def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str, Any]) -> Model:
@@ -270,11 +280,10 @@ class _NamesOfCell:
         if tensor.tied_to in self.names:
             return self.names[tensor.tied_to or ""]
         rule = tensor.rule
-        if rule.copied:
+        if rule.copied and rule.of_expert:
             first = self._first_experts.setdefault(rule.of_every_expert(tensor.key), tensor.key)
             if first != tensor.key:
-                self._copies += 1
-                return f"{self.names[first]}_deepcopy_{self._copies - 1}"
+                return self._copied(self.names[first])
         for discarded in rule.discards:
             self._counted(discarded.class_for(self.tp, self.sequence_parallel))
         self._built += len(rule.discards)
@@ -290,7 +299,13 @@ class _NamesOfCell:
             match = rule.pattern().fullmatch(tensor.key)
             layer = match.groupdict().get("layer") if match else None
             return rule.parameter_name.format(n=self._counted(name_class), layer=layer)
-        return self._of_layer(tensor, name_class)
+        name = self._of_layer(tensor, name_class)
+        return self._copied(name) if rule.copied and not rule.of_expert else name
+
+    def _copied(self, name: str) -> str:
+        """Name of the next deep copy of a parameter."""
+        self._copies += 1
+        return f"{name}_deepcopy_{self._copies - 1}"
 
     def _class_of(self, tensor: ModelTensor | NamedTensor) -> str:
         """Class of the layer; what tp does not cut is of a plain layer, also under sequence parallelism."""

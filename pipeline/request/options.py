@@ -389,8 +389,8 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     """What to exclude from every target: ``"ema"``, the exponential moving average; ``"mtp"``, the layers of
     multi-token prediction (``num_nextn_predict_layers`` in ``config.json`` becomes 0); ``"head"``, the output layer of
-    an ``ernie_pretrain`` job with stages, where the target ties it to the word embedding. What no target can hold is
-    refused unless it is excluded here."""
+    an ``ernie_pretrain`` job with stages, where the target ties it to the word embedding and they differ. What no
+    target can hold is refused unless it is excluded here."""
     allow_links: Annotated[
         bool,
         Option(

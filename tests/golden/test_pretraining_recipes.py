@@ -35,6 +35,7 @@ DENSE: dict[str, dict[str, Any]] = {
     SHARDED: {"to": "sharding=2", "sharding_strategy": "stage1v1"},
 }
 ONE_CARD = "ernie_single"
+FUSED = "ernie_ep2_sh2_s1v2_meta_fusedexperts"
 META, PLAIN, FLEX = "ernie_ep2_sh2_s1v2_meta", "ernie_ep2_plain_sh2_s1v2", "ernie_ep2_fc_sh2_s1v2"
 STAGES = "ernie_ep2_pp2sh2_s1v2_meta"
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -104,6 +105,7 @@ def test_every_case_is_tested() -> None:
         EMPTY,
         MTP_OF_EXPERTS,
         MTP_ONE_CARD,
+        FUSED,
     ]
     assert {name for name in case_names("recipes") if "/ernie" in name} == {
         f"recipes/{name}" for name in named
@@ -285,8 +287,12 @@ def test_layers_without_parameters_count_in_stages(through: str | None, tmp_path
 
 def test_a_head_of_its_own_is_not_lost_without_stages(tmp_path: Path) -> None:
     source, truth = _case(EMPTY) / "checkpoint-3", _truth(EMPTY)
-    with pytest.raises(PlanError, match=r"lm_head.weight: .* one of the two would be lost.*--drop head"):
+    lost = r"lm_head.weight: .* one of the two would be lost.*--drop head"
+    with pytest.raises(CheckpointError, match=lost + r".*pp\d\d.* and .*pp\d\d.* differ"):
         paddle_reshard.convert(source, tmp_path / "refused", to="sharding=2,ep=2")
+    for unseen in ({"replicas": "first"}, {"allow_replica_drift": True}, {"ranks": "0"}):
+        with pytest.raises(PlanError, match=lost):
+            paddle_reshard.convert(source, tmp_path / "refused", to="sharding=2,ep=2", **unseen)
     assert not (tmp_path / "refused").exists()
     paddle_reshard.convert(source, tmp_path / "made", to="tp=1", drop=["head"])
     wanted = {key: array.tobytes() for key, array in truth.items() if not key.startswith("lm_head.weight.")}
@@ -294,6 +300,17 @@ def test_a_head_of_its_own_is_not_lost_without_stages(tmp_path: Path) -> None:
     assert read_one_card(tmp_path / "made") == wanted
     with pytest.raises(PlanError, match="--drop head: it is for a head that"):
         paddle_reshard.convert(_case(META) / "checkpoint-3", tmp_path / "refused", to="tp=1", drop=["head"])
+
+
+def test_a_head_that_is_still_equal_goes_back_to_the_embedding(tmp_path: Path) -> None:
+    """It started as a copy, and no step has been made since; what tells is its bytes, in every state."""
+    paddle_reshard.convert(_case(MTP) / "checkpoint-3", tmp_path / "stages", **STAGES_ASKED)
+    made = tmp_path / "made"
+    report = paddle_reshard.convert(tmp_path / "stages", made, **EXPERTS[META])
+    left_out = dict(report.plan.targets[0].not_carried)
+    assert left_out["lm_head.weight"].endswith("the two are compared, and must be equal")
+    _assert_files_of(made, MTP, MTP)
+    _assert_tied(read_expert_parallel(made, _shapes(MTP), of_each=EXPERTS_IN_ALL // 2), _truth(MTP))
 
 
 def test_a_head_of_its_own_starts_as_the_embedding(tmp_path: Path) -> None:
@@ -402,6 +419,77 @@ def test_other_numbers_of_ranks_renumber_the_copies(
         )
 
 
+@pytest.mark.parametrize("through", ["tp=1", "sharding=4,ep=4", "pp=3,sharding=2,ep=2"])
+def test_experts_that_are_one_tensor_of_each_rank(through: str, tmp_path: Path) -> None:
+    """``moe_expert_fusion``: each rank has its share of the experts along the first dim, under one key."""
+    made, truth = tmp_path / "made", _truth(FUSED)
+    paddle_reshard.convert(_case(FUSED) / "checkpoint-3", tmp_path / "between", to=through)
+    if through == "tp=1":
+        wanted = {key: array.tobytes() for key, array in truth.items()}
+        assert read_one_card(tmp_path / "between") == wanted
+    paddle_reshard.convert(tmp_path / "between", made, **EXPERTS[META])
+    _assert_files_of(made, FUSED, FUSED)
+    paddle_reshard.convert(tmp_path / "between", tmp_path / "plain", **EXPERTS[PLAIN])
+    places = places_of(_case(FUSED))
+    for folder in (made, tmp_path / "plain"):
+        assert list(differences(folder, places, truth)) == []
+    experts = [key for key in _shapes(FUSED) if ".mlp.experts." in key]
+    for key in experts:
+        held = [
+            oracle.load_with_paddle(tmp_path / f"plain/model_state.moe_sharding0{ep}.pdparams")[key]
+            for ep in (0, 1)
+        ]
+        assert np.concatenate(held).tobytes() == truth[key].tobytes()
+
+
+def test_fused_experts_are_published_one_by_one(tmp_path: Path) -> None:
+    """Under the keys of separate experts, which compute the same; no published model has them fused."""
+    paddle_reshard.convert(_case(FUSED) / "checkpoint-3", tmp_path / "made", format="huggingface")
+    found, truth = _published(tmp_path / "made"), _truth(FUSED)
+    for layer in (1, 2):
+        of_layer = f"ernie.layers.{layer}.mlp.experts"
+        ups, downs = truth[f"{of_layer}.up_gate_proj.weight"], truth[f"{of_layer}.down_proj.weight"]
+        for expert in range(EXPERTS_IN_ALL):
+            parts = [*np.split(ups[expert], 2, axis=-1), downs[expert]]
+            for name, part in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+                key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                assert found.pop(key).tobytes() == np.ascontiguousarray(part.T).tobytes()
+    assert not any(".mlp.experts." in key for key in found)
+
+
+def test_of_fused_experts_other_formats_would_hold_those_of_one_rank(tmp_path: Path) -> None:
+    source = _case(FUSED) / "checkpoint-3"
+    for asked in ({"format": "flex"}, {"format": "flex", "to": "sharding=2,ep=2"}):
+        with pytest.raises(
+            RuleError, match="holds the experts of one rank; the format flex is not supported"
+        ):
+            paddle_reshard.convert(source, tmp_path / "made", **asked)
+    with pytest.raises(RuleError, match=r"what a job calls its parameter is not known"):
+        paddle_reshard.convert(source, tmp_path / "made", to="tp=2")
+    with pytest.raises(PlanError, match="have 4 experts that can be told apart"):
+        paddle_reshard.convert(source, tmp_path / "made", to="sharding=3,ep=3")
+
+
+@pytest.mark.parametrize("case", [META, FUSED])
+def test_jobs_with_experts_of_each_rank_do_not_read_unified_checkpoints(case: str) -> None:
+    """They look for their experts under numbers from 0 on, and would find those of the first rank."""
+    with pytest.raises(RuleError, match="load those of the first rank; the format unified is not supported"):
+        paddle_reshard.plan(_case(case) / "checkpoint-3", format="unified")
+
+
+def test_two_biases_of_one_parameter_name_are_told_of_in_no_other_format() -> None:
+    for asked in ({}, {"to": "sharding=2,ep=2"}):
+        with pytest.raises(PlanError, match="are one parameter in the source, with one set of states"):
+            paddle_reshard.plan(_case(MTP_OF_EXPERTS) / "checkpoint-3", format="flex", **asked)
+
+
+def test_multi_token_prediction_with_experts_as_a_flex_checkpoint(tmp_path: Path) -> None:
+    """Its layers have the tensors of the decoder layers of their kind, here with experts."""
+    paddle_reshard.convert(_case(MTP_ONE_CARD) / "checkpoint-3", tmp_path / "made", format="flex")
+    paddle_reshard.convert(tmp_path / "made", tmp_path / "back", to="tp=1")
+    assert read_one_card(tmp_path / "back") == {k: a.tobytes() for k, a in _truth(MTP_ONE_CARD).items()}
+
+
 def test_a_share_of_experts_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     source = _with_config(META, tmp_path, moe_num_experts=8)
     with pytest.raises(CheckpointError, match=r"experts \[0, 1\].*ep=2 numbers its share of the 8 experts"):
@@ -423,7 +511,6 @@ def test_tensor_parallelism_of_experts_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "value", "words"),
     [
-        ("moe_expert_fusion", True, "all experts of a rank are one tensor"),
         ("use_bias", True, "the names and the order of the biases"),
         ("remove_tail_layer", True, "empty layers count"),
     ],

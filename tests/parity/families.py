@@ -87,9 +87,9 @@ REMARKS = {
     "paddleocr_vl:sharding": "from v2 to v1. From one card it is refused, where `packing_position_embedding` has no "
     "optimizer states, which a job with sharding asks for",
     "paddleocr_vl:tp": "refused: the library's vision tower and attention stop under tp",
-    "qwen2_5_vl:tp": "as a FlexCheckpoint laid out for the ranks. From plain files the trainer loads all states and no "
-    "parameter, as the class renames keys when it saves and not when it loads; the first step makes them of the master "
-    "weights",
+    "qwen2_5_vl:tp": "as a FlexCheckpoint laid out for the ranks. From plain files the trainer was seen to load all "
+    "states and none of the parameters; after the first step they are those of the master weights. Plain files have "
+    "other keys than the model (`visual.` for `model.visual.`), which may be why",
 }
 """What the table says of a row beside the number of tensors."""
 AXES = {

@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
 from paddle_reshard.pipeline.checkpoint.format import Decision, Outline, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
+from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, never_restored
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.topology import sharding_in_words
@@ -181,6 +182,7 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
         )
     table.check_whole(model.config)
     table.check_keys(model.config)
+    check_apart(model)
     check_states(model)
     check_strategy(target)
     check_job(checkpoint, target)

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_l
 from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
+from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
 from paddle_reshard.pipeline.core.file_names import MODEL_META, SCHEDULER, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.tensors import (
@@ -114,6 +115,7 @@ class FlexTarget:
             )
         wanted.model.table.check_whole(wanted.model.config)
         wanted.model.table.check_keys(wanted.model.config)
+        check_apart(wanted.model)
         check_states(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
         topology = None if self.auto_parallel else Topology()

@@ -7,7 +7,7 @@ structured keys, after all names are resolved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeVar
 
@@ -22,20 +22,24 @@ from paddle_reshard.pipeline.model.model import ModelTensor
 Value = TypeVar("Value")
 
 
-def join_cells(ranks: Ranks) -> list[StoredCell]:
-    """Join all cells of each (tp, pp) into one, in the order of ranks, tp fastest."""
+def join_cells(ranks: Ranks, shared_out: Callable[[str], bool] = lambda key: False) -> list[StoredCell]:
+    """Join all cells of each (tp, pp) into one, in the order of ranks, tp fastest.
+
+    ``shared_out``: whether each expert rank has a piece of its own under a key.
+    """
     groups: dict[tuple[int, int], list[StoredCell]] = {}
     for cell in ranks.cells:
         groups.setdefault((cell.pp, cell.tp), []).append(cell)
-    return [_join(groups[coordinates], ranks.topology) for coordinates in sorted(groups)]
+    return [_join(groups[coordinates], ranks.topology, shared_out) for coordinates in sorted(groups)]
 
 
-def _join(cells: Sequence[StoredCell], topology: Topology) -> StoredCell:
+def _join(cells: Sequence[StoredCell], topology: Topology, shared_out: Callable[[str], bool]) -> StoredCell:
     if len(cells) == 1:
         return cells[0]
     joined = StoredCell(cells[0].tp, cells[0].pp)
     joined.names = merged_names([cell.names for cell in cells])
-    shared = set.intersection(*(set(cell.names) for cell in cells))
+    in_all = set.intersection(*(set(cell.names) for cell in cells))
+    pieces = {key for key in in_all if topology.ep > 1 and shared_out(key)}
     for cell in cells:
         _update("holder", joined.holders, cell.holders, cell)
         _update("local shape", joined.shapes, cell.shapes, cell)
@@ -47,7 +51,8 @@ def _join(cells: Sequence[StoredCell], topology: Topology) -> StoredCell:
         joined.master_spellings |= cell.master_spellings
         for (key, state), arrays in cell.arrays.items():
             for stored in arrays:
-                joined.arrays.add(key, state, _joined_array(stored, cell, state, key in shared, topology))
+                alike = key in in_all and key not in pieces
+                joined.arrays.add(key, state, _joined_array(stored, cell, state, alike, topology))
     return joined
 
 
@@ -60,12 +65,15 @@ def _update(what: str, mine: dict[str, Value], other: Mapping[str, Value], cell:
 def _joined_array(
     stored: StoredArray, cell: StoredCell, state: str, shared: bool, topology: Topology
 ) -> StoredArray:
-    """Renumber an array's shard and copy: expert ranks shard the states of common tensors; parameters are copies."""
+    """Renumber an array's shard and copy: expert ranks shard the states of common tensors; parameters are copies.
+
+    What is an expert rank's own has its number for a copy.
+    """
     if topology.ep == 1 or state in (PARAM, EMA_PARAM):
         return StoredArray(stored.shard, stored.path, stored.array, copy=cell.ep)
     if shared:
         return stored
-    return StoredArray(stored.shard // topology.dense_sharding, stored.path, stored.array)
+    return StoredArray(stored.shard // topology.dense_sharding, stored.path, stored.array, copy=cell.ep)
 
 
 def merged_names(tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -124,7 +132,7 @@ def number_experts(ranks: Ranks, count: int | None) -> None:
         )
 
 
-def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | None) -> None:
+def check_experts(ranks: Ranks, tensors: Sequence[ModelTensor], count: int | None) -> None:
     """Check that every layer has all experts, and every cell exactly its own.
 
     Raises
@@ -147,7 +155,7 @@ def check_experts(ranks: Ranks, tensors: Iterable[ModelTensor], count: int | Non
                 "them"
             )
     over = expert_axis_of(ranks)
-    if over is None:
+    if over is None or any(tensor.rule.shared_out for tensor in tensors):
         return
     if not layers:
         raise CheckpointError(

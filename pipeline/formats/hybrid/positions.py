@@ -130,12 +130,20 @@ def _optimizer_lists(
     for key, of_states in _entries(listing, tensors):
         tensor = tensors[of_states]
         state = _sliced_state(tensor)
-        if state is None or tensor.rule.of_expert not in experts or (of_states, state) not in holding.arrays:
+        if (
+            state is None
+            or tensor.rule.of_expert_rank not in experts
+            or (of_states, state) not in holding.arrays
+        ):
             continue
         parameter = Parameter(key, prod(listing.shapes[key]), listing.dtypes[key])
         of_color.setdefault(tensor.rule.color, []).append(parameter)
         if key == of_states:
-            held[key] = [stored.shard for stored in holding.arrays[key, state]]
+            held[key] = [
+                stored.shard
+                for stored in holding.arrays[key, state]
+                if not tensor.rule.shared_out or stored.copy == listing.ep
+            ]
     for parameters in of_color.values():
         yield _OptimizerList(parameters, held, degree)
 

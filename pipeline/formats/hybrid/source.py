@@ -59,6 +59,7 @@ from paddle_reshard.pipeline.model.model import (
     Model,
     ModelTensor,
     NamedTensor,
+    cut_of,
     lead_experts,
     predict_parameter_names,
 )
@@ -124,7 +125,8 @@ def read_hybrid(
     _name_shared_keys(ranks, table)
     if table.local_experts:
         number_experts(ranks, _expert_count(table, config))
-    cells, expert_axis = join_cells(ranks), expert_axis_of(ranks)
+    cells = join_cells(ranks, lambda key: table.find(key, config)[0].shared_out)
+    expert_axis = expert_axis_of(ranks)
     strategy = _strategy(ranks, cells)
     stored = _read_model(ranks, cells, expert_axis, table, config, adapter)
     check_experts(ranks, stored.tensors, _expert_count(table, config))
@@ -430,13 +432,9 @@ def _read_tensor(
 ) -> ModelTensor:
     tp = ranks.topology.tp
     rule, layer = table.find(key, config)
-    if not rule.of_expert:
+    if not rule.of_expert_rank:
         expert_axis = None
-    cut = (
-        TensorCut(1, None)
-        if expert_axis in ("ep", "tp")
-        else TensorCut(tp, rule.split_dim(config, tp, key), rule.shares(config))
-    )
+    cut = cut_of(rule, config, key, tp, expert_axis, ranks.topology.ep)
     shape = cut.global_shape(key, cell.shapes[key])
     expected = expected_shape(rule, config, key)
     if expected is not None and expected != shape:
@@ -619,10 +617,11 @@ class _HybridCatalogBuilder:
         self.missing: set[str] = set()
         self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
+        self.ranks_of_cut = max(self.tp, ranks.topology.ep)
         self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
         self.tensors = Tensors()
         self.copies = numbers_of("i")
-        """Copies of its piece that a tp rank has contributed, at index ``tensor * tp + rank``."""
+        """Copies of its piece that a rank has contributed, at index ``tensor * ranks_of_cut + rank``."""
         self.placements = Placements()
         self.aliases: dict[str, tuple[str, ...]] = {}
         for tensor in model.tensors:
@@ -647,7 +646,7 @@ class _HybridCatalogBuilder:
         number = self.tensors.find(identity, state)
         if number is None:
             aliases = self.aliases.get(identity, ()) if state in (PARAM, EMA_PARAM) else ()
-            self.copies.extend([0] * self.tp)
+            self.copies.extend([0] * self.ranks_of_cut)
             return self.tensors.add(Tensor(identity, state, dtype, shape, aliases))
         if (self.tensors.dtype(number), self.tensors.shape(number)) != (dtype, shape):
             tensor = self.tensors[number]
@@ -667,12 +666,13 @@ class _HybridCatalogBuilder:
             return
         tensor = self.by_key[key]
         if key not in self.cuts:
-            self.cuts[key] = self.model.cut(tensor, self.tp, self.expert_axis)
+            self.cuts[key] = self.model.cut(tensor, self.tp, self.expert_axis, self.ranks.topology.ep)
         cut = self.cuts[key]
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         shown = _shown(cell, tensor, state)
-        for copy in group.copies(cell, key, state, arrays):
+        for number, copy in enumerate(group.copies(cell, key, state, arrays)):
+            rank = number if tensor.rule.shared_out and self.ranks.topology.ep > 1 else rank
             replica = self._replica(index, rank)
             for array in copy:
                 start, stop = array.flat or (0, 0)
@@ -687,9 +687,9 @@ class _HybridCatalogBuilder:
     def _replica(self, tensor: int, rank: int) -> int:
         """Number of the copy that the next piece of a rank belongs to; 0 is the first.
 
-        A copy is complete once every tp rank has contributed its piece.
+        A copy is complete once every rank has contributed its piece.
         """
-        index = tensor * self.tp + rank
+        index = tensor * self.ranks_of_cut + rank
         self.copies[index] += 1
         return self.copies[index] - 1
 

@@ -57,7 +57,9 @@ class HybridWriter:
             if not cell.tp or cell.names != cells[-1].names:
                 layouts = [layout for shard in cell.held for layout in self._rank_files(cell, shard)]
             for layout in layouts:
-                self.bytes.add(self._name(layout.kind, cell, layout.shard), layout, cell.tp)
+                # An expert rank has pieces of tensors only in jobs without tp.
+                rank = cell.tp if self.topology.tp > 1 else cell.ep
+                self.bytes.add(self._name(layout.kind, cell, layout.shard), layout, rank)
             cells.append(cell)
         described = self.planner.described(cells)
         if self.target.writes_meta:

@@ -253,7 +253,7 @@ class CellPlanner:
         table = self.model.table
         if not any(item.layer_class for item in table.items):
             raise PlanError(
-                f"pp={self.topology.pp}: {table.convention} has no pipeline class of {table.family}; use pp=1"
+                f"pp={self.topology.pp}: {table.library} has no pipeline class of {table.family}; use pp=1"
             )
         lost = next((t.key for t in tensors if (i := described[t.rule.item]).mtp and not i.layer_class), None)
         if lost is not None:
@@ -278,7 +278,8 @@ class CellPlanner:
             # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
             tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
             names = {t.key: names[t.key] for t in tensors}
-        cuts = {t.key: self.model.cut(t, self.topology.tp, self.target.expert_axis) for t in tensors}
+        over, topology = self.target.expert_axis, self.topology
+        cuts = {t.key: self.model.cut(t, topology.tp, over, topology.ep) for t in tensors}
         local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
         listed = _optimizer_list(tensors, names)
         parameters = list({tensor.key: tensor for tensor in listed}.values())
@@ -318,7 +319,10 @@ class CellPlanner:
         topology, strategy, options = self.topology, self.target.strategy, self.target.sharding
         listed: dict[tuple[bool, str | None], list[Parameter]] = {}
         for t in parameters:
-            apart = topology.ep > 1 and t.rule.of_expert, t.rule.color if strategy == "stage1v2" else None
+            apart = (
+                topology.ep > 1 and t.rule.of_expert_rank,
+                t.rule.color if strategy == "stage1v2" else None,
+            )
             listed.setdefault(apart, []).append(
                 Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[self.model.place(t)])
             )
@@ -389,7 +393,7 @@ class CellPlanner:
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
                     is_distributed=self._is_distributed(cell, tensor),
-                    no_sync=self.target.expert_axis == "ep" and tensor.rule.of_expert,
+                    no_sync=self.target.expert_axis == "ep" and tensor.rule.of_expert_rank,
                 )
                 for tensor in cell.tensors
             },
@@ -399,6 +403,6 @@ class CellPlanner:
         )
 
     def _is_distributed(self, cell: Cell, tensor: ModelTensor) -> bool:
-        of_rank = self.target.expert_axis in ("ep", "tp") and tensor.rule.of_expert
+        of_rank = self.target.expert_axis in ("ep", "tp") and tensor.rule.of_expert_rank
         cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
         return tensor.rule.marked_distributed(cut, self.topology.ep, of_rank=of_rank)

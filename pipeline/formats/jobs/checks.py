@@ -175,11 +175,12 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
             f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}"
         )
     experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
-    count = len({expert_of(t.key) for t in experts})
+    in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
+    count = len({expert_of(t.key) for t in experts}) or min(in_one, default=0)
     if count == 0 or count % ranks:
         raise PlanError(
-            f"{what}: the layers have {count} experts as separate tensors, and the trainer asserts that {axis} divides "
-            "that number"
+            f"{what}: the layers have {count} experts that can be told apart, and the trainer asserts that {axis} "
+            "divides that number"
         )
     plain = next((t.key for t in experts if not t.master), None)
     if axis == "ep" and topology.sharding > 1 and plain is not None and checkpoint.has_optimizer:

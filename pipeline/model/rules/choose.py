@@ -50,7 +50,7 @@ def choose_table(
         )
     if fitting:
         if format is not None:
-            fitting[0].check_format(format)
+            fitting[0].check_format(format, config)
         return fitting[0]
     for table, refused in beyond:
         if not any(_failure(table, key, config) for key in keys):

@@ -151,6 +151,9 @@ class Rule:
     """For models with fewer key-value heads than attention heads (``True``), or only for others (``False``)."""
     copied: bool = False
     """Whether the library builds it for the first expert of a rank only, and copies that for the others."""
+    shared_out: bool = False
+    """Whether it holds all routed experts of a layer along its first dim, of which each rank of ``ep`` has its share
+    under the same key."""
     states_if_sharded: bool = False
     """Whether the optimizer has states of it in jobs with sharding only, where it gets a gradient of zeros."""
     color: str | None = None
@@ -286,6 +289,11 @@ class Rule:
     def of_expert(self) -> bool:
         """Whether each of its tensors belongs to a single routed expert."""
         return "{expert}" in self.key
+
+    @property
+    def of_expert_rank(self) -> bool:
+        """Whether each rank of ``ep`` has values of its own: one expert's, or all of its experts'."""
+        return self.of_expert or self.shared_out
 
     def of_every_expert(self, key: str) -> str:
         """``key`` without the number of its expert: the same for all experts of a layer."""

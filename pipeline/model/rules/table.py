@@ -30,7 +30,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An option of a family whose models the rows do not describe."""
+    """An option of a family whose models the rows do not describe, or not in every format."""
 
     entry: str
     """Entry of ``config.json`` that is set: true, a number, or a list with elements."""
@@ -38,6 +38,8 @@ class Unsupported:
     """What such a model has, and why it cannot be read."""
     above: int = 0
     """Up to which number the rows describe it all the same."""
+    formats: tuple[str, ...] | None = None
+    """The formats in which they do not; ``None``: in none."""
 
     def concerns(self, config: Config) -> bool:
         """Whether the option is set in the config of a model."""
@@ -251,7 +253,7 @@ class RuleTable:
         """
         name = f"{self.family} ({self.convention})"
         for option in self.unsupported:
-            if option.concerns(config):
+            if option.formats is None and option.concerns(config):
                 value = config_entry(config, option.entry)
                 return RuleError(
                     name,
@@ -270,8 +272,8 @@ class RuleTable:
         """Whether the table tells enough for a format."""
         return self.formats is None or format in self.formats
 
-    def check_format(self, format: str) -> None:
-        """Refuse a format for which the table does not tell enough.
+    def check_format(self, format: str, config: Config) -> None:
+        """Refuse a format for which the table does not tell enough of a model.
 
         Raises
         ------
@@ -286,6 +288,13 @@ class RuleTable:
                 f"not for {format}: no file of another one was available; convert to one of these, or to the names of "
                 "another library with --convention",
             )
+        for option in self.unsupported:
+            if format in (option.formats or ()) and option.concerns(config):
+                raise RuleError(
+                    f"{self.family} ({self.convention})",
+                    f"config.json says {option.entry}={config_entry(config, option.entry)!r}: {option.why}; the format "
+                    f"{format} is not supported for such models",
+                )
 
     def stages(self, config: Config) -> Stages:
         """How the pipeline class of a model with this config distributes its items.
