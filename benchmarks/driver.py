@@ -27,15 +27,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import ray
 
 from benchmarks.measure import Verdict, print_result, table
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
 from benchmarks.synthetic import catalog_of
-from paddle_reshard.clusters.ray import actors
-from paddle_reshard.clusters.ray.engine import RayEngine
-from paddle_reshard.clusters.ray.join import _private_settings
-from paddle_reshard.clusters.ray.worker import ReshardWorker
+from paddle_reshard.clusters.private_ray import prepare
 from paddle_reshard.pipeline.convert import run
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.formats.hybrid.target import layout_hybrid
@@ -47,6 +43,14 @@ from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Openness, ReadRange, Receipt
 from paddle_reshard.tasks.answers import BatchAnswer
 from paddle_reshard.tasks.group import GroupReport
+
+prepare()  # Ray reads its settings when it is imported
+
+import ray  # noqa: E402
+
+from paddle_reshard.clusters.ray import actors  # noqa: E402
+from paddle_reshard.clusters.ray.engine import RayEngine  # noqa: E402
+from paddle_reshard.clusters.ray.worker import ReshardWorker  # noqa: E402
 
 REPO = Path(__file__).parents[1]
 SMALL, FULL = 2, 3
@@ -164,19 +168,18 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
 @contextmanager
 def private_ray(workers: int) -> Iterator[None]:
     """A Ray with so many workers' processors and memory, whatever the machine has."""
-    with _private_settings():
-        ray.init(
-            "local",
-            num_cpus=workers,
-            _memory=workers << 30,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    ray.init(
+        "local",
+        num_cpus=workers,
+        _memory=workers << 30,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 HEAD = ("workers", "groups", "driver CPU per group (ms)", "groups per second", "of one core", "ledger (MiB)")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from paddle_reshard.clusters import private_ray
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
@@ -27,6 +29,8 @@ def choose_engine(
     """
     name, _, address = cluster.partition(":")
     if name == "ray":
+        if not (address or os.environ.get("RAY_ADDRESS")):
+            private_ray.prepare()  # before Ray is imported
         from paddle_reshard.clusters.ray.engine import RayEngine
         from paddle_reshard.clusters.ray.labels import LabelSelector
 

@@ -1,7 +1,7 @@
 """Join an existing Ray cluster, or start a private one.
 
-A private Ray serves this process only. It listens on the loopback interface only and rejects clients without the token
-that is created for it, which is in the environment of its processes and in no file.
+A private Ray serves this process only. It listens on the loopback interface only and rejects clients without its token
+(:mod:`paddle_reshard.clusters.private_ray`).
 
 Ray puts the working directory of a driver on the import path of its workers. A conversion may be started in a
 checkpoint's folder, whose ``numpy.py`` must not run: see ``job_config``.
@@ -13,29 +13,24 @@ import contextlib
 import ipaddress
 import logging
 import os
-import secrets
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray._common.utils import get_system_memory
-from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
+from paddle_reshard.clusters import private_ray
 from paddle_reshard.clusters.container import memory_limit
 from paddle_reshard.clusters.ray.head import Head, check_answers, patience_seconds
 from paddle_reshard.pipeline.core.errors import ClusterError, UsageError
 from paddle_reshard.pipeline.core.shown import one_line
 
-_AT_HOME = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-"""Ray's variable that makes a node use the address 127.0.0.1, as it does by default where firewalls would ask. All
-processes of such a node listen only there. ``ray.init`` offers no other way."""
+SMALLEST_STORE_BYTES = 75 << 20
+"""The smallest object store that Ray starts with."""
 _TIMED_OUT = "timed out during startup"
 """What Ray says of a node whose raylet it has started and not heard of again."""
-_TOKEN_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 
 
 @contextlib.contextmanager
@@ -75,16 +70,17 @@ def job_config() -> JobConfig:
 
 @contextlib.contextmanager
 def _existing_ray(address: str) -> Iterator[None]:
+    if private_ray.is_prepared():
+        raise UsageError(
+            f"Ray at {address!r}: this process has the token of a private Ray; join a cluster in another process"
+        )
     try:
         check_answers(address)
-        _TOKEN_LOG.addFilter(_is_news)
         with _sigterm_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, job_config=job_config())
     except (OSError, ValueError, RuntimeError) as error:
         kind = UsageError if isinstance(error, ValueError) else ClusterError
         raise kind(f"cannot join Ray at {address!r}: {one_line(error)}{_token_hint()}") from error
-    finally:
-        _TOKEN_LOG.removeFilter(_is_news)
     try:
         yield
     finally:
@@ -93,25 +89,29 @@ def _existing_ray(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _private_ray(cpus: int | None) -> Iterator[None]:
-    with _private_settings():
-        try:
-            with _sigterm_kept():
-                ray.init(
-                    "local",
-                    num_cpus=cpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.WARNING,
-                    job_config=job_config(),
-                    **memory_settings(get_system_memory()),
-                )
-        except Exception as error:  # Ray raises bare ones
-            raise ClusterError(f"cannot start Ray on this machine: {_in_words(error)}") from error
-        try:
-            _check_is_private()
-            yield
-        finally:
-            ray.shutdown()
+    if not private_ray.is_prepared():
+        raise UsageError(
+            "this program has imported Ray before, which may then listen beyond this machine; call ray.init() or join "
+            "a cluster with it, or let this conversion be the first to import Ray"
+        )
+    try:
+        with _sigterm_kept():
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                job_config=job_config(),
+                **memory_settings(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+            )
+    except Exception as error:  # Ray raises bare ones
+        raise ClusterError(f"cannot start Ray on this machine: {_in_words(error)}") from error
+    try:
+        _check_is_private()
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _in_words(error: Exception) -> str:
@@ -128,13 +128,13 @@ def memory_settings(system_bytes: int) -> dict[str, Any]:
     """Settings for memory that keep a Ray within a limit of this process that Ray itself does not see.
 
     Ray reads only the limit of a container that is the root of its control groups, not those of groups below it, such
-    as a slice of systemd, and takes ``system_bytes`` for all there is. Objects get 30 % of what is left, as usual, and
+    as a slice of systemd. ``system_bytes`` is what the machine has. Objects get 30 % of what is left, as usual, and
     workers the rest.
     """
     limit = memory_limit()
     if limit is None or limit.limit_bytes >= system_bytes:
         return {}
-    objects = max(ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES, limit.left_bytes * 3 // 10)
+    objects = max(SMALLEST_STORE_BYTES, limit.left_bytes * 3 // 10)
     return {"object_store_memory": objects, "_memory": max(1, limit.left_bytes - objects)}
 
 
@@ -147,38 +147,6 @@ def _sigterm_kept() -> Iterator[None]:
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _private_settings() -> Iterator[None]:
-    """Make a Ray that is started in the block listen on 127.0.0.1 only, and require a token."""
-    variables = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ENABLE_K8S_TOKEN_AUTH": "0",
-        _AT_HOME: "0",
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    cluster_enabled = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(variables)
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    _read_authentication_again()
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = cluster_enabled
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        _read_authentication_again()
-
-
-def _read_authentication_again() -> None:
-    """Make Ray read its mode and token again: the next cluster may have different ones."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _check_is_private() -> None:
@@ -212,11 +180,6 @@ def lost_node() -> str | None:
             reason = one_line(node.get("DeathReasonMessage") or "its raylet does not answer")
             return f"node {node['NodeManagerAddress']}: {reason}"
     return None
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drop the warning that token authentication is enabled."""
-    return "Token authentication is enabled" not in record.getMessage()
 
 
 def _token_hint() -> str:

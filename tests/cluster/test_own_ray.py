@@ -37,13 +37,15 @@ SLOW = """
 import signal, sys
 from pathlib import Path
 import paddle_reshard
-from paddle_reshard.clusters.ray import calls
-from paddle_reshard.clusters.ray.engine import RayEngine
+from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.convert import run as workflow
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from tests.cluster.faults import Through, Watched
 from tests.sized import in_groups
+
+engine = choose_engine("ray", 1, 256 << 20)
+from paddle_reshard.clusters.ray import calls
+from tests.cluster.faults import Through, Watched
 
 def end(number, frame):
     print("the program's own end", file=sys.stderr, flush=True)
@@ -53,7 +55,6 @@ signal.signal(signal.SIGTERM, end)
 source, target, notes, seconds = *map(Path, sys.argv[1:4]), float(sys.argv[4])
 calls.PATIENCE_SECONDS = 1.0
 plan = in_groups(int(sys.argv[5])).plan(source, target, to="tp=2,sharding=3")
-engine = RayEngine(workers=1, memory_bytes=256 << 20)
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes, seconds), writer))
 try:
     workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)

@@ -1,5 +1,6 @@
 """A plan run on Ray makes the same bytes as inline, whatever happens to the workers."""
 
+import os
 import pickle
 import re
 import shutil
@@ -467,20 +468,22 @@ def test_no_groups_need_no_cluster(plan: Plan) -> None:
 
 
 OWN_RAY = """
-import os, sys
-import ray, paddle_reshard
+import sys
+import paddle_reshard
 from pathlib import Path
-from paddle_reshard.clusters.ray.engine import RayEngine
+from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.convert import run as workflow
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
+
+engine = choose_engine("ray", 1, 256 << 20)
 from tests.cluster.faults import Through, Watched
 
 source, target, notes = map(Path, sys.argv[1:])
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3", fingerprint="known")
-engine = RayEngine(workers=1, memory_bytes=256 << 20)
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes), writer))
 workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
+import ray
 assert not ray.is_initialized()
 """
 
@@ -510,3 +513,20 @@ def test_a_missing_cluster_is_reported(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(kind, match=f"cannot join Ray at '{address}': .*{reason}"):
         next(RayEngine(address=address).run([None], None, None))
+
+
+IMPORTED_BEFORE = """
+import sys
+import ray, paddle_reshard
+paddle_reshard.convert(*sys.argv[1:], to="tp=1", cluster="ray")
+"""
+
+
+def test_a_ray_that_was_imported_before_is_not_taken_for_a_private_one(tmp_path: Path) -> None:
+    """Ray reads its settings when it is imported: it would listen where everybody reaches it."""
+    source = case_directory(CASE) / "checkpoint-3"
+    command = [sys.executable, "-c", IMPORTED_BEFORE, str(source), str(tmp_path / "made")]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, env=clean)
+    assert "UsageError: this program has imported Ray before" in done.stderr
+    assert not (tmp_path / "made").exists()
