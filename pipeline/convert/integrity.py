@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart
+from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart, parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE
@@ -79,6 +79,23 @@ class IntegrityReport(Shown):
         shown = [(f"{damage.path}{damage.stretch}", damage.detail) for damage in self.damages[:SHOWN_DAMAGES]]
         signer = [] if self.signed_by is None else [("signed by", self.signed_by)]
         return [("result", self.verdict), *signer, *shown]
+
+
+def manifest_of(target: Source) -> tuple[bytes, Manifest]:
+    """The manifest of a target, as it is stored and parsed.
+
+    Raises
+    ------
+    CheckpointError
+        If it has none.
+    """
+    sizes = target.sizes()
+    if MANIFEST not in sizes:
+        raise CheckpointError(
+            f"{target.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
+        )
+    data = target.read(MANIFEST, 0, sizes[MANIFEST])
+    return data, parse_manifest(data, f"{target.location}/{MANIFEST}")
 
 
 def check_target(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, manifest_of
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.examine.signing import manifest_of, read_trusted, signer_of_target
+from paddle_reshard.pipeline.examine.signing import read_trusted, signer_of_target
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import CheckOptions

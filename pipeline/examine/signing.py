@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddle_reshard.pipeline.convert.integrity import check_target_quickly
-from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
+from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
+from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, SignatureError, TargetError, UsageError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, SIGNATURE_SUFFIX
 from paddle_reshard.pipeline.core.shown import Facts, Shown
@@ -91,15 +91,35 @@ def sign(
     """
     require_library()
     location = os.fspath(path)
-    mine = Path(key), None if certificate is None else Path(certificate)
+    beside = None if signature is None else Path(signature)
     if is_local(location) and local_path(location).is_file():
         file = local_path(location)
-        data = read_document(file)
-        _check_document(data, location)
-        bundle, signer = sign_bytes(file.name, data, *mine)
-        written = _write(Path(f"{file}{SIGNATURE_SUFFIX}" if signature is None else signature), bundle)
-        return SignReport(location, written, signer)
-    store = open_source(location, storage_options or {}, allow_scheme)
+        name, signed, data = file.name, location, _statement(file)
+        beside = beside or Path(f"{file}{SIGNATURE_SUFFIX}")
+    else:
+        store = open_source(location, storage_options or {}, allow_scheme)
+        name, signed, data = MANIFEST, f"{store.location}/{MANIFEST}", _manifest(store)
+    bundle, signer = sign_bytes(name, data, Path(key), None if certificate is None else Path(certificate))
+    if beside is not None:
+        _write(beside, bundle)
+    else:
+        with translated(Path(store.location), store.location, TargetError):
+            open_root(location, storage_options or {}, allow_scheme).replace(SIGNATURE, bundle)
+    return SignReport(signed, str(beside or f"{store.location}/{SIGNATURE}"), signer)
+
+
+def _statement(file: Path) -> bytes:
+    """A file of fingerprints, or an unchanged manifest."""
+    data = read_document(file)
+    if own_manifest(data) is None:
+        parse_fingerprints(data, str(file))
+    elif changed := parse_manifest(data, str(file)).changed:
+        raise CheckpointError(f"{file}: the manifest {changed}")
+    return data
+
+
+def _manifest(store: Source) -> bytes:
+    """The unchanged manifest of a target whose files have the names and sizes that it lists."""
     data, manifest = manifest_of(store)
     if manifest.changed:
         raise CheckpointError(f"{store.location}/{MANIFEST}: {manifest.changed}")
@@ -107,25 +127,10 @@ def sign(
         raise CheckpointError(
             f"{store.location}: {damages[0].path}: {damages[0].detail}; it is not signed. See verify {store.location}"
         )
-    bundle, signer = sign_bytes(MANIFEST, data, *mine)
-    if signature is not None:
-        written = _write(Path(signature), bundle)
-    else:
-        with translated(Path(store.location), store.location, TargetError):
-            open_root(location, storage_options or {}, allow_scheme).replace(SIGNATURE, bundle)
-        written = f"{store.location}/{SIGNATURE}"
-    return SignReport(f"{store.location}/{MANIFEST}", written, signer)
+    return data
 
 
-def _check_document(data: bytes, path: str) -> None:
-    """Refuse a file that is neither fingerprints nor a manifest, or was changed."""
-    if own_manifest(data) is None:
-        parse_fingerprints(data, path)
-    elif changed := parse_manifest(data, path).changed:
-        raise CheckpointError(f"{path}: the manifest {changed}")
-
-
-def _write(path: Path, bundle: bytes) -> str:
+def _write(path: Path, bundle: bytes) -> None:
     """Write a signature to a local file, and replace only another signature."""
     try:
         if path.exists() and not is_signature(path.read_bytes()):
@@ -133,24 +138,6 @@ def _write(path: Path, bundle: bytes) -> str:
         path.write_bytes(bundle)
     except OSError as error:
         raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from error
-    return str(path)
-
-
-def manifest_of(store: Source) -> tuple[bytes, Manifest]:
-    """The manifest of a target, as it is stored and parsed.
-
-    Raises
-    ------
-    CheckpointError
-        If it has none.
-    """
-    sizes = store.sizes()
-    if MANIFEST not in sizes:
-        raise CheckpointError(
-            f"{store.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
-        )
-    data = store.read(MANIFEST, 0, sizes[MANIFEST])
-    return data, parse_manifest(data, f"{store.location}/{MANIFEST}")
 
 
 def read_trusted(
@@ -165,10 +152,8 @@ def read_trusted(
     """
     if public_key is not None and ca_certificate is not None:
         raise UsageError("--public-key and --ca-certificate exclude each other; a signature has one signer")
-    if public_key is not None:
-        return Trusted(Path(public_key))
-    if ca_certificate is not None:
-        return Trusted(Path(ca_certificate), of_authorities=True)
+    if (path := public_key or ca_certificate) is not None:
+        return Trusted(Path(path), of_authorities=public_key is None)
     if signature is not None:
         raise UsageError("--signature requires --public-key or --ca-certificate, which it is checked with")
     return None
@@ -184,10 +169,8 @@ def signer_of_target(
     SignatureError
         If it has none, or not by whom is trusted.
     """
-    if trusted is None:
-        return None
-    if signature is not None:
-        return _signer(MANIFEST, manifest, trusted, Path(signature))
+    if trusted is None or signature is not None:
+        return signer_of_file(MANIFEST, manifest, trusted, signature)
     where, size_bytes = f"{store.location}/{SIGNATURE}", store.sizes().get(SIGNATURE)
     if size_bytes is None:
         raise SignatureError(where, MANIFEST, str(trusted), trusted.option, "no such file")
@@ -200,14 +183,10 @@ def signer_of_file(
     """The same for a local file with this content."""
     if trusted is None:
         return None
-    beside = Path(f"{os.fspath(path)}{SIGNATURE_SUFFIX}" if signature is None else signature)
-    return _signer(Path(path).name, data, trusted, beside)
-
-
-def _signer(name: str, data: bytes, trusted: Trusted, signature: Path) -> str:
+    beside, name = Path(signature or f"{os.fspath(path)}{SIGNATURE_SUFFIX}"), Path(path).name
     try:
-        bundle = signature.read_bytes()
+        bundle = beside.read_bytes()
     except OSError as error:
         detail = (error.strerror or str(error)).lower()
-        raise SignatureError(str(signature), name, str(trusted), trusted.option, detail) from error
-    return check_signature(str(signature), name, data, bundle, trusted)
+        raise SignatureError(str(beside), name, str(trusted), trusted.option, detail) from error
+    return check_signature(str(beside), name, data, bundle, trusted)

@@ -376,8 +376,7 @@ def _recorded(location: str, access: Access) -> Fingerprints:
     CheckpointError
         If it has none, or not of all tensors, or if files were changed visibly.
     """
-    from paddle_reshard.pipeline.convert.integrity import check_target_quickly
-    from paddle_reshard.pipeline.examine.signing import manifest_of
+    from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 
     store = open_source(location, *access)
     manifest = manifest_of(store)[1]
