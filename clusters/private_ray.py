@@ -23,7 +23,7 @@ def prepare() -> None:
     if "ray" not in sys.modules:
         import secrets
 
-        os.environ.update(SETTINGS | {_TOKEN: secrets.token_hex(32)})
+        os.environ.update({**SETTINGS, _TOKEN: secrets.token_hex(32)})
 
 
 def is_prepared() -> bool:
