@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
-from paddle_reshard.pipeline.model.rules.choose import choose_table, is_beyond, is_known
+from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_table, is_beyond, is_known
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.request.inputs import given_inputs
@@ -274,6 +274,9 @@ def _beyond_the_rules(
         as_stored = _as_stored(files, index_files, why)
         keys = {tensor.key for tensor in as_stored.stored if tensor.state == PARAM}
         if is_beyond(tables, keys, files.config_if_any(), bool(degrees_by_names(files))):
+            return as_stored
+        of_recipe = all(table.recipe for table in candidate_tables(tables, files.config_if_any()))
+        if of_recipe and FORMATS[as_stored.format].model_only:  # its own export, which it may have spoiled
             return as_stored
         table = choose_table(tables, keys, files.config_if_any(), stages_known=True)
     except (CheckpointError, PlanError):

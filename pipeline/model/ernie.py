@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.errors import RuleError, UnsupportedError
 from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.rule import Rule
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -34,9 +34,17 @@ def ernie_table(table: RuleTable, config: Config) -> RuleTable:
 
     Raises
     ------
+    RuleError
+        If the weights are those of a pre-training recipe, which writes such keys in another layout.
     UnsupportedError
         If the family is another one.
     """
+    if table.recipe:
+        raise RuleError(
+            f"keys {_PREFIX}...",
+            f"the recipe {table.family} publishes none of these; its own export from one card leaves keys and layouts "
+            "as they are in training. Convert the training checkpoint with --format huggingface",
+        )
     if table.family not in _FAMILIES:
         raise UnsupportedError(
             f"the weights are in the layout of ERNIE's -Paddle repositories (keys {_PREFIX}...), which is not "

@@ -24,6 +24,7 @@ from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.expert_oracle import read_expert_parallel
 from tests.golden.compare_one_card import read_one_card
+from tests.golden.unified_cases import write_safetensors
 from tests.job_memory import differences, places_of
 
 SINGLE, TP, PP = "ernie_dense_single", "ernie_dense_mp2", "ernie_dense_pp2"
@@ -611,6 +612,70 @@ def test_the_library_goes_on_with_all_states(case: str, model_type: str, tmp_pat
     wanted = {key: array.tobytes() for key, array in wanted.items() if key not in states}
     assert read_one_card(tmp_path / "made") == wanted
     assert json.loads((tmp_path / "made/config.json").read_bytes())["model_type"] == model_type
+
+
+def test_a_dense_model_of_the_library_goes_back_to_the_recipe(tmp_path: Path) -> None:
+    """Parameters, optimizer and average: the config of the recipe says that its job is to train on."""
+    given = _case(SHARDED) / "checkpoint-3"
+    config = _library_config(tmp_path, SHARDED, "ernie4_5")
+    paddle_reshard.convert(given, tmp_path / "library", to="tp=2", convention="paddleformers", config=config)
+    asked: dict[str, Any] = {"convention": "paddleformers", "config": given / "config.json"}
+    paddle_reshard.convert(tmp_path / "library", tmp_path / "made", **asked, **DENSE[SHARDED])
+    _assert_files_of(tmp_path / "made", SHARDED, SHARDED)
+    truth = _truth(SHARDED)
+    found = oracle.read_checkpoint(tmp_path / "made", oracle.shapes_of(truth))
+    oracle.assert_same_tensors(found, truth)
+
+
+def test_experts_of_the_library_go_back_without_what_it_does_not_train(tmp_path: Path) -> None:
+    """It has no states of the correction bias, which a job of the recipe with sharding asks for."""
+    given, library = _case(META) / "checkpoint-3", tmp_path / "library"
+    config = _library_config(tmp_path, META, "ernie4_5_moe")
+    paddle_reshard.convert(given, library, to="tp=1", convention="paddleformers", config=config)
+    asked: dict[str, Any] = {"convention": "paddleformers", "config": given / "config.json"}
+    with pytest.raises(
+        UnsupportedError, match="e_score_correction_bias has no optimizer states in the source"
+    ):
+        paddle_reshard.convert(library, tmp_path / "refused", **asked, **EXPERTS[META])
+    paddle_reshard.convert(library, tmp_path / "card", to="tp=1", **asked)
+    truth = {key: array.tobytes() for key, array in _truth(META).items() if f"{BIAS}." not in key}
+    assert read_one_card(tmp_path / "card") == truth
+    paddle_reshard.convert(library, tmp_path / "model", format="huggingface")
+    paddle_reshard.convert(tmp_path / "model", tmp_path / "parameters", **asked, **EXPERTS[PLAIN])
+    expert = "mlp.experts.{}.down_proj.weight"
+    for ep in (0, 1):
+        held = oracle.load_with_paddle(tmp_path / f"parameters/model_state.moe_sharding0{ep}.pdparams")
+        for local in (0, 1):
+            mine, whole = (
+                f"ernie.layers.1.{expert.format(local)}",
+                f"ernie.layers.1.{expert.format(2 * ep + local)}",
+            )
+            assert held[mine].tobytes() == truth[whole]
+
+
+@pytest.mark.parametrize("case", [META, ONE_CARD, SINGLE])
+def test_the_recipes_own_exports_are_listed_and_not_read(case: str, tmp_path: Path) -> None:
+    """Routers of them lie untransposed under a transposed shape, and those of one card are as in training."""
+    source, model = _case(case) / "checkpoint-3", tmp_path / "model"
+    paddle_reshard.convert(source, model, format="huggingface")
+    paddle_reshard.convert(model, tmp_path / "back", to="tp=1", format="hybrid-plain")
+    wanted = {key: _truth(case)[key].tobytes() for key in oracle.shapes_of(_truth(case))}
+    assert read_one_card(tmp_path / "back") == wanted
+    (model / "paddle_reshard.json").unlink()
+    words = "the recipe's own export writes its float32 values untransposed under a transposed shape"
+    if case != META:  # as it exports from one card
+        kinds = {"uint16": "BF16", "float32": "F32"}
+        tensors = {key: _truth(case)[key] for key in wanted}
+        write_safetensors(
+            model / "model.safetensors",
+            {key: (kinds[a.dtype.name], a.shape, a.tobytes()) for key, a in tensors.items()},
+        )
+        words = "its own export from one card leaves keys and layouts as they are in training"
+    with pytest.raises(RuleError, match=words):
+        paddle_reshard.convert(model, tmp_path / "refused", to="tp=1", format="hybrid-plain")
+    found = paddle_reshard.inspect(model)
+    assert words in str(found.rules)
+    assert len(found.stored) > 0
 
 
 def test_the_librarys_export_is_the_recipes(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def to_convention(
     model = source.model
     config = model.config if config is None else config
     own = convention == model.table.convention and not model.table.recipe
-    if (own or convention in model.table.shared_with) and model.table.version is None:
+    recipe = _recipe_for(model.table, tables, config) if own else None
+    if recipe is None and (own or convention in model.table.shared_with) and model.table.version is None:
         return replace(source, model=replace(model, config=config))
     if (not_known := model.table.not_known) is not None:
         raise RuleError(
@@ -85,7 +86,17 @@ def to_convention(
                 f"it is a tensor of its own in the source, which has pipeline stages, and {tensor.rule.tied_to} in a "
                 f"model with {TIED}; say {TIED}=false in the config given with --config, or drop it with --drop {HEAD}",
             )
-    return _translated(source, _table_of(convention, tables, model.table, config), config, drops_mtp)
+    table = recipe or _table_of(convention, tables, model.table, config)
+    return _translated(source, table, config, drops_mtp)
+
+
+def _recipe_for(former: RuleTable, tables: RuleTables, config: Config) -> RuleTable | None:
+    """The table of the recipe that trains such models of the library, if the config is that of one."""
+    for table in tables:
+        of_library = table.convention == former.convention and former.family in table.library_types
+        if of_library and config.get("model_type") in table.model_types:
+            return table
+    return None
 
 
 def _table_of(convention: str, tables: RuleTables, former: RuleTable, config: Config) -> RuleTable:

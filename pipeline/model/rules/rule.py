@@ -54,6 +54,8 @@ class HuggingFaceForm:
     ``{expert}``."""
     keep_float32: bool = False
     """Whether it stays float32 when the model is converted to another dtype."""
+    exported_as: str | None = None
+    """What the library's own exports have under the key instead, although nothing in their files tells."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
