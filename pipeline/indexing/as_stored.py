@@ -6,7 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, index_tensor_file
+from paddle_reshard.pipeline.checkpoint.reading import (
+    IndexFiles,
+    Readable,
+    SourceFiles,
+    index_safetensors,
+    index_tensor_file,
+)
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
@@ -19,6 +25,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
+from paddle_reshard.storage.files.safetensors import is_safetensors
 
 _ACCUMULATOR: Final = re.compile(
     rf".+[._/](?P<state>{'|'.join(sorted(ACCUMULATORS, key=len, reverse=True))})_0"
@@ -38,11 +45,18 @@ def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTe
         If a file cannot be parsed.
     """
     sizes = {path: files.sizes[path] for path in files.pickles}
-    roots: Mapping[str, Any] = index_files(index_tensor_file, files.store, sizes)
+    roots: Mapping[str, Any] = index_files(_index_arrays, files.store, sizes)
     tensors = [_stored(path, key, array) for path in sorted(roots) for key, array in _arrays(roots[path])]
     for path, payload in sorted(files.headers.items()):
         tensors += [_stored(path, key, array) for key, array in payload.tensors.items()]
     return tensors
+
+
+def _index_arrays(store: Readable, path: str, size_bytes: int) -> Mapping[str, Any]:
+    """The contents of a tensor file; later versions of Paddle call safetensors files ``.distcp`` too."""
+    if path.endswith(".distcp") and is_safetensors(store.read(path, 0, min(size_bytes, 9)), size_bytes):
+        return index_safetensors(store, path, size_bytes).tensors
+    return index_tensor_file(store, path, size_bytes)
 
 
 def degrees_by_names(files: SourceFiles) -> dict[str, int]:

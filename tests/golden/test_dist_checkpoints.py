@@ -6,13 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import deserialize
 
+from paddle_reshard import inspect
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_MASTER_WEIGHT, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.formats.flex.source import catalog_flex, read_names
 from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, parse_pickle
+from paddle_reshard.storage.files.safetensors import is_safetensors, parse_safetensors
 from tests.conftest import case_directory
 from tests.oracle import read_truth
 
@@ -27,6 +30,8 @@ CASES = (
     "moe/moe_fc_single",
     "moe/ep2_fc_sh2_s1v2",
     "moe/ep2_fc_mp2",
+    "small-safetensors/st_distcp_2ranks",
+    "small-safetensors/st_distcp_2ranks_as34",
 )
 IN_TRUTH = {PARAM: "", MASTER_WEIGHT: ".w_0", EMA_MASTER_WEIGHT: ".ema_w_0"}
 
@@ -52,8 +57,11 @@ def index(folder: Path) -> tuple[dict, dict, dict]:
 
         if path.suffix == ".metadata":
             metadata[name] = parse_dist_metadata(read, len(data), name)
-        elif path.suffix == ".distcp":
+        elif path.suffix in (".distcp", ".safetensors"):
             sizes[name] = len(data)
+            if is_safetensors(data, len(data)):
+                arrays[name] = parse_safetensors(read, len(data), name).tensors
+                continue
             root = parse_pickle(read, len(data), name).root
             arrays[name] = {key: value for key, value in root.items() if isinstance(value, ArrayRef)}
     return sizes, metadata, arrays
@@ -104,6 +112,18 @@ def test_every_tensor_is_the_one_in_memory(case):
         assert same or value.tobytes() == drifted.get(name, np.empty(0)).tobytes(), name
         names.add(name)
     assert names == set(truth)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "st_distcp" in case])
+def test_arrays_of_no_known_model_are_listed_whatever_their_files_are_called(case: str) -> None:
+    """Paddle 3.4 calls data files ``.distcp`` that hold safetensors."""
+    folder = checkpoint(case)
+    found = inspect(folder)
+    held = {(one.file, one.key): one.shape for one in found.stored}
+    for path in sorted((folder / "model_state").glob("[01]_0.*")):
+        for key, entry in deserialize(path.read_bytes()):
+            assert held.pop((f"model_state/{path.name}", key)) == tuple(entry["shape"])
+    assert not held
 
 
 @pytest.mark.parametrize("case", ["dense/fc_mp2pp2sh2_s1v2", "dense/auto_dp2mp2"])
