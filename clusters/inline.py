@@ -98,8 +98,9 @@ class InlineEngine(Engine):
             If their workspaces exceed the memory limit of the container.
         """
         count = self.groups_at_a_time
-        spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES)
-        more_bytes = workspace_bytes(works.largest_peaks(count), spaces.budget_bytes)
+        peaks = works.largest_peaks(count)
+        spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES, peaks)
+        more_bytes = workspace_bytes(peaks, spaces.budget_bytes)
         check_memory_limit(more_bytes, spaces.budget_bytes, works.plan.budget_bytes)
         idle = [f"{THREAD}{number}" for number in reversed(range(count))]
         running: dict[Future[GroupReport], tuple[str, Workspace]] = {}

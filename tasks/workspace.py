@@ -89,10 +89,20 @@ class Workspace(HostMover):
 
 
 class Workspaces:
-    """A pool of workspaces whose total size never exceeds the budget."""
+    """A pool of workspaces whose total size never exceeds the budget.
 
-    def __init__(self, budget_bytes: int) -> None:
+    Parameters
+    ----------
+    largest_peaks
+        Of as many groups as run at a time, if known. Where these are alike, workspaces are made for them at once, so
+        that none is replaced by a larger one, whose pages would be new.
+    """
+
+    def __init__(self, budget_bytes: int, largest_peaks: Sequence[int] = ()) -> None:
         self.budget_bytes = budget_bytes
+        sizes = list(map(_capacity, largest_peaks))
+        alike = sum(sizes) <= budget_bytes and len(set(sizes)) == 1
+        self.usual_bytes = sizes[0] if alike else 0
         self.idle: list[Workspace] = []
         self.taken_bytes = 0
         """Total size of all workspaces, in use and idle."""
@@ -115,7 +125,7 @@ class Workspaces:
             self.idle.remove(space)
             space.clear(peak_bytes)
             return space
-        wanted = min(_capacity(peak_bytes), self.budget_bytes)
+        wanted = min(max(_capacity(peak_bytes), self.usual_bytes), self.budget_bytes)
         if self.idle:  # replace a workspace that is too small: there are never more than groups at a time
             self.taken_bytes -= self.idle.pop().capacity_bytes
         while self.idle and self.taken_bytes + wanted > self.budget_bytes:

@@ -168,7 +168,7 @@ def test_workers_are_counted_from_one() -> None:
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 3)), max_size=60), st.integers(1, 4))
 def test_workspaces_never_exceed_the_budget(steps: list[tuple[int, int]], count: int) -> None:
     """Whatever groups come and end in whatever order; alone, every group is admitted."""
-    desk = Workspaces(100 * MIB)
+    desk = Workspaces(100 * MIB, sorted(peak * MIB for peak, _ in steps)[-count:])
     running: list[Workspace] = []
     for peak_mib, ends in steps:
         if len(running) == count:
@@ -180,3 +180,13 @@ def test_workspaces_never_exceed_the_budget(steps: list[tuple[int, int]], count:
         assert space.capacity_bytes >= peak_mib * MIB
         assert sum(kept.values()) <= 100 * MIB
         assert sum(capacity > 0 for capacity in kept.values()) <= count
+
+
+def test_workspaces_are_made_for_the_largest_groups_where_these_are_alike() -> None:
+    """No page is touched for the first time twice."""
+    desk = Workspaces(1000 * MIB, [60 * MIB, 62 * MIB])
+    spaces = [desk.take(peak * MIB, "a tensor") for peak in (1, 30)]
+    for space in spaces:
+        assert space is not None
+        desk.give_back(space)
+    assert all(desk.take(peak * MIB, "a tensor") in spaces for peak in (62, 60))
