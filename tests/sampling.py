@@ -13,6 +13,7 @@ FULL = (
     "cluster/test_nodes.py",
     "cluster/test_own_ray.py",
     "cluster/test_ray.py",
+    "cluster/test_verify.py",
     "documents/test_blocks.py",
     "golden/test_flex_auto_parallel.py",
     "hostile/test_fuzz_",
@@ -37,7 +38,10 @@ SAMPLED = (
     "live/",
     "resume/",
     "storage/",
+    "unit/test_copied_share.py",
     "unit/test_model_families.py",
+    "unit/test_output.py",
+    "unit/test_planning.py",
     "unit/test_starting.py",
 )
 """Where a test is of whole checkpoints or commands: `make test` runs it with its first set of parameters, and

@@ -184,6 +184,7 @@ def pyright_finds(files: list[Path], folder: Path) -> set[tuple[Path, int]]:
 
 
 @pytest.mark.parametrize("finds", [exhaustive(mypy_finds), pyright_finds])
+@pytest.mark.full
 def test_type_checkers_accept_the_examples_in_strict_mode_and_nothing_wrong(
     finds: Callable[[list[Path], Path], set[tuple[Path, int]]], tmp_path: Path
 ) -> None:
