@@ -98,6 +98,12 @@ MODELS: dict[str, tuple[str, ...]] = {
         "families/qwen3_next_sh2_s1v2_meta",
     ),
     "qwen3_vl": ("families/qwen3_vl_single", "families/qwen3_vl_sh2_s1v2_meta"),
+    "qwen3_vl_moe": ("families/qwen3_vl_moe_single",),
+    "glm4v_moe": ("families/glm4v_moe_single",),
+    "glm4v_moe, trained on text": ("families/glm4v_moe_mp2",),
+    "glm_ocr": ("families/glm_ocr_single",),
+    "paddleocr_vl": ("families/paddleocr_vl_single",),
+    "paddleocr_vl, with states of what has no gradient": ("families/paddleocr_vl_sh2_s1v2_meta",),
 }
 """Cases of one model each, trained for three steps in several topologies."""
 
@@ -106,7 +112,7 @@ SOURCES_ONLY = re.compile(r"fc_|uc_|defaults_|_tohf|p5_|tfusion|opt_custom|hfste
 buffer, an optimizer, files for each of two ranks that hold the same."""
 ALONE = re.compile(
     r"muon_|lora_(fc|rslora|qwen2_single)|p5_(fp32|mid)|noopt|_mini_|_lowp_|quantO1|dsv3_mtp_fc|auto_|ep2_fc_mp2"
-    r"|gptoss|qwen2moe|^families/.*(_fc_|tohf|ernie|glm|paddleocr|vl_moe|v3_mtp|qwen2_single|qwen3_single)"
+    r"|gptoss|qwen2moe|^families/.*(_fc_|tohf|ernie|v3_mtp|qwen2_single|qwen3_single)"
 )
 """Cases of models that are in no hybrid job of the corpus but their own, or that hold other states: Muon's, the base of
 an adapter, none, those of one number, quantised ones, copies that drifted in a FlexCheckpoint."""
@@ -236,6 +242,11 @@ def _structure(folder: Path, averaged: bool, loses: bool) -> dict[str, list[str]
     return found
 
 
+def _config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return config
+
+
 @pytest.mark.parametrize(("source", "target"), pairs())
 def test_the_job_finds_its_states_by_name(source: str, target: str, tmp_path: Path) -> None:
     real, made = case_directory(target) / "checkpoint-3", convert(source, target, tmp_path)
@@ -248,6 +259,7 @@ def test_the_job_finds_its_states_by_name(source: str, target: str, tmp_path: Pa
     meta = [folder / "model_meta.json" for folder in (made, real) if (folder / "model_meta.json").exists()]
     assert len(meta) in (0, 2)
     assert len({_as_read(oracle.ordered_json(path)) for path in meta}) <= 1
+    assert len({_config_of(folder).get("use_expert_parallel") for folder in (made, real)}) == 1
     assert list(differences(made, memory_of(target), truth_of(source))) == []
     if target in {f"dense/{name}" for name in hybrid_cases()}:  # whose cuts the reader knows
         truth = truth_of(source)
