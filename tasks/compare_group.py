@@ -129,7 +129,7 @@ def _comparisons(ops: Ops) -> Ops:
     return ops if chosen.all() else ops[chosen]
 
 
-class _Rows:
+class _RowsOnDemand:
     """Ops as rows, which are made when the first is asked for: few comparisons ask."""
 
     def __init__(self, ops: Ops) -> None:
@@ -146,7 +146,7 @@ class _Rows:
 class _Pair(NamedTuple):
     """The two sides of an op: the band that holds each, where in the band it begins, and its runs of bytes."""
 
-    rows: _Rows
+    rows: _RowsOnDemand
     number: int
     """Which of ``rows`` is the op."""
     bands: tuple[int, int]
@@ -172,7 +172,7 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
         (a, a_begins), (b, b_begins) = sides
         yield from map(
             _Pair,
-            repeat(_Rows(block)),
+            repeat(_RowsOnDemand(block)),
             count(),
             zip(a, b, strict=True),
             zip(a_begins, b_begins, strict=True),

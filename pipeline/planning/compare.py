@@ -116,7 +116,7 @@ def plan_differences(
     ids_a, ids_b = ids_a[order], ids_b[order]
     tensors = Tensors(a.tensors[tensor] for tensor in ids_a.tolist())
     chunks = [Ops.empty()]
-    sides = _Stored(a, ids_a, 0), _Stored(b, ids_b, len(a.files))
+    sides = _Side(a, ids_a, 0), _Side(b, ids_b, len(a.files))
     for first in range(0, len(ids_a), _BLOCK_TENSORS):
         rows = np.arange(first, min(first + _BLOCK_TENSORS, len(ids_a)))
         one_side, two_side = (side.rows(rows)[0] for side in sides)
@@ -177,7 +177,7 @@ def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
 def _comparisons(a: Catalog, b: Catalog, ids_a: Ints, ids_b: Ints) -> Ops:
     """Ops that compare the common tensors of ``a`` and ``b``, and the copies within each side."""
     compared = ~(_follows_from_master(a, ids_a) & _follows_from_master(b, ids_b))
-    sides = _Stored(a, ids_a, 0), _Stored(b, ids_b, len(a.files))
+    sides = _Side(a, ids_a, 0), _Side(b, ids_b, len(a.files))
     chunks: tuple[list[Ops], ...] = ([Ops.empty()], [Ops.empty()], [Ops.empty()])
     for first in range(0, len(ids_a), _BLOCK_TENSORS):
         rows = first + np.flatnonzero(compared[first : first + _BLOCK_TENSORS])
@@ -212,7 +212,7 @@ def _follows_from_master(catalog: Catalog, ids: Ints) -> Flags:
     return np.asarray(follows[ids])
 
 
-class _Stored:
+class _Side:
     """The fragments that store the chosen tensors of a side."""
 
     def __init__(self, catalog: Catalog, ids: Ints, first_file: int) -> None:

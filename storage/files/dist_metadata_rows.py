@@ -75,7 +75,7 @@ class _Block(NamedTuple):
     """What each holds, a row per value; BAD if it is no entry that can be taken."""
 
 
-class _Entries(NamedTuple):
+class _BlockEntries(NamedTuple):
     """The entries of a block, in order."""
 
     begins: Longs
@@ -98,7 +98,7 @@ class _Entries(NamedTuple):
     """Position in the window up to which entries were looked for."""
 
 
-class _Rows:
+class _EntryRuns:
     """Runs of whole entries of one class."""
 
     kind: str
@@ -115,7 +115,7 @@ class _Rows:
         self._known = False
         """Whether all names are stored in the memo, before which no entry can be recognised."""
         self._scan: Scan | None = None
-        self._entries: _Entries | None = None
+        self._entries: _BlockEntries | None = None
         self._stencils: dict[int, list[Stencil]] = {}
         """Length of entries → stencils of this length, those first that fit most."""
         self._block_entries = _FIRST_BLOCK_ENTRIES
@@ -201,7 +201,7 @@ class _Rows:
         """Chunks that tails of these kinds store in the memo after their value."""
         return np.full(len(kinds), NOTHING, dtype=np.int32)
 
-    def _block(self, scan: Scan, at: int) -> _Entries:
+    def _block(self, scan: Scan, at: int) -> _BlockEntries:
         """The entries from a position on."""
         first = int(np.searchsorted(scan.begins, at))
         begins = scan.begins[first : first + self._block_entries + 1]
@@ -221,7 +221,7 @@ class _Rows:
         sound = (codes != BAD).all(axis=0)
         followed = sound[1:] & (begins[1:count] == block.ends[: max(count - 1, 0)])
         slots, first_slot = self._coder.stored(codes)
-        return _Entries(
+        return _BlockEntries(
             begins=block.begins,
             ends=block.ends,
             sound=sound,
@@ -330,7 +330,7 @@ class _Rows:
         """Rows whose tail cannot follow the row before."""
         return np.zeros(len(kinds), dtype=bool)
 
-    def _keep(self, entries: _Entries, first: int, stop: int) -> None:
+    def _keep(self, entries: _BlockEntries, first: int, stop: int) -> None:
         """Keep these entries."""
         raise NotImplementedError
 
@@ -361,7 +361,7 @@ class IndexColumns(NamedTuple):
     file: Ids
 
 
-class IndexRows(_Rows):
+class IndexRows(_EntryRuns):
     """``LocalTensorIndex`` → file name."""
 
     kind, fields = INDEX, INDEX_FIELDS
@@ -374,7 +374,7 @@ class IndexRows(_Rows):
         """Number of these neighbours."""
         self._placed: list[Ids] = []
         """Replica and file, of each."""
-        self._partly: _Entries | None = None
+        self._partly: _BlockEntries | None = None
         """The block from which entries are taken."""
         self._taken = np.zeros(0, dtype=bool)
 
@@ -405,7 +405,7 @@ class IndexRows(_Rows):
         scan.optional(BATCH)
         return np.zeros(len(scan.at), dtype=np.int32)
 
-    def _keep(self, entries: _Entries, first: int, stop: int) -> None:
+    def _keep(self, entries: _BlockEntries, first: int, stop: int) -> None:
         if entries is not self._partly:
             self._keep_block()
             self._partly, self._taken = entries, np.zeros(len(entries.begins), dtype=bool)
@@ -434,7 +434,7 @@ class IndexRows(_Rows):
         self._partly = None
 
 
-class PieceRows(_Rows):
+class PieceRows(_EntryRuns):
     """``LocalTensorMetadata`` in the list of its key. A row has the column ``key`` before those of its fields.
 
     The tail of a row says what follows: the same list continues, or it ends and that of another key begins. A list
@@ -495,7 +495,7 @@ class PieceRows(_Rows):
         before = np.concatenate([[self._is_marked()], goes_to_many[:-1]])
         return np.asarray(comes_from_many != before)
 
-    def _keep(self, entries: _Entries, first: int, stop: int) -> None:
+    def _keep(self, entries: _BlockEntries, first: int, stop: int) -> None:
         codes, kinds = entries.codes[:, first:stop], entries.kinds[first:stop]
         begins = np.flatnonzero(kinds != self._GOES_ON)
         # The key of a row is that of the last list that began before it.

@@ -103,16 +103,8 @@ def read_flex(
     CheckpointError, PlanError
         If it is incomplete or inconsistent, or no rule covers a tensor.
     """
-    kinds = {is_paddleformers_folder(path): path for path in metadata}
-    if len(kinds) > 1:
-        raise CheckpointError(
-            f"{kinds[True]} belongs to a checkpoint of PaddleFormers, {kinds[False]} to one of auto-parallel "
-            "training: a folder must hold a single checkpoint"
-        )
-    auto_parallel = False in kinds
+    auto_parallel = _is_auto_parallel(metadata)
     dist_tensors = auto_parallel or _of_dist_tensors(files)
-    if not auto_parallel:
-        _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
     names = _as_in_the_model(read_names(metadata), tables, config)
     keys = _structured_keys(names, auto_parallel)
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
@@ -125,31 +117,40 @@ def read_flex(
     identities = {
         path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
     }
-    catalog = catalog_flex(
-        {path: file.size_bytes for path, file in files.items()},
-        metadata,
-        arrays,
-        identities,
-        # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
-        not_fused if dist_tensors else _fused(table, config),
-    )
+    sizes = {path: file.size_bytes for path, file in files.items()}
+    # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
+    fused = not_fused if dist_tensors else _fused(table, config)
+    catalog = catalog_flex(sizes, metadata, arrays, identities, fused)
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
         catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
     model = marked_base(read_model(catalog.tensors, table, config))
     check_matrices(model, adapter)
     _check(model, catalog)
-    states = {state for found in names.values() for _, state in found}
     return Checkpoint(
         format=AUTO_PARALLEL if auto_parallel else FLEX,
         catalog=_with_implied(catalog, model),
         own_files=frozenset([*metadata, *files]),
         model=model,
         job=Job(lr_scheduler=lr_scheduler),
-        has_ema=bool(states & {EMA_PARAM, EMA_MASTER_WEIGHT}),
+        has_ema=not {EMA_PARAM, EMA_MASTER_WEIGHT}.isdisjoint(catalog.tensors.states),
         adapter=adapter,
         unproven=_BY_AUTO_PARALLEL if dist_tensors and not auto_parallel else "",
     )
+
+
+def _is_auto_parallel(metadata: Mapping[str, DistMetadata]) -> bool:
+    """Whether auto-parallel training wrote the folders; those of PaddleFormers must all be there."""
+    kinds = {is_paddleformers_folder(path): path for path in metadata}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{kinds[True]} belongs to a checkpoint of PaddleFormers, {kinds[False]} to one of auto-parallel "
+            "training: a folder must hold a single checkpoint"
+        )
+    if False in kinds:
+        return True
+    _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
+    return False
 
 
 def _of_dist_tensors(files: Mapping[str, DataFile]) -> bool:

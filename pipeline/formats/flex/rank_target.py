@@ -29,8 +29,10 @@ from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import check_states, muon_parameters
+from paddle_reshard.pipeline.model.rules.table import RuleTable
 
 _LIBRARY = "paddleformers"
+_WHOLE = "omit --to: whole tensors suit every job"
 _NUMBERS_COPIES = "3.3"
 """The first Paddle whose metadata tell flattened pieces, and number the copies of a piece."""
 _ASKED_FOR = frozenset(["moment1", "moment2", "velocity", "beta1_pow_acc", "beta2_pow_acc"])
@@ -158,48 +160,57 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
     PlanError, UnsupportedError, RuleError
     """
     model = checkpoint.model
-    table, topology = model.table, target.topology
-    whole = "omit --to: whole tensors suit every job"
-    if table.library != _LIBRARY:
-        raise PlanError(
-            f"--format {FLEX} --to {topology}: which pieces the ranks of a job ask for is known of {_LIBRARY}, and the "
-            f"names are those of {table.library}; translate them with --convention {_LIBRARY}, or {whole}"
-        )
-    if paddle_release(target.paddle_version).metadata < _NUMBERS_COPIES:
-        raise PlanError(
-            f"--paddle-version {target.paddle_version} with --to {topology}: only metadata of Paddle "
-            f"{_NUMBERS_COPIES} and later tell the pieces of ranks and their copies apart; {whole}"
-        )
-    if target.expert_axis not in (None, "ep"):
-        raise UnsupportedError(
-            f"{topology} with experts distributed over {target.expert_axis}: what its ranks ask a FlexCheckpoint for "
-            f"has not been seen; {whole}"
-        )
-    if target.sharding.comm_overlap:
-        raise UnsupportedError(
-            "comm_overlap: which slices the optimizer of such a job asks a FlexCheckpoint for has not been seen; "
-            f"{whole}"
-        )
-    table.check_whole(model.config)
-    table.check_keys(model.config)
+    _check_asked(model.table, target)
+    model.table.check_whole(model.config)
+    model.table.check_keys(model.config)
     check_apart(model)
     check_states(model)
     check_strategy(target)
     check_job(checkpoint, target)
+    _check_tensors(model, target)
+
+
+def _check_asked(table: RuleTable, target: RankFlexTarget) -> None:
+    """Refuse names, versions and settings with which what the ranks ask for is not known."""
+    topology = target.topology
+    if table.library != _LIBRARY:
+        raise PlanError(
+            f"--format {FLEX} --to {topology}: which pieces the ranks of a job ask for is known of {_LIBRARY}, and the "
+            f"names are those of {table.library}; translate them with --convention {_LIBRARY}, or {_WHOLE}"
+        )
+    if paddle_release(target.paddle_version).metadata < _NUMBERS_COPIES:
+        raise PlanError(
+            f"--paddle-version {target.paddle_version} with --to {topology}: only metadata of Paddle "
+            f"{_NUMBERS_COPIES} and later tell the pieces of ranks and their copies apart; {_WHOLE}"
+        )
+    if target.expert_axis not in (None, "ep"):
+        raise UnsupportedError(
+            f"{topology} with experts distributed over {target.expert_axis}: what its ranks ask a FlexCheckpoint for "
+            f"has not been seen; {_WHOLE}"
+        )
+    if target.sharding.comm_overlap:
+        raise UnsupportedError(
+            "comm_overlap: which slices the optimizer of such a job asks a FlexCheckpoint for has not been seen; "
+            f"{_WHOLE}"
+        )
+
+
+def _check_tensors(model: Model, target: RankFlexTarget) -> None:
+    """Refuse tensors of which no rank's pieces have been seen."""
     for tensor in model.tensors:
         if strange := sorted(set(tensor.accumulators) - _ASKED_FOR):
             raise PlanError(
                 f"{tensor.key} ({strange[0]}): the trainer's optimizers neither save this state in a "
-                f"FlexCheckpoint nor ask for it (sharded_state_dict of Paddle 3.3.1); {whole}"
+                f"FlexCheckpoint nor ask for it (sharded_state_dict of Paddle 3.3.1); {_WHOLE}"
             )
     if (muon := muon_parameters(model.tensors)) and target.strategy != "none":
         raise UnsupportedError(
             f"{muon[0]}: the optimizer is Muon; how {target.strategy} divides its tensors among ranks has not been "
-            f"compared with real files, so no rank's files can be written; {whole}"
+            f"compared with real files, so no rank's files can be written; {_WHOLE}"
         )
     stacked = next((t.key for t in model.tensors if t.rule.of_experts), None)
     if stacked is not None:
         raise UnsupportedError(
             f"{stacked}: it holds all experts of a layer; with which dims a rank asks for it has not been seen; "
-            f"{whole}"
+            f"{_WHOLE}"
         )

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -147,6 +147,22 @@ def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None
             raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
 
 
+class _Piece(NamedTuple):
+    """A piece of a tensor that a file holds, in elements."""
+
+    offset: Shape
+    shape: Shape
+    flattened: tuple[int, int] | None
+    """First element of the flattened piece that is stored, and one past the last; ``None``: the whole piece."""
+
+    @classmethod
+    def of(cls, metadata: DistMetadata, offset: int, local: int, flat: int) -> _Piece:
+        """A piece from the numbers of its shapes in the metadata."""
+        shapes = metadata.shapes
+        flattened = (shapes[flat][0], shapes[flat][1]) if flat >= 0 else None
+        return cls(shapes[offset], shapes[local], flattened)
+
+
 class _FlexCatalogBuilder:
     """Collects the tensors and arrays of all folders."""
 
@@ -192,32 +208,10 @@ class _FlexCatalogBuilder:
                     metadata.keys[key], f"{path} lists it in a file that does not hold it", (stored,)
                 )
             index, tensor = tensors[key]
-            flattened = metadata.shapes[flat] if flat >= 0 else None
-            _check_array(tensor, array, metadata.shapes[local], flattened, stored)
-            cut, origin, rank = cuts[key], metadata.shapes[offset], 0
-            if cut.dim is not None:
-                rank = origin[cut.dim] // metadata.shapes[local][cut.dim]
-                origin = (*origin[: cut.dim], 0, *origin[cut.dim + 1 :])
-            kind = self.placements.kind(
-                ArrayKind(
-                    metadata.shapes[local],
-                    cut,
-                    tensor.dtype.itemsize,
-                    (flattened[0], flattened[1]) if flattened else None,
-                    array.axes,
-                )
-            )
-            self.placements.add(
-                kind,
-                rank,
-                index,
-                self.file_index[stored],
-                array.byte_offset,
-                tensor.dtype,
-                first_copy[key] + copies[piece],
-            )
+            described = _Piece.of(metadata, offset, local, flat)
+            _check_array(tensor, array, described, stored)
+            self._place(index, tensor, cuts[key], described, array, stored, first_copy[key] + copies[piece])
             copies[piece] += 1
-            self.origins.append(padded(origin, 0))
         for file, unlisted in held.items():
             if unlisted:
                 raise CoverageError(
@@ -225,6 +219,28 @@ class _FlexCatalogBuilder:
                     f"a file holds it, but {path} does not list it",
                     (_joined(folder, file),),
                 )
+
+    def _place(
+        self,
+        index: int,
+        tensor: Tensor,
+        cut: TensorCut,
+        piece: _Piece,
+        array: ArrayRef,
+        stored: str,
+        copy: int,
+    ) -> None:
+        """Place an array in its tensor, whose index is given. Blocks of fused parts are told by their rank."""
+        origin, rank = piece.offset, 0
+        if cut.dim is not None:
+            rank = origin[cut.dim] // piece.shape[cut.dim]
+            origin = (*origin[: cut.dim], 0, *origin[cut.dim + 1 :])
+        kind = self.placements.kind(
+            ArrayKind(piece.shape, cut, tensor.dtype.itemsize, piece.flattened, array.axes)
+        )
+        file = self.file_index[stored]
+        self.placements.add(kind, rank, index, file, array.byte_offset, tensor.dtype, copy)
+        self.origins.append(padded(origin, 0))
 
     def _cut(self, tensor: Tensor, metadata: DistMetadata, pieces: Columns) -> TensorCut:
         """How tensor parallelism cut the fused parts of a tensor; not at all if it is stored as a single block.
@@ -344,9 +360,10 @@ def _global_shapes(path: str, metadata: DistMetadata) -> list[Shape]:
     return [shapes.pop() for shapes in found]
 
 
-def _check_array(tensor: Tensor, array: ArrayRef, local: Shape, flat: Shape | None, stored: str) -> None:
-    wanted = local if flat is None else (flat[1] - flat[0],)
-    a_number = flat is None and prod(array.shape) == prod(local) == 1  # stored with one dim or none
+def _check_array(tensor: Tensor, array: ArrayRef, piece: _Piece, stored: str) -> None:
+    flat = piece.flattened
+    wanted = piece.shape if flat is None else (flat[1] - flat[0],)
+    a_number = flat is None and prod(array.shape) == prod(piece.shape) == 1  # stored with one dim or none
     if array.shape != wanted and not a_number:
         raise CoverageError(tensor.label, f"shape {array.shape}, its metadata say {wanted}", (stored,))
     if array.dtype != tensor.dtype.code:

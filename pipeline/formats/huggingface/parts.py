@@ -88,7 +88,7 @@ def _has_own_dim(tensor: ModelTensor, form: HuggingFaceForm) -> bool:
     return form.stacked is not None and len(tensor.rule.shape or ()) == 3
 
 
-class _Rows(NamedTuple):
+class _ExpertRows(NamedTuple):
     """Where an expert is in a tensor of several: its first index along the first dim, and its extents but the last."""
 
     first: int
@@ -97,7 +97,7 @@ class _Rows(NamedTuple):
 
 def _stacked(
     form: HuggingFaceForm, config: Config, tensor: ModelTensor, own_dim: bool
-) -> list[tuple[_Rows, list[str]]]:
+) -> list[tuple[_ExpertRows, list[str]]]:
     """Where each expert is if several are stacked, else the whole, and the keys of its parts.
 
     ``own_dim``: whether the first dim counts experts alone.
@@ -105,7 +105,10 @@ def _stacked(
     shape = tensor.global_shape
     if form.stacked is None:
         return [
-            (_Rows(0, shape[:-1]), [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.tensors])
+            (
+                _ExpertRows(0, shape[:-1]),
+                [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.tensors],
+            )
         ]
     (experts,) = evaluate_sizes([form.stacked], config, tensor.key)
     rows, rest = divmod(shape[0], experts) if experts > 0 else (0, 1)
@@ -116,7 +119,7 @@ def _stacked(
         )
     return [
         (
-            _Rows(expert * rows, (rows, *shape[1:-1])),
+            _ExpertRows(expert * rows, (rows, *shape[1:-1])),
             [tensor.rule.fill_in(form.key_of(part, expert), tensor.key) for part in range(len(form.tensors))],
         )
         for expert in range(experts)
@@ -127,7 +130,7 @@ def _part(
     tensor: ModelTensor,
     form: HuggingFaceForm,
     key: str,
-    rows: _Rows,
+    rows: _ExpertRows,
     spans: Sequence[Span],
 ) -> Part:
     first, leading = rows

@@ -160,7 +160,7 @@ def _models(
         If no rule table has all keys, naming a key; or if several tables do, naming the tables.
     """
     stored = {
-        key: _Stored(array.shape, dtype_of_tag(payload.tags[key], f"{path}: {key}"), path)
+        key: _Header(array.shape, dtype_of_tag(payload.tags[key], f"{path}: {key}"), path)
         for path, payload in payloads.items()
         for key, array in payload.tensors.items()
     }
@@ -238,14 +238,16 @@ def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
     return re.compile("|".join(patterns) or r"(?!)")
 
 
-class _Stored(NamedTuple):
+class _Header(NamedTuple):
+    """What the header of a file says of a tensor."""
+
     shape: Shape
     dtype: DType
     path: str
 
 
 def _logical(
-    stored: Mapping[str, _Stored], matches: Mapping[str, Match | None], config: Config
+    stored: Mapping[str, _Header], matches: Mapping[str, Match | None], config: Config
 ) -> list[Tensor]:
     """The tensors in Paddle: parts joined along their last dim there, and stacked ones along the first."""
     tensors = []

@@ -8,8 +8,9 @@ accumulators and names without a structured key are errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import Any, Protocol
 
@@ -173,20 +174,8 @@ def sort_ranks(
     if weights == LORA_MODEL_STATE and not any(file.kind == OPTIMIZER for file in files):
         meta = None  # of the job that has ended; the files of an adapter alone tell all of it
     topology = _topology(files, meta)
-    if weights == LORA_MODEL_STATE and topology.tp > 1 and topology.pp == 1:
-        raise UnsupportedError(
-            f"LoRA with {topology}: without pipeline parallelism the trainer merges the tensors of all tp ranks into "
-            f"one {LORA_MODEL_STATE}.pdparams, which is not supported; save with FlexCheckpoint, or with pp=2"
-        )
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
-    if not by_kind[weights]:
-        raise CheckpointError(f"no {weights} file: not a hybrid-parallel training checkpoint")
-    if not by_kind[OPTIMIZER]:
-        _check_parameters_only(paths, files, weights)
-    for kind, found in by_kind.items():
-        if found:
-            _check_files(kind, found, topology)
-    _check_signals(paths, topology)
+    _check_kinds(paths, files, weights, by_kind, topology)
     entries = {
         path: root if isinstance(root, FileEntries) else FileEntries(root) for path, root in roots.items()
     }
@@ -198,24 +187,45 @@ def sort_ranks(
         for pp, ep, tp in sorted(files_of_cell)
     ]
     _name_numbers(cells, topology)
-    metas = [] if meta is None else list(meta.cells.values())
-    if meta is not None:
-        extra = sorted(meta.cells.keys() - {_meta_name(c, topology) for c in cells})
-        if extra:
-            raise CheckpointError(
-                f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
-            )
+    of_cells = {} if meta is None else meta.cells
+    if extra := sorted(of_cells.keys() - {_meta_name(cell, topology) for cell in cells}):
+        raise CheckpointError(
+            f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
+        )
     return Ranks(
         topology=topology,
         cells=tuple(cells),
-        strategy=_same("sharding_strategy", [m.strategy for m in metas], MODEL_META),
-        comm_overlap=bool(_same("enable_overlap", [m.comm_overlap for m in metas], MODEL_META)),
+        strategy=_same("sharding_strategy", [m.strategy for m in of_cells.values()], MODEL_META),
+        comm_overlap=bool(_same("enable_overlap", [m.comm_overlap for m in of_cells.values()], MODEL_META)),
         lr_scheduler=_lr_scheduler(by_kind[OPTIMIZER], entries),
         with_meta=meta is not None,
         has_ema=bool(by_kind[EMA]),
         has_lora=weights == LORA_MODEL_STATE,
         has_optimizer=bool(by_kind[OPTIMIZER]),
     )
+
+
+def _check_kinds(
+    paths: Mapping[str, int],
+    files: list[RankFile],
+    weights: str,
+    by_kind: Mapping[str, list[RankFile]],
+    topology: Topology,
+) -> None:
+    """Check that the files of each kind are those of a save, without one too many or too few."""
+    if weights == LORA_MODEL_STATE and topology.tp > 1 and topology.pp == 1:
+        raise UnsupportedError(
+            f"LoRA with {topology}: without pipeline parallelism the trainer merges the tensors of all tp ranks into "
+            f"one {LORA_MODEL_STATE}.pdparams, which is not supported; save with FlexCheckpoint, or with pp=2"
+        )
+    if not by_kind[weights]:
+        raise CheckpointError(f"no {weights} file: not a hybrid-parallel training checkpoint")
+    if not by_kind[OPTIMIZER]:
+        _check_parameters_only(paths, files, weights)
+    for kind, of_kind in by_kind.items():
+        if of_kind:
+            _check_files(kind, of_kind, topology)
+    _check_signals(paths, topology)
 
 
 def _name_numbers(cells: Sequence[StoredCell], topology: Topology) -> None:
@@ -323,30 +333,28 @@ def _coordinates(file: RankFile, topology: Topology) -> tuple[int, int, int]:
     return file.pp or 0, topology.expert_rank(tp, file.shard or 0), tp
 
 
-def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
-    """Check that every rank that writes a file of this kind has exactly one, and that there are no others."""
+def _writing(
+    kind: str, files: list[RankFile], topology: Topology
+) -> Iterator[tuple[int | None, int | None, int | None, int | None, int | None]]:
+    """The tp, pp, sharding, dp and ep of every rank that writes a file of this kind; ``None`` where no name has it."""
 
     def ranks(degree: int) -> list[int | None]:
         return list(range(degree)) if degree > 1 else [None]
 
     sharded = kind not in WEIGHTS or any(f.shard is not None for f in files)
-    moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
-    coordinates: Iterable[tuple[int | None, int | None, int | None, int | None, int | None]]
     if kind == MODEL_STATE and topology.ep > 1 and not sharded:
         # Every expert rank writes a whole cell.
-        coordinates = (
-            (ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep)
-            for pp in ranks(topology.pp)
-            for ep in range(topology.ep)
-        )
-    else:
-        coordinates = (
-            (tp, pp, shard, rank, None)
-            for tp in ranks(topology.tp)
-            for pp in ranks(topology.pp)
-            for shard in ranks(topology.sharding if sharded else 1)
-            for rank in moe
-        )
+        for pp, ep in product(ranks(topology.pp), range(topology.ep)):
+            yield ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep
+        return
+    moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
+    shards = ranks(topology.sharding if sharded else 1)
+    for tp, pp, shard, rank in product(ranks(topology.tp), ranks(topology.pp), shards, moe):
+        yield tp, pp, shard, rank, None
+
+
+def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
+    """Check that every rank that writes a file of this kind has exactly one, and that there are no others."""
     seen: dict[tuple[int | None, ...], str] = {}
     for file in files:
         found = (file.tp, file.pp, file.shard, file.moe, file.ep)
@@ -356,7 +364,7 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
     what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
     what += f" ep={topology.ep}" if topology.ep > 1 else ""
     expected, missing, first = 0, 0, ""
-    for rank_coordinates in coordinates:
+    for rank_coordinates in _writing(kind, files, topology):
         expected += 1
         if seen.pop(rank_coordinates, None) is None:
             missing += 1

@@ -117,14 +117,7 @@ def read_hybrid(
     ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
     held = sorted(roots)
     del roots  # frees the names of all arrays, unless the caller keeps them
-    for cell in ranks.cells if ranks.has_lora or not ranks.with_meta else ():
-        cell.rename(keys_in_model(tables, cell.names, config))
-    for cell in ranks.cells if ranks.topology.pp > 1 else ():
-        cell.rename(keys_of_stages(tables, config))
-    table = _choose_table(ranks, tables, config)
-    _name_shared_keys(ranks, table)
-    if table.local_experts:
-        number_experts(ranks, _expert_count(table, config))
+    table = _choose_table_and_rename(ranks, tables, config)
     cells = join_cells(ranks, lambda key: table.find(key, config)[0].shared_out)
     expert_axis = expert_axis_of(ranks)
     strategy = _strategy(ranks, cells)
@@ -141,8 +134,6 @@ def read_hybrid(
     model = replace(
         stored, tensors=tuple(replace(t, missing=t.key in builder.missing) for t in stored.tensors)
     )
-    sequence_parallel, names = _check_names(ranks, model)
-    topology = ranks.topology
     return Checkpoint(
         format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
@@ -150,20 +141,42 @@ def read_hybrid(
             [*(file.path for file in catalog.files), *([MODEL_META] if meta is not None else [])]
         ),
         model=without_copies(model),
-        job=Job(
-            topology=replace(topology, vpp=_vpp(cells, model)),
-            strategy=strategy,
-            comm_overlap=ranks.comm_overlap,
-            sequence_parallel=sequence_parallel,
-            names_predicted=names,
-            lr_scheduler=ranks.lr_scheduler,
-            expert_axis=expert_axis,
-            unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
-        ),
+        job=_job_of(ranks, cells, model, strategy, expert_axis),
         has_ema=ranks.has_ema,
         has_optimizer=ranks.has_optimizer,
         adapter=adapter,
         unproven=builder.rank_files.in_words(),
+    )
+
+
+def _choose_table_and_rename(ranks: Ranks, tables: RuleTables, config: Mapping[str, Any]) -> RuleTable:
+    """The rule table of the model; keys in cells become those that the table knows."""
+    for cell in ranks.cells if ranks.has_lora or not ranks.with_meta else ():
+        cell.rename(keys_in_model(tables, cell.names, config))
+    for cell in ranks.cells if ranks.topology.pp > 1 else ():
+        cell.rename(keys_of_stages(tables, config))
+    table = _choose_table(ranks, tables, config)
+    _name_shared_keys(ranks, table)
+    if table.local_experts:
+        number_experts(ranks, _expert_count(table, config))
+    return table
+
+
+def _job_of(
+    ranks: Ranks, cells: Sequence[StoredCell], model: Model, strategy: str, expert_axis: str | None
+) -> Job:
+    """The job that saved the files."""
+    sequence_parallel, names = _check_names(ranks, model)
+    topology = ranks.topology
+    return Job(
+        topology=replace(topology, vpp=_vpp(cells, model)),
+        strategy=strategy,
+        comm_overlap=ranks.comm_overlap,
+        sequence_parallel=sequence_parallel,
+        names_predicted=names,
+        lr_scheduler=ranks.lr_scheduler,
+        expert_axis=expert_axis,
+        unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
     )
 
 

@@ -106,37 +106,39 @@ class JobRequest:
                 f"--convention {layout.convention}"
             )
         over = self._expert_axis_beside_ep(source)
-        overlap = bool(layout.comm_overlap)
-        buffer_mb = layout.comm_buffer_size_MB or (128 if overlap else 256)
-        sequence_parallel = source.job.sequence_parallel or (
-            topology.ep > 1 and topology.tp > 1 and over is None
-        )
-        if layout.sequence_parallel is not None:
-            sequence_parallel = layout.sequence_parallel
+        unified = source.job.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
         job = kind(
             topology=replace(topology, ep=1) if over == "dp" else topology,
             strategy=self.strategy or "none",
-            sharding=ShardingOptions(
-                buffer_bytes=buffer_mb << 20,
-                comm_overlap=overlap,
-                sort_parameters=layout.sort_parameters is not False,
-                segment_elements=DEFAULT_SEGMENT_ELEMENTS
-                if layout.stage3_segment_size is None
-                else layout.stage3_segment_size,
-            ),
-            sequence_parallel=bool(sequence_parallel),
+            sharding=self._sharding(),
+            sequence_parallel=self._sequence_parallel(source, over),
             segmentation=layout.segmentation,
             names=self.names,
             expert_axis_beside_ep=over,
-            unified_experts=bool(
-                source.job.unified_experts if layout.use_unified_moe is None else layout.use_unified_moe
-            ),
+            unified_experts=bool(unified),
             paddle_version=self.paddle_version,
         )
         if self.strategy:
             return job
         strategy, reason = default_strategy(job, source, check)
         return replace(job, strategy=strategy, strategy_reason=reason)
+
+    def _sharding(self) -> ShardingOptions:
+        layout, overlap = self.layout, bool(self.layout.comm_overlap)
+        segment = layout.stage3_segment_size
+        return ShardingOptions(
+            buffer_bytes=(layout.comm_buffer_size_MB or (128 if overlap else 256)) << 20,
+            comm_overlap=overlap,
+            sort_parameters=layout.sort_parameters is not False,
+            segment_elements=DEFAULT_SEGMENT_ELEMENTS if segment is None else segment,
+        )
+
+    def _sequence_parallel(self, source: Checkpoint, over: str | None) -> bool:
+        """As requested, else as the source or as experts over ep require; ``over``: their axis beside ep."""
+        if self.layout.sequence_parallel is not None:
+            return self.layout.sequence_parallel
+        experts_require = self.topology.ep > 1 and self.topology.tp > 1 and over is None
+        return bool(source.job.sequence_parallel) or experts_require
 
     def _expert_axis_beside_ep(self, source: Checkpoint) -> str | None:
         """The axis other than ``ep`` over which the target's experts are distributed.

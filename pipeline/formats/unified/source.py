@@ -74,7 +74,7 @@ TensorId = tuple[str, str]
 """Key and state."""
 
 
-class _Stored(NamedTuple):
+class _StoredArray(NamedTuple):
     """An array in a file."""
 
     file: UnifiedFile
@@ -91,7 +91,7 @@ class _Stored(NamedTuple):
         return self.array.shape[::-1] if self.transposed else self.array.shape
 
 
-Arrays = Mapping[TensorId, list[_Stored]]
+Arrays = Mapping[TensorId, list[_StoredArray]]
 """All arrays of each tensor."""
 
 
@@ -151,9 +151,9 @@ def read_unified(
 
 def _arrays(
     files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
-) -> dict[TensorId, list[_Stored]]:
+) -> dict[TensorId, list[_StoredArray]]:
     """All arrays of each tensor, in the order of the files."""
-    found: dict[TensorId, list[_Stored]] = {}
+    found: dict[TensorId, list[_StoredArray]] = {}
     masters_only = _masters_only(files, payloads, config)
     for file in files:
         payload = payloads[file.path]
@@ -165,7 +165,7 @@ def _arrays(
                 key, state = stored_key, PARAM if is_param else MASTER_WEIGHT
             dtype = dtype_of_tag(payload.tags[stored_key], f"{file.path}: {stored_key}")
             _check_dtype(key, state, dtype, file)
-            found.setdefault((key, state), []).append(_Stored(file, key, array, dtype))
+            found.setdefault((key, state), []).append(_StoredArray(file, key, array, dtype))
     for key in [key for key, state in found if state == MASTER_WEIGHT]:
         param = found.get((key, PARAM))
         if param and param[0].dtype.name == "float32":
@@ -219,12 +219,12 @@ def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:
 
 def _joined_twins(
     arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
-) -> dict[TensorId, list[_Stored]]:
+) -> dict[TensorId, list[_StoredArray]]:
     """Merge tied weights under their common key; arrays stored under that key come first."""
     twins = {
         key: table.find(key, config)[0].twin(config, key) for key in dict.fromkeys(key for key, _ in arrays)
     }
-    joined: dict[TensorId, list[_Stored]] = {}
+    joined: dict[TensorId, list[_StoredArray]] = {}
     for tied in (False, True):
         for (key, state), stored in arrays.items():
             if (twins[key] is not None) == tied:
@@ -237,10 +237,10 @@ def _oriented(
     payloads: Mapping[str, SafetensorsPayload],
     table: RuleTable,
     config: Mapping[str, Any],
-) -> dict[TensorId, list[_Stored]]:
+) -> dict[TensorId, list[_StoredArray]]:
     """Mark transposed arrays; only weights can be transposed."""
 
-    def oriented(key: str, stored: _Stored) -> _Stored:
+    def oriented(key: str, stored: _StoredArray) -> _StoredArray:
         if stored.file.kind != MODEL:
             return stored
         path = stored.file.path
@@ -322,7 +322,7 @@ class _Cutting:
             self._check_ranks(arrays)
         return sliced
 
-    def _are_slices(self, key: str, stored: Sequence[_Stored]) -> bool:
+    def _are_slices(self, key: str, stored: Sequence[_StoredArray]) -> bool:
         return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
 
     def _check(self, arrays: Arrays) -> None:
@@ -435,7 +435,7 @@ class _UnifiedCatalogBuilder:
         )
         return len(self.tensors) - 1
 
-    def _add(self, key: str, state: str, stored: Sequence[_Stored], sliced: bool) -> None:
+    def _add(self, key: str, state: str, stored: Sequence[_StoredArray], sliced: bool) -> None:
         index = self._new(key, state, stored[0].dtype)
         if is_per_parameter(state):
             self._add_numbers(index, stored)
@@ -460,7 +460,7 @@ class _UnifiedCatalogBuilder:
                 axes = (1, 0) if one.transposed else None
                 self._add_array(index, kind(None, axes), rank, one, self._replica(index, rank))
 
-    def _add_numbers(self, index: int, stored: Sequence[_Stored]) -> None:
+    def _add_numbers(self, index: int, stored: Sequence[_StoredArray]) -> None:
         """Every rank that holds a piece of a parameter holds a copy of its numbers."""
         for one in stored:
             if prod(one.shape) != 1:
@@ -469,7 +469,7 @@ class _UnifiedCatalogBuilder:
             kind = ArrayKind((1,), TensorCut(1, None), one.dtype.itemsize)
             self._add_array(index, kind, 0, one, self._replica(index, 0))
 
-    def _add_array(self, index: int, kind: ArrayKind, rank: int, stored: _Stored, replica: int) -> None:
+    def _add_array(self, index: int, kind: ArrayKind, rank: int, stored: _StoredArray, replica: int) -> None:
         number, file = self.placements.kind(kind), self.file_index[stored.file.path]
         self.placements.add(number, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
 
@@ -513,7 +513,7 @@ def _check_states(model: Model) -> None:
             )
 
 
-def _copy_of(stored: _Stored) -> tuple[str, str, int]:
+def _copy_of(stored: _StoredArray) -> tuple[str, str, int]:
     """Identifies the copy that a slice belongs to."""
     return stored.key, stored.file.kind, stored.file.tp
 
