@@ -96,18 +96,22 @@ def _make(
             if part_index == index:
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
             literal = next(literals, None)
-        path = work.target_paths[int(part["file"])]
-        try:
-            receipts.append(target.write_part(path, int(part["start"]), buffer.data))
-        except NotFiniteError as error:
-            files = ", ".join(_read_from(work, int(part["file"]), error.byte_offset))
-            raise PlanError(
-                f"{error}. It was read from {files}; nothing is published. Export without --quantize, or an earlier "
-                "checkpoint"
-            ) from error
+        receipts.append(_write(work, int(part["file"]), int(part["start"]), buffer, target))
     written = sum(receipt.nbytes for receipt in receipts)
     summed = summed_up(work, reports)
     return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=found)
+
+
+def _write(work: GroupWork, file: int, byte_offset: int, buffer: Buffer, target: WritePart) -> Receipt:
+    """Write a part that is made; a value that has no code in the target is refused with the files that hold it."""
+    try:
+        return target.write_part(work.target_paths[file], byte_offset, buffer.data)
+    except NotFiniteError as error:
+        files = ", ".join(_read_from(work, file, error.byte_offset))
+        raise PlanError(
+            f"{error}. It was read from {files}; nothing is published. Export without --quantize, or an earlier "
+            "checkpoint"
+        ) from error
 
 
 def _read_from(work: GroupWork, file: int, byte_offset: int) -> list[str]:

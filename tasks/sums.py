@@ -257,6 +257,14 @@ class _RunSums:
             self._zeros = None
         return self._scratch
 
+    def _room_for_runs(self, rows: int, run_bytes: int, pitch: int) -> Buffer:
+        """Scratch memory for runs that begin every ``pitch`` bytes; zeros between them."""
+        scratch = self._room(rows * pitch)
+        if pitch != run_bytes and self._zeros != (run_bytes, pitch):
+            scratch.fill(0)
+        self._zeros = run_bytes, pitch
+        return scratch
+
     def _through_scratch(
         self,
         whole: Whole,
@@ -274,12 +282,8 @@ class _RunSums:
         filled = step - run_bytes <= CALL_BYTES and step <= SCRATCH_BYTES
         pitch = step if filled else run_bytes
         rows = min(count, max(1, SCRATCH_BYTES // pitch))
-        scratch = self._room(rows * pitch)
-        if pitch != run_bytes and self._zeros != (run_bytes, pitch):
-            scratch.fill(0)
-        self._zeros = run_bytes, pitch
-        strides = list(whole.strides)
-        strides[last] = pitch
+        scratch = self._room_for_runs(rows, run_bytes, pitch)
+        strides = [*whole.strides[:last], pitch, *whole.strides[last + 1 :]]
         shape = [1 if dim in around else extent for dim, extent in enumerate(extents)]
         sources = [(_array(piece), _columns(piece, row[0], along)) for piece in row]
         where = [slice(None)] * len(extents)
@@ -298,14 +302,11 @@ class _RunSums:
                     nbytes = here * pitch if start + here < count else (here - 1) * pitch + run_bytes
                     checksum = crc64nvme(memory[:nbytes], checksum)
                 else:
-                    found += [
-                        crc64nvme(memory[at : at + run_bytes], ALL_BITS)
-                        for at in range(0, here * pitch, pitch)
-                    ]
+                    runs = (memory[at : at + run_bytes] for at in range(0, here * pitch, pitch))
+                    found += [crc64nvme(run, ALL_BITS) for run in runs]
             if filled:
                 found.append(checksum)
-        kept = around if filled else outer
-        return _remainders(found, [extents[dim] for dim in kept])
+        return _remainders(found, [extents[dim] for dim in (around if filled else outer)])
 
     def _long_runs(self, whole: Whole, piece: SummedBox, outer: Sequence[int]) -> Remainders:
         """Copy each run to scratch memory, block by block."""

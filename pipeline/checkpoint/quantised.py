@@ -206,22 +206,15 @@ def dequantised(
     if not named and not companions:
         return None
     _check_once(held, payloads)
-    for key, weight in sorted(companions.items()):
-        if weight not in named:
-            found = f"is {payloads[held[weight]].tags[weight]}" if weight in held else "no file holds"
-            not_quantised = f", not {_stored_tag(method)}" if weight in held else ""
-            raise CoverageError(key, f"scales of {weight}, which {found}{not_quantised}", (held[key],))
+    _check_companions(companions, named, held, payloads, method)
     weights = {
         stored: _weight(stored, key, held, payloads, method, scheme, shapes) for stored, key in named.items()
     }
-    for stored, weight_served in weights.items():
-        if weight_served.key != stored and weight_served.key in held:
-            raise CoverageError(
-                weight_served.key, "stored both packed and as it is", (held[weight_served.key],)
-            )
-    served_as = {weight.tag for weight in weights.values()}
-    for weight_served in weights.values():
-        _check_dtype(weight_served, config, method)
+    for stored, weight in weights.items():
+        if weight.key != stored and weight.key in held:
+            raise CoverageError(weight.key, "stored both packed and as it is", (held[weight.key],))
+    for weight in weights.values():
+        _check_dtype(weight, config, method)
     changed = {*weights, *companions}
     files = {
         path: _served(payload, weights, companions)
@@ -231,13 +224,9 @@ def dequantised(
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
     if index is not None:
-        total_bytes = sum(
-            section.stop - section.start for file in files.values() for section in file.sections
-        )
-        for path, payload in payloads.items():
-            total_bytes += sum(array.nbytes for array in payload.tensors.values()) if path not in files else 0
+        total_bytes = _tensor_bytes(payloads, files)
         made[WEIGHT_INDEX] = format_index(_index_as_served(index, held, companions, weights, total_bytes))
-    dtypes = " and ".join(sorted(_DTYPES[tag] for tag in served_as))
+    dtypes = " and ".join(sorted({_DTYPES[weight.tag] for weight in weights.values()}))
     summary = f"{len(weights)} {_kind(method, scheme)} weights, to {dtypes}, with a scale for each "
     return Dequantised(files, made, summary + _scaled(method, scheme))
 
@@ -331,6 +320,28 @@ def _check_once(held: Mapping[str, str], payloads: Mapping[str, SafetensorsPaylo
         for key in payload.tensors:
             if held[key] != path:
                 raise CoverageError(key, "two files hold it", (path, held[key]))
+
+
+def _check_companions(
+    companions: Mapping[str, str],
+    named: Mapping[str, str],
+    held: Mapping[str, str],
+    payloads: Mapping[str, SafetensorsPayload],
+    method: str,
+) -> None:
+    """Check that the weights of all scales are stored, quantised."""
+    for key, weight in sorted(companions.items()):
+        if weight not in named:
+            found = f"is {payloads[held[weight]].tags[weight]}" if weight in held else "no file holds"
+            not_quantised = f", not {_stored_tag(method)}" if weight in held else ""
+            raise CoverageError(key, f"scales of {weight}, which {found}{not_quantised}", (held[key],))
+
+
+def _tensor_bytes(payloads: Mapping[str, SafetensorsPayload], files: Mapping[str, ServedFile]) -> int:
+    """Bytes of all tensors as they are served; ``files`` are those that are not served as stored."""
+    served = sum(section.stop - section.start for file in files.values() for section in file.sections)
+    unchanged = (payload for path, payload in payloads.items() if path not in files)
+    return served + sum(array.nbytes for payload in unchanged for array in payload.tensors.values())
 
 
 def _scales(

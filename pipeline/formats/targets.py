@@ -149,11 +149,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     """Join several targets into one, so that the source is read once; paths get the prefix of their target."""
     if len(laid_out) == 1:
         return laid_out[0]
-    chosen = [one.catalog.index() for one in laid_out]
-    kept = [
-        number for identity, number in source.index().items() if any(identity in of_one for of_one in chosen)
-    ]
-    catalog = source.only(kept)
+    catalog = _needed(source, [one.catalog for one in laid_out])
     index = catalog.index()
     files: list[File] = []
     first_files: list[int] = []
@@ -187,6 +183,15 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         first_files=tuple(first_files),
     )
     return LaidOut(catalog, joined, (), ())
+
+
+def _needed(source: Catalog, catalogs: Sequence[Catalog]) -> Catalog:
+    """The tensors of the source that are in some of the ``catalogs``."""
+    chosen = [catalog.index() for catalog in catalogs]
+    index = source.index()
+    return source.only(
+        [number for identity, number in index.items() if any(identity in of_one for of_one in chosen)]
+    )
 
 
 def _omitted(target: LaidOut) -> list[int]:

@@ -91,6 +91,27 @@ def _unit_bytes(ops: Ops) -> Ints:
     return np.asarray(extents * ITEMSIZES[ops["target_dtype"]], dtype=np.int64)
 
 
+class _Slabs(NamedTuple):
+    """Where runs can be cut: each op in a run is slabs of one size, in bytes."""
+
+    starts: list[int]
+    """First byte of each op."""
+    units: list[int]
+    """Size of its slabs."""
+    firsts: list[int]
+    """First op of each run, and one past the last of all."""
+
+    def before(self, byte: int, run: int) -> int:
+        """The last cut of a run at or before ``byte``."""
+        op = bisect_right(self.starts, byte, lo=self.firsts[run], hi=self.firsts[run + 1]) - 1
+        return byte - (byte - self.starts[op]) % self.units[op]
+
+    def after(self, byte: int, run: int) -> int:
+        """The first cut of a run at or after ``byte``."""
+        op = bisect_right(self.starts, byte, lo=self.firsts[run], hi=self.firsts[run + 1]) - 1
+        return byte + (self.starts[op] - byte) % self.units[op]
+
+
 def _trim(runs: _CopyRuns, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[Ints, Ints]:
     """The range ``[low, high)`` of every run that is copied; empty if none is.
 
@@ -106,14 +127,7 @@ def _trim(runs: _CopyRuns, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[
     The first made part is 3 MiB short, which it takes from the run after it. The second is 4 MiB short: the run after
     it can spare 12 MiB, the run before it only 2 MiB, so all 4 MiB come from the run after it.
     """
-    starts, units = op_start.tolist(), unit.tolist()
-
-    def cut_at(byte: int, run: int, up: bool) -> int:
-        op = bisect_right(starts, byte, lo=int(firsts[run]), hi=int(firsts[run + 1])) - 1
-        slabs = byte - starts[op]
-        return int(starts[op] + (-(-slabs // units[op]) if up else slabs // units[op]) * units[op])
-
-    firsts = [*runs.first.tolist(), len(starts)]
+    slabs = _Slabs(op_start.tolist(), unit.tolist(), [*runs.first.tolist(), len(op_start)])
     low, high = runs.start.tolist(), runs.start.tolist()
     wanted, least = smallest.tolist(), runs.least.tolist()
     file, before, made_from = -1, -1, 0
@@ -125,17 +139,15 @@ def _trim(runs: _CopyRuns, op_start: Ints, unit: Ints, smallest: Ints) -> tuple[
         shortest = least[run]
         lack = wanted[file] - (begin - made_from)
         if begin > made_from and lack > 0:
-            # Taken from the neighbour that can spare more; only the rest from the second one.
             spare_here = end - begin - shortest
             spare_before = high[before] - low[before] - least[before] if before >= 0 else 0
+            # Taken from the neighbour that can spare more; only the rest from the second one.
             from_here = min(lack, spare_here) if spare_here >= spare_before else max(0, lack - spare_before)
-            from_here = from_here and cut_at(begin + from_here, run, True) - begin
+            from_here = from_here and slabs.after(begin + from_here, run) - begin
             from_before = max(0, lack - from_here)
-            back = (
-                cut_at(high[before] - from_before, before, False)
-                if from_before and before >= 0
-                else made_from
-            )
+            back = made_from
+            if from_before and before >= 0:
+                back = slabs.before(high[before] - from_before, before)
             if (
                 spare_here < from_here
                 or made_from - back < from_before

@@ -259,28 +259,12 @@ def _cut_large(
     kept: list[_Atoms] = []
     numbered, rereads = 0, False
     used = np.full(len(found.made), MAX_DIMS)
-    most = memory.most_bytes - memory.pass_bytes
     while len(ops):
-        atoms, count = found.number, len(used)
-        size = np.where(found.made > 0, found.made, found.read)
-        least = memory.group_bytes // 2
-        together_bytes = np.zeros(count, dtype=np.int64)
-        if 2 * int(files.smallest_part.sum()) > least:
-            together_bytes = _smallest_together(ops, atoms, files, count)
-        goal = np.clip(2 * together_bytes, least, max(most, 1))
-        kind = _cut_dims(ops, atoms, size > goal)
-        # A second dim, or one that makes bytes be read again, is a last resort.
-        again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
-        chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
-        steps = np.ones(count, dtype=np.int64)
-        if together is not None:
-            steps[atoms[unit_of(ops, together) >= 0]] = together.rows
-            low, high = reach(ops, atoms, count)
-            chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
+        atoms = found.number
+        chosen, dims, rereading, counts, steps = _choose_cuts(ops, found, used, files, memory, together)
         if not kept and not chosen.any():
             return ops, found, rank, False
-        rereads |= bool((chosen & kind.rereads).any())
-        goal = np.where(kind.rereads, max(most, 1), goal)
+        rereads |= bool((chosen & rereading).any())
         numbers = np.where(chosen, -1, np.cumsum(~chosen) - 1 + numbered)
         sizes = found.made[~chosen], found.read[~chosen]
         numbered += len(sizes[0])
@@ -297,19 +281,57 @@ def _cut_large(
             enough, ops = ops.split(keep)
             done.append(enough)
         if len(ops):
-            dims, counts = np.where(chosen, kind.dim, 0), -(-size // np.maximum(goal, 1))
-            pieces = _cut_evenly(ops, atoms, dims, counts, steps)
+            pieces = _cut_evenly(ops, atoms, np.where(chosen, dims, 0), counts, steps)
             parents = atoms[pieces.origin]
             ops = pieces.ops
             atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
             used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
-            used[atoms] = kind.dim[parents]
+            used[atoms] = dims[parents]
             del pieces, parents
             found = _Atoms.measured(ops, atoms)
     number, made, read = (np.concatenate(column) for column in zip(*kept, strict=True))
     number[number < 0] = len(made)
     rank = np.concatenate([rank, np.full(len(number) - len(whole), pieces_rank)])
     return Ops.joined([whole, *done]), _Atoms(number, made, read), rank, rereads
+
+
+class _Cuts(NamedTuple):
+    """Which atoms are cut, and how."""
+
+    chosen: Flags
+    dim: Ints
+    """``MAX_DIMS`` if it cannot be cut."""
+    rereads: Flags
+    """Whether bytes would be read several times."""
+    stretches: Ints
+    """Into about how many."""
+    steps: Ints
+    """Of how many elements the length of its stretches is a multiple."""
+
+
+def _choose_cuts(
+    ops: Ops, found: _Atoms, used: Ints, files: FileSizes, memory: GroupMemory, together: Together | None
+) -> _Cuts:
+    """How atoms that are too large are cut; ``used`` is the dim along which each was cut before, if it was."""
+    atoms, count = found.number, len(used)
+    most = memory.most_bytes - memory.pass_bytes
+    size = np.where(found.made > 0, found.made, found.read)
+    least = memory.group_bytes // 2
+    together_bytes = np.zeros(count, dtype=np.int64)
+    if 2 * int(files.smallest_part.sum()) > least:
+        together_bytes = _smallest_together(ops, atoms, files, count)
+    goal = np.clip(2 * together_bytes, least, max(most, 1))
+    kind = _cut_dims(ops, atoms, size > goal)
+    # A second dim, or one that makes bytes be read again, is a last resort.
+    again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
+    chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
+    steps = np.ones(count, dtype=np.int64)
+    if together is not None:
+        steps[atoms[unit_of(ops, together) >= 0]] = together.rows
+        low, high = reach(ops, atoms, count)
+        chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
+    goal = np.where(kind.rereads, max(most, 1), goal)
+    return _Cuts(chosen, kind.dim, kind.rereads, -(-size // np.maximum(goal, 1)), steps)
 
 
 class _CutDims(NamedTuple):

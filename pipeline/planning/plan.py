@@ -305,20 +305,7 @@ def plan_conversion(
     _check_names(target, carried)
     if settings.sums:
         target = count_once(target, source.tensors)
-    plan = Plan(
-        tensors=source.tensors if checks is None else checks.tensors,
-        source_files=source.files,
-        target_files=target.files,
-        literals=target.literals,
-        budget_bytes=settings.budget_bytes,
-        carried=tuple(carried),
-        allow_replica_drift=settings.allow_replica_drift,
-        allow_master_drift=settings.allow_master_drift,
-        compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
-        mixtures=source.mixtures,
-        summed=_implied_sums(source, target) if settings.sums else None,
-        stored=None if target.stored_files == target.files else target.stored_files,
-    )
+    plan = _without_groups(source, target, carried, settings, checks)
 
     def make_ops() -> Ops:
         ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
@@ -340,6 +327,30 @@ def plan_conversion(
             _label(once, worst), settings.budget_bytes, enough_bytes, planned.read_amplification
         )
     return replace(planned, read_once_budget_bytes=enough_bytes)
+
+
+def _without_groups(
+    source: Catalog,
+    target: TargetFiles,
+    carried: Sequence[CarriedFile],
+    settings: PlanSettings,
+    checks: MasterChecks | None,
+) -> Plan:
+    """What is known of a plan before its ops are."""
+    return Plan(
+        tensors=source.tensors if checks is None else checks.tensors,
+        source_files=source.files,
+        target_files=target.files,
+        literals=target.literals,
+        budget_bytes=settings.budget_bytes,
+        carried=tuple(carried),
+        allow_replica_drift=settings.allow_replica_drift,
+        allow_master_drift=settings.allow_master_drift,
+        compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
+        mixtures=source.mixtures,
+        summed=_implied_sums(source, target) if settings.sums else None,
+        stored=None if target.stored_files == target.files else target.stored_files,
+    )
 
 
 def _enough_bytes(draft: _Draft, once: Plan) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.literals import Literal
+from paddle_reshard.pipeline.core.literals import Literal, LiteralSlices
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
@@ -105,9 +105,7 @@ class Works(Iterable[GroupWork]):
     def work(self, group: int) -> GroupWork:
         """One group."""
         plan = self.plan
-        ops = plan.ops[self._op_first[group] : self._op_first[group + 1]]
-        bands = plan.bands[self._band_first[group] : self._band_first[group + 1]]
-        parts = plan.parts[self._part_first[group] : self._part_first[group + 1]]
+        ops, bands, parts = self._rows(group, group + 1)
         tensors = distinct(ops["tensor"])
         return GroupWork(
             group=group,
@@ -126,26 +124,42 @@ class Works(Iterable[GroupWork]):
             measured=plan.measured,
         )
 
-    def batch(self, groups: range) -> WorkBatch:
-        """The first of ``groups`` as one value: all of them, unless that would be a large message."""
-        plan, first = self.plan, groups.start
+    def _rows(self, first: int, stop: int) -> tuple[Ops, Bands, Parts]:
+        """The ops, bands and parts of the groups from ``first`` up to ``stop``."""
+        plan = self.plan
+        return (
+            plan.ops[self._op_first[first] : self._op_first[stop]],
+            plan.bands[self._band_first[first] : self._band_first[stop]],
+            plan.parts[self._part_first[first] : self._part_first[stop]],
+        )
+
+    def _literals_of(self, first: int, stop: int) -> LiteralSlices:
+        parts = self.plan.parts[self._part_first[first] : self._part_first[stop]]
+        return self._literals.of_ranges(_ranges(parts))
+
+    def _end_of_batch(self, groups: range) -> tuple[int, LiteralSlices]:
+        """One past the last group of a batch that begins with ``groups``, and the literals of its parts."""
+        first = groups.start
         stop = min(
             groups.stop,
             int(np.searchsorted(self._op_first, self._op_first[first] + MOST_OPS, side="right")) - 1,
             int(np.searchsorted(self._part_first, self._part_first[first] + MOST_PARTS, side="right")) - 1,
         )
         stop = max(stop, first + 1)
-        parts = plan.parts[self._part_first[first] : self._part_first[stop]]
-        literals = self._literals.of_ranges(_ranges(parts))
-        if (enough := literals.within(MOST_LITERAL_BYTES)) < len(literals) and stop > first + 1:
-            # The group of the first literal that is too much waits for the next batch.
-            part = self._part_first[first] + literals.number(enough)
-            stop = max(first + 1, int(np.searchsorted(self._part_first, part, side="right")) - 1)
-            parts = plan.parts[self._part_first[first] : self._part_first[stop]]
-            literals = self._literals.of_ranges(_ranges(parts))
+        literals = self._literals_of(first, stop)
+        if (enough := literals.within(MOST_LITERAL_BYTES)) == len(literals) or stop == first + 1:
+            return stop, literals
+        # The group of the first literal that is too much waits for the next batch.
+        part = self._part_first[first] + literals.number(enough)
+        stop = max(first + 1, int(np.searchsorted(self._part_first, part, side="right")) - 1)
+        return stop, self._literals_of(first, stop)
+
+    def batch(self, groups: range) -> WorkBatch:
+        """The first of ``groups`` as one value: all of them, unless that would be a large message."""
+        plan, first = self.plan, groups.start
+        stop, literals = self._end_of_batch(groups)
         of_groups = slice(first, stop + 1)
-        ops = plan.ops[self._op_first[first] : self._op_first[stop]]
-        bands = plan.bands[self._band_first[first] : self._band_first[stop]]
+        ops, bands, parts = self._rows(first, stop)
         tensors = distinct(ops["tensor"])
         return WorkBatch(
             groups=range(first, stop),

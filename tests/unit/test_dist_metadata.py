@@ -251,14 +251,14 @@ def test_large_files_say_what_pickle_finds_in_them(make, keys, world):
 def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, protocol, monkeypatch):
     """Opcode by opcode a real file takes minutes; how many are taken so is counted, not timed."""
     one_by_one = []
-    follow = dist_metadata_rows._Rows.follow
+    follow = dist_metadata_rows._EntryRuns.follow
 
     def counted(rows):
         instance = follow(rows)
         one_by_one.append(instance)
         return instance
 
-    monkeypatch.setattr(dist_metadata_rows._Rows, "follow", counted)
+    monkeypatch.setattr(dist_metadata_rows._EntryRuns, "follow", counted)
     module = classes_of("3.3")
     metadata = make(module, 40, 300)
     found = parse(dumped(metadata, module, protocol))

@@ -41,7 +41,7 @@ def fitted(monkeypatch) -> list[int]:
 
 def one_by_one(data: bytes) -> DistMetadata:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist_metadata_rows._Rows, "_ready", lambda rows: False)
+        patched.setattr(dist_metadata_rows._EntryRuns, "_ready", lambda rows: False)
         return parse(data)
 
 

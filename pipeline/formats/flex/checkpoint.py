@@ -114,9 +114,7 @@ def read_flex(
         metadata, arrays = _with_two_dims(metadata, arrays, names, stacked)
         _refuse_sonic(metadata, names, stacked, table, config)
     # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
-    identities = {
-        path: [(twins.get(key, key), state) for key, state in found] for path, found in names.items()
-    }
+    identities = {path: [(twins.get(key, key), state) for key, state in of] for path, of in names.items()}
     sizes = {path: file.size_bytes for path, file in files.items()}
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
     fused = not_fused if dist_tensors else _fused(table, config)

@@ -9,7 +9,7 @@ gives the fused tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
@@ -77,12 +77,7 @@ def read_huggingface(
     rows: list[FragmentRow] = []
     for tensor, parts in model_parts(model):
         found = [_find(part, held, payloads) for part in parts]
-        dtypes = {dtype for _, dtype, _ in found}
-        if len(dtypes) > 1:
-            names = ", ".join(sorted(dtype.name for dtype in dtypes))
-            raise CoverageError(
-                tensor.key, f"its parts {', '.join(p.key for p in parts)} are stored as {names}"
-            )
+        of_tensor = _common_dtype(tensor, parts, [dtype for _, dtype, _ in found])
         for part, (path, dtype, byte_offset) in zip(parts, found, strict=True):
             if planned is not None and dtype != (wanted := planned(tensor, part)):
                 detail = f"stored as {dtype.name}, planned as {wanted.name}"
@@ -92,19 +87,27 @@ def read_huggingface(
         for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
             (part,) = tensor_parts(twin, model)
             path, dtype, byte_offset = _find(part, held, payloads)
-            if {dtype} != dtypes:
+            if dtype != of_tensor:
                 raise CoverageError(
                     part.key, f"stored as {dtype.name}, but tied to a tensor of another dtype", (path,)
                 )
             rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, copy)
         aliases = tuple(t.key for t in twins)
-        tensors.append(Tensor(tensor.key, PARAM, dtypes.pop(), tensor.global_shape, aliases))
+        tensors.append(Tensor(tensor.key, PARAM, of_tensor, tensor.global_shape, aliases))
     if held:
         key = min(held)
         raise CheckpointError(f"{key}: in {held[key]}, but the model has no such tensor")
     catalog = Catalog(Tensors(tensors), files, fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog
+
+
+def _common_dtype(tensor: ModelTensor, parts: Sequence[Part], dtypes: Sequence[DType]) -> DType:
+    """The dtype in which the parts of a tensor are stored, of which there must be one."""
+    if len(set(dtypes)) > 1:
+        names = ", ".join(sorted({dtype.name for dtype in dtypes}))
+        raise CoverageError(tensor.key, f"its parts {', '.join(p.key for p in parts)} are stored as {names}")
+    return dtypes[0]
 
 
 def _rows(

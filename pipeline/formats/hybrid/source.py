@@ -131,14 +131,13 @@ def read_hybrid(
     )
     catalog = builder.catalog()
     check_catalog(catalog)
-    model = replace(
-        stored, tensors=tuple(replace(t, missing=t.key in builder.missing) for t in stored.tensors)
-    )
+    tensors = tuple(replace(tensor, missing=tensor.key in builder.missing) for tensor in stored.tensors)
+    model = replace(stored, tensors=tensors)
     return Checkpoint(
         format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
         own_files=frozenset(
-            [*(file.path for file in catalog.files), *([MODEL_META] if meta is not None else [])]
+            [*(file.path for file in catalog.files), *([] if meta is None else [MODEL_META])]
         ),
         model=without_copies(model),
         job=_job_of(ranks, cells, model, strategy, expert_axis),
