@@ -35,11 +35,12 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import DEFAULT, average_target, formats_for_average
 from paddle_reshard.pipeline.request.options import (
     TARGET_OPTIONS,
+    ConversionOptions,
     ConvertOptions,
     TargetOptions,
     flag_of,
 )
-from paddle_reshard.pipeline.request.parse import parse_target, read_settings
+from paddle_reshard.pipeline.request.parse import locations_of, parse_target, read_settings
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
@@ -128,11 +129,17 @@ def plan(
         return
     if rates is not None and not worker_counts:
         raise UsageError("--rates is for --workers")
-    destination = _destination(target, targets, options) if target or targets else None
+    destination = _targets(target, targets, options) if target or targets else None
+    settings, locations = (
+        read_settings(cast(ConversionOptions, options), destination),
+        locations_of(destination),
+    )
+    from paddle_reshard.pipeline.convert.conversion import plan_with
+
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan  # says at once if it cannot write any
     with running("reading headers and planning") as run:
-        planned = paddle_reshard.plan(source, destination, observe=run, **options)
+        planned = plan_with(source, locations, settings, run)
         coverage = paddle_reshard.prove(planned) if prove else None
         simulations = _simulated(planned, worker_counts, rates)
         if run.page is not None:
@@ -203,10 +210,12 @@ def convert(
 ) -> None:
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
-    destination = _destination(target, targets, options)
-    locations = [destination] if isinstance(destination, str) else map(str, destination)
-    with _finished(), running() as run, run.converting([source], [*locations]) as converted:
-        report = paddle_reshard.convert(source, destination, observe=run, **options)
+    destination = _targets(target, targets, options)
+    settings, locations = read_settings(cast(ConvertOptions, options), destination), locations_of(destination)
+    from paddle_reshard.pipeline.convert.conversion import convert_with  # mistakes above are told at once
+
+    with _finished(), running() as run, run.converting([source], locations) as converted:
+        report = convert_with(source, locations, settings, run)
         converted(report)
     answer(report, lambda: print_facts([*report.facts(), *_next(report)]))
 
@@ -230,21 +239,16 @@ def _finished() -> Iterator[None]:
         sys.exit(0)
 
 
-def _destination(
+def _targets(
     target: str | None, targets: tuple[str, ...], options: Mapping[str, Any]
 ) -> str | dict[PathLike, TargetOptions]:
-    """The path of a single target, or the paths of several with their options.
-
-    Mistakes in the options are reported here, before anything is loaded.
-    """
+    """The path of a single target, or the paths of several with their options."""
     if (target is None) == (not targets):
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
     if target is not None:
-        read_settings(cast(ConvertOptions, options))
         return target
     resume = bool(options.get("resume") or options.get("take_over"))  # the session supplies omitted options
     by_path: dict[PathLike, TargetOptions] = dict(parse_target(text, resume) for text in targets)
     if len(by_path) < len(targets):
         raise UsageError("two targets have the same path")
-    read_settings(cast(ConvertOptions, options), by_path)
     return by_path

@@ -16,18 +16,19 @@ from paddle_reshard.pipeline.cli.options import (
     progress_option,
     quiet_option,
 )
+from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 
 
 @click.command()
 @click.argument("source", type=LOCATION, metavar="SRC")
 @click.option("--output", metavar="FILE", help="Write the fingerprints of all tensors to this file.")
 @declared("memory")
-@declared("cluster", help="Where the tensors are read.")
+@declared("cluster", of=FingerprintOptions)
 @declared("workers")
 @declared("label_selector")
 @declared("rules")
 @declared("config")
-@declared("allow_missing", help="Allow these keys to be missing; * matches anything.")
+@declared("allow_missing", of=FingerprintOptions)
 @declared("allow_links")
 @declared("storage_options", "--source-storage-options")
 @declared("allow_scheme")

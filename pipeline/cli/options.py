@@ -11,7 +11,6 @@ import click
 from click.core import ParameterSource
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.progress.events_as_json import EventLog
 from paddle_reshard.pipeline.progress.metrics import read_address
 from paddle_reshard.pipeline.progress.notify import read_receiver
@@ -22,8 +21,10 @@ from paddle_reshard.pipeline.request.options import (
     Kind,
     declarations,
     flag_of,
+    help_of,
     of_one_source,
 )
+from paddle_reshard.pipeline.request.read_options import DiffOptions
 from paddle_reshard.storage.documents.strict_json import parse_json
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -41,16 +42,12 @@ LAYOUT_FLAGS: Mapping[str, str] = {
 """Option → the entry of ``--layout`` that it sets."""
 
 
-class Choice(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
-    """A choice that suggests the closest value for a misspelled one."""
+class Words(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
+    """Words that help lists and shells complete. The request, which also Python makes, knows whether a word is one."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        """The chosen value."""
-        try:
-            return super().convert(value, parameter, context)
-        except click.BadParameter as error:
-            meant = did_you_mean(str(value), self.choices)
-            raise click.BadParameter(error.message.rstrip(".") + meant, context, parameter) from None
+        """The word as it is given."""
+        return str(value)
 
 
 class Option(click.Option):
@@ -174,16 +171,20 @@ def all_of(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-def declared(name: str, *further_flags: str, help: str | None = None) -> Decorator:
-    """An option as it is declared in :mod:`~paddle_reshard.pipeline.request.options`, under its name there."""
+def declared(name: str, *further_flags: str, of: Any = None, help: str | None = None) -> Decorator:
+    """An option as it is declared in :mod:`~paddle_reshard.pipeline.request.options`, under its name there.
+
+    ``of`` are the options of a function, a TypedDict, that may say something else of it; ``help`` is for a command
+    without such a function.
+    """
     option = declarations()[name]
-    settings: dict[str, Any] = {"metavar": option.metavar, "help": help or option.help}
+    settings: dict[str, Any] = {"metavar": option.metavar, "help": help or help_of(name, of)}
     if option.default is not None:
         settings |= {"default": option.default, "show_default": True}
     if option.variable:
         settings |= {"envvar": VARIABLE.format(name.upper()), "show_envvar": True}
     if option.choices:
-        settings["type"] = (Choice if option.suggests else click.Choice)(tuple(option.choices))
+        settings["type"] = Words(tuple(option.choices))
     elif option.kind is Kind.COUNT:
         settings["type"] = click.IntRange(1)
     elif option.kind is Kind.FLAG:
@@ -255,8 +256,11 @@ inspect_options = all_of(
 )
 """How commands that describe checkpoints access and interpret them."""
 compare_options = all_of(
-    *map(declared, ("rules", "config", "allow_missing", "allow_links", "storage_options", "allow_scheme")),
-    *map(declared, ("source_storage_options", "target_storage_options")),
+    *map(declared, ("rules", "config")),
+    declared("allow_missing", of=DiffOptions),
+    *map(declared, ("allow_links", "storage_options", "allow_scheme")),
+    declared("source_storage_options", of=DiffOptions),
+    declared("target_storage_options", of=DiffOptions),
 )
 """How commands that compare two checkpoints access and interpret them."""
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")

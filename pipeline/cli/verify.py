@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.cli.options import (
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, counted
+from paddle_reshard.pipeline.request.read_options import VerifyOptions
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
@@ -98,9 +99,9 @@ OPTIONS_FOR_ONE = (
     metavar="FILE",
     help="Keep the progress of the comparison in this file, continue from it if it exists, and remove it at the end.",
 )
-@declared("replicas")
+@declared("replicas", of=VerifyOptions)
 @declared("memory")
-@declared("cluster", help="Where the tensors are compared.")
+@declared("cluster", of=VerifyOptions)
 @declared("workers")
 @declared("label_selector")
 @compare_options

@@ -7,14 +7,13 @@ sessions, jobs and schedules. Nothing heavy is imported here, because help and c
 
 # No "from __future__ import annotations": the annotations are the declarations and must not become strings.
 
-import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, wraps
-from textwrap import indent
 from typing import Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
 
 from paddle_reshard.pipeline.core.choices import (
@@ -133,41 +132,17 @@ class TargetOptions(TypedDict, total=False):
             help=help_of_formats(),
         ),
     ]
-    """``"hybrid"`` (default): with ``model_meta.json`` if the trainer writes one; ``"hybrid-plain"``: without it.
-    ``"huggingface"``: ``.safetensors`` files, ``config.json`` and tokenizer for ``transformers``. ``"flex"``:
-    FlexCheckpoint folders of PaddleFormers. ``"auto-parallel"``: the single folder of auto-parallel training, with
-    parameter names. ``"unified"``: the safetensors files of unified checkpoints."""
     to: Annotated[str | Mapping[str, int] | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
-    """Topology of the target, ``"tp=2,pp=2,sharding=2"`` or ``{"tp": 2, "pp": 2, "sharding": 2}``; omitted axes are 1.
-    """
     sharding_strategy: Annotated[Strategy | None, _of_formats("sharding_strategy")]
-    """``none``, ``stage1v1``, ``stage1v2``, ``stage2`` or ``stage3``. Default: ``none`` if sharding is 1; otherwise the
-    source's strategy if the target topology allows it, else the trainer's default (PaddleFormers ``stage1v2``,
-    PaddleNLP ``stage1v1``). The plan states the choice and the reason."""
     state: Annotated[ModelState | None, _of_formats("state")]
-    """``"param"`` (default): the parameters; ``"ema"``: their exponential moving average, rounded from float32 to the
-    dtype of the parameters."""
     dtype: Annotated[Dtype | None, _of_formats("dtype")]
-    """``"bfloat16"``, ``"float16"`` or ``"float32"`` for floating-point tensors, except those that the model keeps in
-    float32. Default: the parameter's own dtype and bits. Any different dtype is rounded once from the most precise
-    values in the source, the master weight if there is one."""
     files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
-    """Maximum number of data files per folder. Default: one for each 4 GiB, because a rank of the target job reads
-    whole files."""
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
-    """The Paddle version that will read the target: ``"3.3"`` (default), ``"3.2"`` or ``"3.0"``; ``"3.4"`` uses pickle
-    protocol 5, as Paddle 3.4 does, which then loads arrays without copying."""
     quantize: Annotated[Quantised | None, _of_formats("quantize")]
-    """``"fp8"``: the linear layers of the decoder as 8-bit floats (e4m3) with a scale for each block of 128 × 128
-    elements, as DeepSeek-V3 is published, from the master weights if there are any."""
     max_shard_size: Annotated[str | int | None, _of_formats("max_shard_size", metavar="SIZE")]
-    """Maximum bytes of tensors per file, ``"5GB"``; a larger tensor gets a file of its own."""
     card: Annotated[bool, _of_formats("card", kind=Kind.FLAG)]
-    """Also write a model card, ``README.md``, that says what the model was made from."""
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]
-    """Settings of the target job that its topology does not determine: a mapping, or a JSON file."""
     target_meta: Annotated[PathLike | None, _of_formats("target_meta", kind=Kind.FILE)]
-    """``model_meta.json`` of a job with the target topology, to take parameter names from."""
 
 
 class ConversionOptions(TargetOptions, total=False):
@@ -182,8 +157,6 @@ class ConversionOptions(TargetOptions, total=False):
             "then describe the resulting model.",
         ),
     ]
-    """A file of Paddle's AOA statements, which rename, split, concatenate, transpose or cast tensors. The targets have
-    the resulting keys and shapes."""
     convention: Annotated[
         Convention | None,
         Option(
@@ -193,8 +166,6 @@ class ConversionOptions(TargetOptions, total=False):
             help="Library that will continue training: the tensors get its names and layouts. Default: the source's.",
         ),
     ]
-    """The library whose names and layouts the targets have: ``"paddleformers"``, ``"paddlenlp"`` or ``"paddlefleet"``.
-    ``None``: the source's."""
     fill: Annotated[
         PathLike | None,
         Option(
@@ -202,12 +173,11 @@ class ConversionOptions(TargetOptions, total=False):
             consent=True,
             metavar="BASE",
             of_one_source=True,
-            help="Checkpoint in any format, Hugging Face model, or safetensors file that has what SRC lacks "
-            "(parameters that were not trained, buffers): only that is taken from it.",
+            help="Checkpoint in any format and topology, Hugging Face model, or safetensors file that has "
+            "what the source lacks (parameters that were not trained, buffers): only that is taken from "
+            "it. A file must hold nothing else.",
         ),
     ]
-    """A checkpoint in any format and topology, a Hugging Face model, or a safetensors file, that has what the source
-    lacks: parameters that were not trained, and buffers. Only that is taken from it; a file must hold nothing else."""
     merge_into: Annotated[
         PathLike | None,
         Option(
@@ -215,11 +185,10 @@ class ConversionOptions(TargetOptions, total=False):
             consent=True,
             metavar="BASE",
             of_one_source=True,
-            help="Base model, any checkpoint that stores its parameters: merge the LoRA in SRC into it and convert "
-            "the result.",
+            help="Base model, any checkpoint that stores its parameters: merge the LoRA in the source into it "
+            "and convert the result.",
         ),
     ]
-    """The base model of a source that holds LoRA: the adapter is merged into it, and the result is converted."""
     like: Annotated[
         PathLike | None,
         Option(
@@ -227,12 +196,11 @@ class ConversionOptions(TargetOptions, total=False):
             consent=True,
             metavar="DIR",
             of_one_source=True,
-            help="Hugging Face model that training began from: an export takes from it what SRC lacks (tensors that "
-            "were not trained, tokenizer, entries of config.json) and must have all of its tensors, in their shapes.",
+            help="Hugging Face model that training began from: an export takes from it what the source lacks "
+            "(tensors that were not trained, tokenizer, entries of config.json) and must have all of its "
+            "tensors, in their shapes.",
         ),
     ]
-    """The Hugging Face model that training began from: an export takes from it what the source lacks (tensors that were
-    not trained, tokenizer, entries of ``config.json``) and must have all of its tensors, in their shapes."""
     lora_config: Annotated[
         PathLike | None,
         Option(
@@ -241,7 +209,6 @@ class ConversionOptions(TargetOptions, total=False):
             help="The adapter's lora_config.json, for a LoRA checkpoint without one.",
         ),
     ]
-    """The adapter's ``lora_config.json``, for a source without one."""
     memory: Annotated[
         str,
         Option(
@@ -253,7 +220,6 @@ class ConversionOptions(TargetOptions, total=False):
             help="Memory budget of each worker, as in 512MiB or 4GiB.",
         ),
     ]
-    """Memory budget of each worker, default ``"1GiB"``."""
     rules: Annotated[
         PathLike | None,
         Option(
@@ -261,36 +227,32 @@ class ConversionOptions(TargetOptions, total=False):
             help="Rule table of the model family, instead of the built-in tables.",
         ),
     ]
-    """A rule table for the model family, instead of the built-in tables."""
     config: Annotated[
         PathLike | None,
         Option(kind=Kind.FILE, help="The model's config.json, for a checkpoint without one."),
     ]
-    """The model's ``config.json``, for a source without one."""
     allow_missing: Annotated[
         Sequence[str],
         Option(
             kind=Kind.LIST,
             metavar="PATTERN",
-            help="Allow keys that are missing from the checkpoint to be missing from the target too; * "
-            "matches anything.",
+            help="Keys that may be missing from the checkpoint, and then from the target too; * matches "
+            "anything.",
         ),
     ]
-    """Patterns of keys (``*`` matches anything) that may be missing from the source, and then from the targets too."""
     replicas: Annotated[
         Replicas,
         Option(
             choices=REPLICAS,
             default=REPLICAS[0],
-            help="Tensors with copies on several ranks: compare all copies, or use the first.",
+            help="Tensors that several ranks store: compare all copies while the first is moved, or read only "
+            "the first.",
         ),
     ]
-    """For tensors stored by several ranks: ``"compare"`` (default) compares all copies while moving the first;
-    ``"first"`` reads only the first."""
     allow_replica_drift: Annotated[
-        bool, Option(kind=Kind.FLAG, help="If copies differ, use the first and report it.")
+        bool,
+        Option(kind=Kind.FLAG, help="If copies differ, use the first and report it, instead of refusing."),
     ]
-    """If copies differ, use the first and report it, instead of refusing."""
     check: Annotated[
         Checks,
         Option(
@@ -302,8 +264,6 @@ class ConversionOptions(TargetOptions, total=False):
             "plus samples of the remaining arrays, or every element.",
         ),
     ]
-    """How parameters are compared with their stored master weights: ``"sample"`` (default) compares every element if
-    both are loaded anyway, otherwise samples of every array; ``"full"`` reads and compares every element."""
     fingerprint: Annotated[
         Fingerprinted,
         Option(
@@ -315,17 +275,14 @@ class ConversionOptions(TargetOptions, total=False):
             "and those that the source's manifest has; or of all, reading what the storage copied.",
         ),
     ]
-    """Fingerprints of tensors in the manifests of the targets. ``"off"`` (default): none. ``"known"``: of tensors whose
-    bytes pass through memory, and those in the source's manifest. ``"full"``: of all; what the storage copied is read
-    for it."""
     allow_master_drift: Annotated[
         bool,
         Option(
             kind=Kind.FLAG,
-            help="Keep parameters that differ from their rounded master weights, and report them.",
+            help="Keep parameters that differ from their rounded master weights and report them, instead of "
+            "refusing.",
         ),
     ]
-    """Keep parameters that differ from their rounded master weights and report them, instead of refusing."""
     allow_reread: Annotated[
         bool,
         Option(
@@ -335,36 +292,35 @@ class ConversionOptions(TargetOptions, total=False):
             help="Read source bytes several times if --memory is too small to read them once.",
         ),
     ]
-    """Read source bytes several times if the budget requires it, instead of refusing."""
     no_space_check: Annotated[
         bool,
         Option(
             kind=Kind.FLAG,
             decides=Decides.EXECUTION,
-            help="Do not check that the target's disk has enough free space.",
+            help="Do not check that the target's disk has enough free space, for a disk that does not report "
+            "it correctly.",
         ),
     ]
-    """Do not check the free space of the targets' disks, for disks that do not report it correctly."""
     vocab_pad: Annotated[
         int | None,
-        Option(kind=Kind.COUNT, help="Pad the vocabulary with zeros to this number of rows."),
+        Option(
+            kind=Kind.COUNT,
+            help="Pad the vocabulary to this number of rows; new rows are zero in every state.",
+        ),
     ]
-    """Pad the vocabulary to this number of rows; new rows are zero in every state."""
     vocab_trim: Annotated[
-        int | None, Option(kind=Kind.COUNT, help="Trim the vocabulary to this number of rows.")
+        int | None,
+        Option(kind=Kind.COUNT, help="Trim the vocabulary to this number of rows; the rest is dropped."),
     ]
-    """Trim the vocabulary to this number of rows; the rest is dropped."""
     ranks: Annotated[
         str | Sequence[int] | None,
         Option(
             metavar="RANKS",
-            help="Make only the files that these ranks of the target's job read, as in 8-15 or 0,2: the portion of one "
-            "node.",
+            help="Make only the files that these ranks of the target's job read, as in 8-15 or 0,2: the "
+            "portion of one node. Ids and digest are those of the whole, so that nodes can compare them.",
             not_scheduled="each node of a job makes its own portion",
         ),
     ]
-    """Global ranks of the target's job, ``"8-15"`` or ``range(8, 16)``: make only the files that they read. Ids and
-    digest are those of the whole, so that nodes can compare them."""
     master_weights: Annotated[
         MasterWeights,
         Option(
@@ -374,32 +330,26 @@ class ConversionOptions(TargetOptions, total=False):
             "for a job that starts from them with a new optimizer.",
         ),
     ]
-    """``"stored"`` (default): the source's, if it has any. ``"from-parameters"``, for a source that holds parameters
-    only: their values as float32, for a job that starts from them."""
     drop: Annotated[
         Sequence[Dropped],
         Option(
             kind=Kind.LIST,
             metavar="NAME",
             of_one_source=True,
-            help="Exclude from every target: ema, the moving average, mtp, the layers of multi-token prediction, or "
-            "head, an output layer of its own where the target ties it to the word embedding. Required if no --target "
-            "can hold it. Can be repeated.",
+            help="Exclude from every target: ema, the moving average; mtp, the layers of multi-token "
+            "prediction (num_nextn_predict_layers in config.json becomes 0); head, the output layer of "
+            "an ernie_pretrain job with stages, where the target ties it to the word embedding and they "
+            "differ. What no target can hold is refused unless it is excluded here. Can be repeated.",
         ),
     ]
-    """What to exclude from every target: ``"ema"``, the exponential moving average; ``"mtp"``, the layers of
-    multi-token prediction (``num_nextn_predict_layers`` in ``config.json`` becomes 0); ``"head"``, the output layer of
-    an ``ernie_pretrain`` job with stages, where the target ties it to the word embedding and they differ. What no
-    target can hold is refused unless it is excluded here."""
     allow_links: Annotated[
         bool,
         Option(
             kind=Kind.FLAG,
             consent=True,
-            help="Follow links that lead out of the source's folder.",
+            help="Follow links that lead out of the checkpoint's folder.",
         ),
     ]
-    """Follow links that lead out of the source's folder."""
     storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
@@ -410,7 +360,6 @@ class ConversionOptions(TargetOptions, total=False):
             "are never printed or stored; @FILE keeps them out of the list of processes.",
         ),
     ]
-    """fsspec options to access stores that are not local folders: credentials, endpoint, profile."""
     allow_scheme: Annotated[
         Sequence[str],
         Option(
@@ -420,29 +369,25 @@ class ConversionOptions(TargetOptions, total=False):
             help=f"Also open URLs of this scheme. Always allowed: {', '.join(sorted(PLAIN_SCHEMES))}.",
         ),
     ]
-    """URL schemes to open in addition to those that are always allowed: ``("sftp",)``."""
     source_storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
             variable=True,
-            help="The same for the source only; replaces --storage-options.",
+            help="Replaces --storage-options for the source.",
         ),
     ]
-    """``storage_options`` for the source only."""
     target_storage_options: Annotated[
         Mapping[str, Any] | None,
         Option(
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
             variable=True,
-            help="The same for the target only; replaces --storage-options.",
+            help="Replaces --storage-options for the target.",
         ),
     ]
-    """``storage_options`` for the targets only."""
     overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace an existing checkpoint at the target.")]
-    """Replace an existing checkpoint at a target."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -455,11 +400,11 @@ class RunOptions(TypedDict, total=False):
             variable=True,
             default="inline",
             metavar="inline|ray|ray:ADDRESS",
-            help="Where the conversion runs.",
+            help="Where the conversion runs: inline, in this process; ray, on the Ray cluster that "
+            "RAY_ADDRESS gives, or on a local one that is started for this run; ray:ADDRESS, on the "
+            "cluster at that address.",
         ),
     ]
-    """``"inline"`` (default): in this process. ``"ray"``: on the Ray cluster given by ``RAY_ADDRESS``, or on a local
-    cluster started for this run. ``"ray:ADDRESS"``: on the cluster at that address."""
     workers: Annotated[
         int | None,
         Option(
@@ -469,20 +414,17 @@ class RunOptions(TypedDict, total=False):
             "of groups at a time. Default: two per processor.",
         ),
     ]
-    """On Ray, the number of workers; default: as many as the cluster has room for. Inline, the number of groups at a
-    time; default: two per processor."""
     label_selector: Annotated[
         Sequence[str],
         Option(
             kind=Kind.LIST,
             decides=Decides.EXECUTION,
             metavar="KEY=VALUE",
-            help="On Ray: run workers only on nodes with this label, as in ray.io/availability-zone=us-east-1a. Also "
-            "KEY=!VALUE, KEY=in(A,B) and KEY=!in(A,B). Can be repeated.",
+            help="On Ray: run workers only on nodes with this label, as in "
+            "ray.io/availability-zone=us-east-1a. Also KEY=!VALUE, KEY=in(A,B) and KEY=!in(A,B). Can be "
+            "repeated; all must hold.",
         ),
     ]
-    """On Ray, the labels of the nodes on which workers run: ``("ray.io/availability-zone=us-east-1a",)``. Also
-    ``KEY=!VALUE``, ``KEY=in(A,B)`` and ``KEY=!in(A,B)``; all must hold. Default: all nodes."""
     exchange: Annotated[
         Exchange,
         Option(
@@ -492,32 +434,28 @@ class RunOptions(TypedDict, total=False):
             help="On Ray: whether several workers share a group through the object store.",
         ),
     ]
-    """On Ray, whether several workers share a group through the object store: ``"auto"`` (default), ``"always"`` or
-    ``"never"``."""
     resume: Annotated[
         bool,
         Option(
             kind=Kind.FLAG,
             decides=Decides.EXECUTION,
-            help="Continue an interrupted conversion, if there is one. Without --to and --format, its "
-            "original options are used; --memory, --check, --fingerprint and --allow-reread may always be omitted. "
-            "Give --fill, --merge-into, --like, --allow-links and options for stores again.",
+            help="Continue an interrupted conversion, if there is one; a finished target is only checked "
+            "quickly, and refused if it is visibly damaged. Without --to and --format, its original "
+            "options are used; --memory, --check, --fingerprint and --allow-reread may always be "
+            "omitted. Of several targets, give the locations alone, in the original order. Give --fill, "
+            "--merge-into, --like, --allow-links and options for stores again: a stored record must not "
+            "decide them.",
         ),
     ]
-    """Continue an interrupted conversion, if there is one. Finished targets are only checked quickly; one that is
-    visibly damaged is refused. Without ``to`` and ``format``, the original options are used; ``memory``, ``check`` and
-    ``allow_reread`` may always be omitted. With several targets, ``target`` maps each location to ``{}``, in the
-    original order. Give ``fill``, ``merge_into``, ``like``, ``allow_links`` and options for stores again: a stored
-    record must not decide them."""
     take_over: Annotated[
         bool,
         Option(
             kind=Kind.FLAG,
             decides=Decides.EXECUTION,
-            help="Resume a conversion that has ended on another machine, without waiting for its lock to expire.",
+            help="Resume a conversion that has ended on another machine, without waiting for its lock to "
+            "expire; implies --resume.",
         ),
     ]
-    """Resume although the lock of a run on another machine has not expired; implies ``resume``."""
 
 
 class AverageOptions(ConversionOptions, RunOptions, total=False):
@@ -536,7 +474,6 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             help="File written by plan --save; refuse unless this conversion has the same plan.",
         ),
     ]
-    """A file written by ``plan --save``; refuse unless this conversion has the same plan."""
     device: Annotated[
         Device,
         Option(
@@ -546,7 +483,6 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             help="gpu: on Ray, one GPU per worker, through Paddle.",
         ),
     ]
-    """``"cpu"`` (default): NumPy. ``"gpu"``, on Ray: one GPU per worker, through Paddle."""
     verify: Annotated[
         bool,
         Option(
@@ -556,8 +492,6 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             "also for a target that is already finished.",
         ),
     ]
-    """Finally read every byte of all targets and compare it with the checksums, even if a target was already
-    finished."""
 
 
 Targets = PathLike | Mapping[PathLike, TargetOptions]
@@ -586,8 +520,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def takes(options: Any) -> Callable[[Function], Function]:
     """Make ``help``, the reference and completion list the ``options``, a TypedDict, of a function with ``**options``.
 
-    Each has its type, its default, and the sentences that stand below its declaration. Type checkers know them from the
-    annotation ``Unpack[…]``.
+    Each has its type, its default, and its help. Type checkers know them from the annotation ``Unpack[…]``.
     """
 
     def spell_out(function: Function) -> Function:
@@ -603,9 +536,8 @@ def takes(options: Any) -> Callable[[Function], Function]:
             for name in options.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
-        said = _sentences(options)
-        told = [f"{name}\n{indent(said[name], '    ')}" for name in options.__annotations__ if name in said]
-        if told and function.__doc__:
+        told = [f"{name}\n    {_in_python(help_of(name, options))}" for name in options.__annotations__]
+        if function.__doc__:
             section = "\n".join(("Other Parameters", "----------------", *told))
             function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{section}\n"
         return function
@@ -630,33 +562,25 @@ def _shown_in_notebooks(function: Function) -> Function:
     return cast(Function, observed)
 
 
-def _sentences(options: Any) -> dict[str, str]:
-    """Option → what it is: the text below its declaration, in the TypedDict itself or where its name is declared."""
-    found: dict[str, str] = {}
-    for module in dict.fromkeys((__name__, options.__module__)):
-        texts = _texts_below(module)
-        for kind, of_kind in texts.items():
-            if kind != options.__name__:
-                found |= {name: text for name, text in of_kind.items() if name not in found}
-        found |= texts.get(options.__name__, {})
-    return found
+def help_of(name: str, options: Any = None) -> str:
+    """What an option is: as it is declared, or as the ``options`` of another function, a TypedDict, say of it."""
+    if options is not None:
+        hints = get_type_hints(options, include_extras=True)
+        said = [text for text in getattr(hints[name], "__metadata__", ()) if isinstance(text, str)]
+        if said:
+            return said[0]
+    return declarations()[name].help
 
 
-@cache
-def _texts_below(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Class of a module → name of an entry → the text below it; empty where a module has no source."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except OSError:
-        return {}
-    found: dict[str, dict[str, str]] = {}
-    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for entry, below in zip(kind.body, kind.body[1:], strict=False):
-            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-                value = below.value if isinstance(below, ast.Expr) else None
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    found.setdefault(kind.name, {})[entry.target.id] = inspect.cleandoc(value.value)
-    return found
+def _in_python(help: str) -> str:
+    """The help of an option in the words of Python: other options by their names, marked up for documents.
+
+    >>> _in_python("Instead of --allow-reread; * matches anything.")
+    'Instead of ``allow_reread``; ``*`` matches anything.'
+    """
+    names = {flag_of(name): f"``{name}``" for name in declarations()}
+    named = re.sub(r"--[a-z-]+", lambda flag: names.get(flag[0], flag[0]), help)
+    return re.sub(r"(?<!\S)\*(?!\S)", "``*``", named)
 
 
 def _default_of(name: str) -> Any:

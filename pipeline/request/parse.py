@@ -168,9 +168,9 @@ def value_of(name: str, given: Any) -> Any:
         return texts_of(given)
     if option.decides is Decides.LOCATION:
         return os.fspath(given)
-    if option.choices and name not in TARGET_OPTIONS and given not in option.choices:
+    if option.choices and given not in option.choices:
         words = name.replace("_", " ")
-        known = f"{', '.join(option.choices)}{did_you_mean(given, option.choices)}"
+        known = f"{', '.join(option.choices)}{did_you_mean(str(given), option.choices)}"
         raise UsageError(f"unknown {words} {given!r}; known: {known}")
     return given
 
@@ -422,15 +422,20 @@ def read_settings(
 
 
 def read_run(options: Mapping[str, Any]) -> RunSettings:
-    """The run settings among ``options``."""
+    """The run settings among ``options``.
+
+    Raises
+    ------
+    UsageError
+        If one is invalid.
+    """
     names = RunSettings.__dataclass_fields__.keys()
-    chosen: dict[str, Any] = {name: value for name, value in options.items() if name in names}
-    if plan := chosen.get("expected_plan"):
-        chosen["expected_plan"] = Path(plan)
-    if selector := chosen.get("label_selector"):
-        chosen["label_selector"] = texts_of(selector)
-    chosen["resume"] = bool(chosen.get("resume") or chosen.get("take_over"))
-    return RunSettings(**chosen)
+    plan = options.get("expected_plan")
+    chosen = {name: value for name, value in options.items() if name in names and name != "expected_plan"}
+    values = {name: value_of(name, value) for name, value in chosen.items()}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    given["resume"] = bool(given.get("resume") or given.get("take_over"))
+    return RunSettings(**given, expected_plan=Path(plan) if plan else None)
 
 
 # ------------------------------------------------------------------------------------------------- targets

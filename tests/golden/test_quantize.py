@@ -184,7 +184,7 @@ def test_rounding_is_to_nearest_and_ties_go_to_even() -> None:
 @pytest.mark.parametrize(
     ("case", "options", "error", "words"),
     [
-        ("moe/dsv3_single", {"quantize": "int3"}, UsageError, "unknown quantisation 'int3'; known: fp8"),
+        ("moe/dsv3_single", {"quantize": "int3"}, UsageError, "unknown quantize 'int3'; known: fp8"),
         ("moe/dsv3_single", {"dtype": "float16"}, UsageError, "not --dtype float16"),
         ("moe/gptoss_single", {}, UnsupportedError, "holds all experts of a layer in one tensor"),
     ],

@@ -142,6 +142,19 @@ def test_help_says_what_every_option_is(name: str) -> None:
         assert re.search(rf"^ +{option}\n +\S.*\w", section, re.MULTILINE), option
 
 
+def test_help_of_the_command_line_and_of_python_are_one_text() -> None:
+    """Python names other options as it does, ``allow_reread`` for ``--allow-reread``."""
+    told = pydoc.render_doc(paddle_reshard.convert, renderer=pydoc.plaintext)
+    for parameter in CONVERT.params:
+        if parameter.name in declarations():
+            words = getattr(parameter, "help", "").split(" ")
+            spoken = [word for word in words if "--" not in word and word != "*"]
+            entry = told.partition(f"    {parameter.name}\n")[2].partition("\n")[0].split(" ")
+            assert [word for word in entry if word in spoken] == spoken, parameter.name
+    assert "as in convert" in invoke("verify", "--help").stdout
+    assert "as in convert" in pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
+
+
 def test_types_list_the_choices() -> None:
     types = get_type_hints(ConvertOptions)
     for name, option in declarations().items():

@@ -34,7 +34,9 @@ _OPTIONS: Mapping[str, FormatOption] = {
         "128 x 128 elements, as DeepSeek-V3 is published, from the master weights if there are any. Default: no.",
         QUANTISATIONS,
     ),
-    "max_shard_size": FormatOption("maximum size of the tensors in a file. Default: 5GB."),
+    "max_shard_size": FormatOption(
+        "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
+    ),
     "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
 }
 
