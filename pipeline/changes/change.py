@@ -96,19 +96,23 @@ class Change(ABC):
     fills: ClassVar[bool] = False
     """Whether it brings tensors that the source lacks."""
 
-    option: ClassVar[str]
-    """The option that asks for it with a value."""
+    option: ClassVar[str] = ""
+    """The option that asks for it; empty if the targets do."""
 
     @classmethod
-    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
-        """The change, if the options that are ``given`` for a conversion to these ``targets`` ask for it.
+    def asked(cls, value: Any, targets: Sequence[Request]) -> Self | None:
+        """The change, if a conversion to these ``targets`` asks for it.
+
+        Parameters
+        ----------
+        value
+            The value of its option; ``None`` if that is not given.
 
         Raises
         ------
         UsageError
             If it does not apply to the targets.
         """
-        value = given.get(cls.option)
         return cls(value) if value else None  # type: ignore[call-arg]  # the one field of such a change
 
     @property

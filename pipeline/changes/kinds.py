@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.changes.change import (
     Reading,
     Step,
 )
-from paddle_reshard.pipeline.core.choices import MASTER_WEIGHTS
+from paddle_reshard.pipeline.core.choices import MASTER_WEIGHTS, MasterWeights
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.formats.registry import FORMATS, formats_to_complete, names_of
@@ -79,6 +79,7 @@ class MergeInto(LocatedChange):
 class Rewrite(OwnChange):
     """``--aoa``: tensors renamed, split, concatenated, transposed or cast by AOA statements."""
 
+    option: ClassVar[str] = "aoa"
     keeps_values: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
     program: AoaProgram
@@ -86,10 +87,9 @@ class Rewrite(OwnChange):
     """Whether the targets need a rule table for the result."""
 
     @classmethod
-    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+    def asked(cls, value: AoaProgram | None, targets: Sequence[Request]) -> Self | None:
         """The change, if statements are given."""
-        program = given.get("aoa")
-        return None if program is None else cls(program, needs_rule_table(targets))
+        return None if value is None else cls(value, needs_rule_table(targets))
 
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint that results from the statements."""
@@ -126,7 +126,7 @@ class DivideAverage(OwnChange):
     targets: int
 
     @classmethod
-    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+    def asked(cls, value: None, targets: Sequence[Request]) -> Self | None:
         """The change, if a target is a model made of the average."""
         return cls(len(targets)) if any(asked.of_average for asked in targets) else None
 
@@ -161,10 +161,12 @@ class Drop(OwnChange):
 class MakeMasterWeights(OwnChange):
     """``--master-weights from-parameters``: master weights of a model that has only its parameters."""
 
+    option: ClassVar[str] = "master_weights"
+
     @classmethod
-    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+    def asked(cls, value: MasterWeights | None, targets: Sequence[Request]) -> Self | None:
         """The change, if they are not to be those that are stored."""
-        return cls() if given.get("master_weights", MASTER_WEIGHTS[0]) != MASTER_WEIGHTS[0] else None
+        return None if value in (None, MASTER_WEIGHTS[0]) else cls()
 
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint with master weights."""
@@ -174,24 +176,31 @@ class MakeMasterWeights(OwnChange):
 
 
 @dataclass(frozen=True)
-class ResizeVocabulary(OwnChange):
-    """``--vocab-pad`` and ``--vocab-trim``: another number of rows of the vocabulary."""
+class PadVocabulary(OwnChange):
+    """``--vocab-pad``: more rows in the vocabulary, all of them zero."""
 
+    option: ClassVar[str] = "vocab_pad"
     rows: int
-    grow: bool
-
-    @classmethod
-    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
-        """The change, if a number of rows is given."""
-        pad, trim = given.get("vocab_pad"), given.get("vocab_trim")
-        rows = pad if trim is None else trim
-        return None if rows is None else cls(rows, grow=trim is None)
 
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint, to be written with that number of rows."""
         from paddle_reshard.pipeline.changes.vocab import with_vocabulary
 
-        return with_vocabulary(altered, self.rows, self.grow)
+        return with_vocabulary(altered, self.rows, grow=True)
+
+
+@dataclass(frozen=True)
+class TrimVocabulary(OwnChange):
+    """``--vocab-trim``: fewer rows in the vocabulary."""
+
+    option: ClassVar[str] = "vocab_trim"
+    rows: int
+
+    def apply(self, altered: Altered, reading: Reading) -> Altered:
+        """The checkpoint, to be written with that number of rows."""
+        from paddle_reshard.pipeline.changes.vocab import with_vocabulary
+
+        return with_vocabulary(altered, self.rows, grow=False)
 
 
 @dataclass(frozen=True)
@@ -201,9 +210,9 @@ class Like(LocatedChange):
     option: ClassVar[str] = "like"
 
     @classmethod
-    def asked(cls, given: Mapping[str, Any], targets: Sequence[Request]) -> Self | None:
+    def asked(cls, value: str | None, targets: Sequence[Request]) -> Self | None:
         """The change, if a model is given."""
-        found = super().asked(given, targets)
+        found = super().asked(value, targets)
         formats = formats_to_complete()
         if found is not None and any(FORMATS[asked.format] not in formats for asked in targets):
             raise UsageError(f"--like applies only to --format {names_of(formats, 'or')}")
@@ -226,7 +235,8 @@ KINDS: Final[tuple[type[Change], ...]] = (
     DivideAverage,
     Drop,
     MakeMasterWeights,
-    ResizeVocabulary,
+    PadVocabulary,
+    TrimVocabulary,
     Like,
 )
 """In this order: a change sees the names, states and shapes that those before it leave."""
@@ -240,7 +250,8 @@ def changes_of(given: Mapping[str, Any], targets: Sequence[Request]) -> tuple[Ch
     UsageError
         If a change does not apply to the targets.
     """
-    return tuple(change for kind in KINDS if (change := kind.asked(given, targets)) is not None)
+    asked = (kind.asked(given.get(kind.option), targets) for kind in KINDS)
+    return tuple(change for change in asked if change is not None)
 
 
 def needs_rule_table(targets: Sequence[Request]) -> bool:

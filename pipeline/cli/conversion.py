@@ -129,7 +129,7 @@ def plan(
         return
     if rates is not None and not worker_counts:
         raise UsageError("--rates is for --workers")
-    destination = _targets(target, targets, options) if target or targets else None
+    destination = _targets(target, targets) if target or targets else None
     settings, locations = (
         read_settings(cast(ConversionOptions, options), destination),
         locations_of(destination),
@@ -210,7 +210,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
-    destination = _targets(target, targets, options)
+    destination = _targets(target, targets, bool(options.get("resume") or options.get("take_over")))
     settings, locations = read_settings(cast(ConvertOptions, options), destination), locations_of(destination)
     from paddle_reshard.pipeline.convert.conversion import convert_with  # mistakes above are told at once
 
@@ -240,14 +240,13 @@ def _finished() -> Iterator[None]:
 
 
 def _targets(
-    target: str | None, targets: tuple[str, ...], options: Mapping[str, Any]
+    target: str | None, targets: tuple[str, ...], resume: bool = False
 ) -> str | dict[PathLike, TargetOptions]:
-    """The path of a single target, or the paths of several with their options."""
+    """The path of a single target, or the paths of several with their options; with ``resume`` a session has those."""
     if (target is None) == (not targets):
         raise UsageError("give one target, SRC DST, or several with --target DST:FORMAT:…")
     if target is not None:
         return target
-    resume = bool(options.get("resume") or options.get("take_over"))  # the session supplies omitted options
     by_path: dict[PathLike, TargetOptions] = dict(parse_target(text, resume) for text in targets)
     if len(by_path) < len(targets):
         raise UsageError("two targets have the same path")

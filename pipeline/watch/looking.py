@@ -35,7 +35,7 @@ class Inspector:
         self.reading = Reading(
             load_tables(options.get("rules")), load_config(options.get("config")), missing, index_here
         )
-        fill = Fill.asked(options, ())
+        fill = Fill.asked(options.get("fill"), ())
         self.changes = OpenChanges.open((fill,) if fill else (), source_access(options))
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
