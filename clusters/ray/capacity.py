@@ -81,8 +81,8 @@ def check_labels(requested: int | None, demand: Demand, nodes: Sequence[Node], g
     """
     if not demand.selector or demand.eligible(nodes):
         return
-    found = labels_in_words(node.labels for node in nodes)
-    message = f"no node of the Ray cluster has {demand.selector}; labels of its nodes: {found}"
+    labels = labels_in_words(node.labels for node in nodes)
+    message = f"no node of the Ray cluster has {demand.selector}; labels of its nodes: {labels}"
     if demand.waits(requested, grows):
         log.warning("%s; waiting for such nodes", message)
         return

@@ -29,13 +29,13 @@ def chosen_variables(names: Sequence[str]) -> dict[str, str]:
     """
     chosen: dict[str, str] = {}
     for name in names:
-        found = {known: value for known, value in os.environ.items() if fnmatchcase(known, name)}
-        if not found:
+        matching = {known: value for known, value in os.environ.items() if fnmatchcase(known, name)}
+        if not matching:
             what = (
                 "no environment variable matches" if "*" in name else "this environment variable is not set"
             )
             raise UsageError(f"--env {name}: {what}")
-        chosen |= found
+        chosen |= matching
     return chosen
 
 

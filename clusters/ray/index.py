@@ -74,13 +74,13 @@ class RayIndexing:
         if len(sizes) < fewest or isinstance(store, LocalSource):
             return index_here(index, store, sizes, self.observe)
         self.observe(Waiting("Ray"))
-        found: dict[str, T] = {}
+        indexed: dict[str, T] = {}
         with joined_ray(self.address, self.workers) as grows:
             check_labels(self.workers, self.demand, live_nodes(), grows)
             for batch in self._batches(index, store, sizes):
-                found |= batch
-                self.observe(FilesRead(len(found), len(sizes)))
-        return {path: found[path] for path in sizes}
+                indexed |= batch
+                self.observe(FilesRead(len(indexed), len(sizes)))
+        return {path: indexed[path] for path in sizes}
 
     def _batches(
         self, index: Callable[[Readable, str, int], T], store: Readable, sizes: Mapping[str, int]
@@ -150,7 +150,7 @@ def _index_batch(
     os.environ.update(environment)
     before = count_retries()
     try:
-        found: dict[str, T] | ReshardError = index_here(index, store, sizes)
+        entries: dict[str, T] | ReshardError = index_here(index, store, sizes)
     except ReshardError as error:
-        found = error.with_traceback(None)
-    return found, dict(count_retries() - before)
+        entries = error.with_traceback(None)
+    return entries, dict(count_retries() - before)

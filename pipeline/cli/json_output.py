@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def inspection_data(found: Inspection) -> Json:
+def inspection_data(inspection: Inspection) -> Json:
     """What ``inspect --json`` prints."""
     return {
-        "path": found.path,
-        "format": found.format,
-        "convention": found.convention,
-        "family": found.family,
-        "topology": topology_data(found.topology),
-        "sharding_strategy": found.sharding_strategy,
-        "comm_overlap": found.comm_overlap,
-        "sequence_parallel": found.sequence_parallel,
-        "ema": found.has_ema,
+        "path": inspection.path,
+        "format": inspection.format,
+        "convention": inspection.convention,
+        "family": inspection.family,
+        "topology": topology_data(inspection.topology),
+        "sharding_strategy": inspection.sharding_strategy,
+        "comm_overlap": inspection.comm_overlap,
+        "sequence_parallel": inspection.sequence_parallel,
+        "ema": inspection.has_ema,
         "lora": None
-        if found.adapter is None
+        if inspection.adapter is None
         else {
-            "rank": found.adapter.rank,
-            "scaling": found.adapter.scaling,
-            "base": found.adapter.base,
+            "rank": inspection.adapter.rank,
+            "scaling": inspection.adapter.scaling,
+            "base": inspection.adapter.base,
         },
-        "newer": found.newer,
-        "unproven": found.unproven,
-        "tensor_files": found.tensor_files,
-        "tensor_bytes": found.tensor_bytes,
-        "states": [asdict(state) for state in found.states],
+        "newer": inspection.newer,
+        "unproven": inspection.unproven,
+        "tensor_files": inspection.tensor_files,
+        "tensor_bytes": inspection.tensor_bytes,
+        "states": [asdict(state) for state in inspection.states],
         "tensors": [
             {
                 "key": tensor.key,
@@ -61,24 +61,24 @@ def inspection_data(found: Inspection) -> Json:
                 "missing": tensor.missing,
                 "rule": tensor.rule.key,
             }
-            for tensor in found.tensors
+            for tensor in inspection.tensors
         ],
-        "rules": found.rules,
-        "stored": [{**asdict(array), "shape": list(array.shape)} for array in found.stored],
-        "other_files": list(found.other_files),
+        "rules": inspection.rules,
+        "stored": [{**asdict(array), "shape": list(array.shape)} for array in inspection.stored],
+        "other_files": list(inspection.other_files),
     }
 
 
-def launch_data(found: Launch) -> Json:
+def launch_data(launch: Launch) -> Json:
     """What ``launch --json`` prints."""
     return {
-        "path": found.path,
-        "library": found.library,
-        "ranks": found.ranks,
-        "arguments": dict(found.arguments),
-        "commands": list(found.commands),
-        "node_command": found.node_command,
-        "remarks": list(found.remarks),
+        "path": launch.path,
+        "library": launch.library,
+        "ranks": launch.ranks,
+        "arguments": dict(launch.arguments),
+        "commands": list(launch.commands),
+        "node_command": launch.node_command,
+        "remarks": list(launch.remarks),
     }
 
 
@@ -87,43 +87,47 @@ def topology_data(topology: Topology | None) -> Json | None:
     return None if topology is None else asdict(topology)
 
 
-def cards_data(found: CardsPlan) -> Json:
+def cards_data(plan: CardsPlan) -> Json:
     """What ``plan --cards --json`` prints."""
     return {
-        "path": found.path,
-        "cards": found.cards,
-        "format": found.format,
-        "any_topology": found.any_topology,
+        "path": plan.path,
+        "cards": plan.cards,
+        "format": plan.format,
+        "any_topology": plan.any_topology,
         "alternatives": [
             {
-                "topology": topology_data(one.topology),
-                "to": str(one.topology),
-                "sharding_strategy": one.strategy,
-                "sharding_strategy_reason": one.strategy_reason,
+                "topology": topology_data(alternative.topology),
+                "to": str(alternative.topology),
+                "sharding_strategy": alternative.strategy,
+                "sharding_strategy_reason": alternative.strategy_reason,
                 "card_bytes": {
-                    "parameters": one.fullest.parameters,
-                    "master_weights": one.fullest.master_weights,
-                    "moments": one.fullest.moments,
-                    "total": one.fullest.on_card,
+                    "parameters": alternative.fullest.parameters,
+                    "master_weights": alternative.fullest.master_weights,
+                    "moments": alternative.fullest.moments,
+                    "total": alternative.fullest.on_card,
                 },
-                "ema_bytes": one.fullest.ema,
-                "read_bytes": one.read_bytes,
-                "write_bytes": one.written_bytes,
-                "seconds": round(one.seconds, 3),
-                "lost": [{"name": name, "reason": reason} for name, reason in one.lost],
-                "resumes": not one.not_resumed,
-                "not_resumed": one.not_resumed,
-                "remarks": list(one.remarks),
-                "command": one.command,
-                "arguments": dict(one.arguments),
-                "launch": one.launch_line,
-                "nearest": one.nearest,
+                "ema_bytes": alternative.fullest.ema,
+                "read_bytes": alternative.read_bytes,
+                "write_bytes": alternative.written_bytes,
+                "seconds": round(alternative.seconds, 3),
+                "lost": [{"name": name, "reason": reason} for name, reason in alternative.lost],
+                "resumes": not alternative.not_resumed,
+                "not_resumed": alternative.not_resumed,
+                "remarks": list(alternative.remarks),
+                "command": alternative.command,
+                "arguments": dict(alternative.arguments),
+                "launch": alternative.launch_line,
+                "nearest": alternative.nearest,
             }
-            for one in found.alternatives
+            for alternative in plan.alternatives
         ],
         "refused": [
-            {"topology": topology_data(one.topology), "to": str(one.topology), "reason": one.reason}
-            for one in found.refused
+            {
+                "topology": topology_data(refusal.topology),
+                "to": str(refusal.topology),
+                "reason": refusal.reason,
+            }
+            for refusal in plan.refused
         ],
     }
 
@@ -173,9 +177,9 @@ def plan_data(conversion: ConversionPlan) -> Json:
     }
 
 
-def simulations_data(found: Sequence[Simulation]) -> Json:
+def simulations_data(simulations: Sequence[Simulation]) -> Json:
     """What ``plan --workers --json`` prints beside the plan; nothing if no estimate was wanted."""
-    return {"simulations": [asdict(one) for one in found]} if found else {}
+    return {"simulations": [asdict(simulation) for simulation in simulations]} if simulations else {}
 
 
 def coverage_data(coverage: Coverage) -> Json:
@@ -188,19 +192,19 @@ def coverage_data(coverage: Coverage) -> Json:
     }
 
 
-def explanation_data(found: Explanation) -> Json:
+def explanation_data(explanation: Explanation) -> Json:
     """What ``explain --json`` prints."""
     return {
-        "source_path": found.source,
-        "source": found.source_in_words,
-        "target": found.target_in_words,
-        "file": found.file,
-        "size_bytes": found.size_bytes,
+        "source_path": explanation.source,
+        "source": explanation.source_in_words,
+        "target": explanation.target_in_words,
+        "file": explanation.file,
+        "size_bytes": explanation.size_bytes,
         "tensors": [
             {**asdict(tensor), "shape": list(tensor.shape), "rules": list(tensor.rules)}
-            for tensor in found.tensors
+            for tensor in explanation.tensors
         ],
-        "stretches": [_stretch_data(stretch) for stretch in found.stretches],
+        "stretches": [_stretch_data(stretch) for stretch in explanation.stretches],
     }
 
 
@@ -272,12 +276,12 @@ def sign_data(report: SignReport) -> Json:
 
 def fingerprint_data(report: FingerprintReport) -> Json:
     """What ``fingerprint --json`` prints."""
-    found = report.fingerprints
+    fingerprints = report.fingerprints
     return {
         "path": report.path,
         "algorithm": "crc64nvme",
-        "root": found.root,
-        "states": dict(found.states),
+        "root": fingerprints.root,
+        "states": dict(fingerprints.states),
         "read_bytes": report.read_bytes,
         "tensors": [
             {
@@ -287,7 +291,7 @@ def fingerprint_data(report: FingerprintReport) -> Json:
                 "shape": list(tensor.global_shape),
                 "crc64nvme": f"{int(checksum):016x}",
             }
-            for tensor, checksum in zip(found.tensors, found.checksums, strict=True)
+            for tensor, checksum in zip(fingerprints.tensors, fingerprints.checksums, strict=True)
         ],
     }
 
@@ -301,15 +305,15 @@ def diff_data(report: DiffReport) -> Json:
         "read_bytes": report.read_bytes,
         "differing": [
             {
-                **asdict(found),
-                "dtypes": list(found.dtypes),
-                "largest": _finite(found.largest),
-                "mean": _finite(found.mean),
-                "first": list(found.first),
-                "values": [_finite(value) for value in found.values],
-                "changed_share": found.changed_share,
+                **asdict(difference),
+                "dtypes": list(difference.dtypes),
+                "largest": _finite(difference.largest),
+                "mean": _finite(difference.mean),
+                "first": list(difference.first),
+                "values": [_finite(value) for value in difference.values],
+                "changed_share": difference.changed_share,
             }
-            for found in report.differing
+            for difference in report.differing
         ],
         "by_state": [_summary_data(summary) for summary in report.by_state()],
         "by_layer": [_summary_data(summary) for summary in report.by_layer()],

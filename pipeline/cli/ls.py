@@ -32,7 +32,7 @@ def ls(context: click.Context, /, run: str, targets: tuple[str, ...], **_: Any) 
     from paddle_reshard.pipeline.watch.overview import HEADINGS
 
     with running("reading headers") as running_now:
-        found = paddle_reshard.checkpoints(run, targets=targets, observe=running_now, **given(context))
+        found = paddle_reshard.ls(run, targets=targets, observe=running_now, **given(context))
     if not found.checkpoints:
         raise ListingError(f"{found.path}: no checkpoint-<step> folders here; give the folder of a run")
     answer(found, lambda: print_table(HEADINGS, found.rows()))

@@ -18,6 +18,7 @@ COMMANDS: Final[Mapping[str, str]] = {
 }
 """Of the command line: a command, an option, or a command and its option."""
 NAMES: Final[Mapping[str, str]] = {
+    "checkpoints": "ls: docs/api.md",
     "delta": f"publish and pull: {_VERSIONS}",
     "apply_delta": f"publish and pull: {_VERSIONS}",
     "plan_again": "plan, with the options that a manifest states: docs/proof.md#what-was-asked",

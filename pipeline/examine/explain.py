@@ -92,36 +92,36 @@ def _check_file(file: str, origins: Origins) -> None:
 def _boxes(origins: Origins, file: str | None, key: str, element: Sequence[int] | None) -> Sequence[Origin]:
     """The boxes of a tensor, or those of one element of it."""
     numbers = _numbers_of(origins.conversion, key)
-    found = list(origins.boxes(file, numbers))
-    if file is not None and not found:
+    boxes = list(origins.boxes(file, numbers))
+    if file is not None and not boxes:
         held = sorted({origin.target_file for origin in origins.boxes(None, numbers)})
         listed = ", ".join(held[:SHOWN_NAMES]) or "no file of the target"
         raise UsageError(f"{file} holds no values of {key}; they go to {listed}")
-    return found if element is None else _at(found, element, key)
+    return boxes if element is None else _at(boxes, element, key)
 
 
 def _numbers_of(conversion: ConversionPlan, key: str) -> list[int]:
     """The tensors of the plan with this key, or tied to it."""
     plan, source = conversion.plan, conversion.source.catalog
     moved = len(plan.tensors) - plan.compared_only
-    found = [n for n, t in enumerate(plan.tensors[:moved]) if key == t.key or key in t.aliases]
-    if not found and not any(key == t.key for t in source.tensors):
+    numbers = [n for n, t in enumerate(plan.tensors[:moved]) if key == t.key or key in t.aliases]
+    if not numbers and not any(key == t.key for t in source.tensors):
         known = sorted({t.key for t in source.tensors})
         near = did_you_mean(key, known) or f"; keys are such as {', '.join(known[:3])}"
         raise UsageError(f"the source has no tensor {key}{near}")
-    return found
+    return numbers
 
 
 def _at(origins: Sequence[Origin], element: Sequence[int], key: str) -> list[Origin]:
     fitting = [origin for origin in origins if len(origin.offset) == len(element)]
-    found = [one for origin in fitting if (one := origin.at(element)) is not None]
-    if not found:
+    single = [box for origin in fitting if (box := origin.at(element)) is not None]
+    if not single:
         ends = [[o + e for o, e in zip(origin.offset, origin.extents, strict=True)] for origin in origins]
         largest = max(ends, key=prod, default=[])
         raise UsageError(
             f"element {list(element)} of {key} lies in none of its boxes, which end at {largest}"
         )
-    return found
+    return single
 
 
 # ------------------------------------------------------------------------------------------------- tensors

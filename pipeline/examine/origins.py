@@ -93,9 +93,11 @@ class Origins:
                 yield Stretch(0, carried.size_bytes, "file", source_file=carried.source_path)
                 return
         size = self.sizes()[file]
-        found = sorted([*self._literals(file, size), *self._values(file)], key=lambda one: one.start)
+        written = sorted(
+            [*self._literals(file, size), *self._values(file)], key=lambda stretch: stretch.start
+        )
         reach = 0
-        for stretch in [*found, Stretch(size, size, "")]:
+        for stretch in [*written, Stretch(size, size, "")]:
             if reach < stretch.start:
                 yield Stretch(reach, stretch.start, "padding")
             if stretch.kind:
@@ -111,7 +113,7 @@ class Origins:
         """Boxes that interleave are one stretch."""
         values: list[Origin] = []
         reach = 0
-        for origin in sorted(self.boxes(file, None), key=lambda one: one.target_range):
+        for origin in sorted(self.boxes(file, None), key=lambda origin: origin.target_range):
             start, stop = origin.target_range
             if values and start >= reach:
                 yield of_values(values)
@@ -133,16 +135,16 @@ def rank_of(conversion: ConversionPlan, path: str) -> Mapping[str, int]:
     """Axis → coordinate of the rank that wrote a source file; where its name tells only a number, that as ``rank``."""
     source = conversion.source
     format = FORMATS[source.format]
-    found = dict(format.rank_of(path) or {})
+    coordinates = dict(format.rank_of(path) or {})
     job = source.job.topology or Topology()
-    if job.ep > 1 and found and "ep" not in found:
-        found["ep"] = job.expert_rank(found.get("tp", 0), found.get("sharding", 0))
+    if job.ep > 1 and coordinates and "ep" not in coordinates:
+        coordinates["ep"] = job.expert_rank(coordinates.get("tp", 0), coordinates.get("sharding", 0))
     number = format.process_of(path)
     if (
         number is not None and MANIFEST not in conversion.store.sizes()
     ):  # a conversion numbers files, not ranks
-        found["rank"] = number
-    return found
+        coordinates["rank"] = number
+    return coordinates
 
 
 def _numbers(values: Iterable[int], dims: int) -> Shape:

@@ -51,7 +51,10 @@ def decide(seen: Observation, record: Record, policy: Policy, now: float) -> Act
         return skipped("converted, and removed by --keep")
     if seen.plan_id is not None:
         if record.plan_id != seen.plan_id:
-            return Action.COMPARE
+            known = record.state is State.REFUSED and refusal_stands(record, seen)
+            return (
+                failed(record.reason) if known and record.ended_at >= policy.forget_before else Action.COMPARE
+            )
         if record.made_of == seen.source_stamp:
             return skipped("converted")
         if not policy.overwrite:
@@ -78,7 +81,7 @@ def given_up(record: Record) -> str:
 def begun(record: Record, before_died: bool = True) -> Record:
     """A record when an attempt begins. Another one that has not ended counts as failed if it must have died."""
     died = before_died and record.state is State.CONVERTING
-    return replace(record, state=State.CONVERTING, failures=record.failures + died, reason="")
+    return replace(record, state=State.CONVERTING, failures=record.failures + died, reason="", looked_at=0.0)
 
 
 def ended(record: Record, error: Exception | None, seen: Observation, now: float) -> Record:
@@ -86,16 +89,16 @@ def ended(record: Record, error: Exception | None, seen: Observation, now: float
     if error is None and seen.plan_id is not None:
         done = replace(record, state=State.DONE, failures=0, reason="", ended_at=now)
         return made(done, seen.plan_id)
-    refused = isinstance(error, ReshardError) and not error.retryable
-    return replace(
-        record,
-        state=State.REFUSED if refused else State.FAILED,
-        failures=record.failures + (not refused),
-        reason="the conversion ended without a target" if error is None else in_words(error),
-        ended_at=now,
-        target_stamp=seen.target_stamp,
-        version=__version__,
-    )
+    if isinstance(error, ReshardError) and not error.retryable:
+        return refused(record, str(error), seen, now)
+    reason = "the conversion ended without a target" if error is None else in_words(error)
+    return replace(record, state=State.FAILED, failures=record.failures + 1, reason=reason, ended_at=now)
+
+
+def refused(record: Record, reason: str, seen: Observation, now: float) -> Record:
+    """A record of a refusal, which stands until the source, the target or the version changes."""
+    record = replace(record, state=State.REFUSED, reason=reason, ended_at=now)
+    return replace(record, target_stamp=seen.target_stamp, version=__version__)
 
 
 def made(record: Record, plan_id: str) -> Record:
@@ -115,9 +118,9 @@ INCIDENTAL = (
 """Entries of a manifest in which equal targets may differ. The request names options that change no byte."""
 
 
-def same_content(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+def same_content(planned: Mapping[str, Any], published: Mapping[str, Any]) -> bool:
     """Whether two manifests are of the same target, made with any memory budget."""
-    return _content(wanted) == _content(found)
+    return _content(planned) == _content(published)
 
 
 def _content(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def merging(files: Collection[str]) -> str | None:
     'save_signal_TMP_1: the trainer has not finished merging the EMA'
     >>> merging({"save_signal_TMP_0", "saved_signal_0"})
     """
-    found = {path: match[1] for path in sorted(files) if (match := _UNMERGED.fullmatch(path))}
-    left = next((path for path, rank in found.items() if f"{SIGNAL_PREFIX}{rank}" not in files), None)
+    unmerged = {path: match[1] for path in sorted(files) if (match := _UNMERGED.fullmatch(path))}
+    left = next((path for path, rank in unmerged.items() if f"{SIGNAL_PREFIX}{rank}" not in files), None)
     return left and f"{left}: the trainer has not finished merging the EMA"
 
 

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paddle_reshard.pipeline.changes.change import Reading
 from paddle_reshard.pipeline.changes.kinds import Fill
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.indexing.roles import doubtful_signal
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.parse import Values
 from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
-from paddle_reshard.pipeline.watch.records import Records, digest
+from paddle_reshard.pipeline.watch.records import Records, State, digest
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.tasks.index import index_here
+
+LISTED_SECONDS = 600.0
+"""Time for which a listing that has not changed is enough to know that a checkpoint still lacks the same. Then it is
+indexed again: what it lacked may have been access to a file, which no listing tells."""
 
 
 @dataclass
 class Inspector:
-    """Inspects checkpoints. A complete checkpoint that has not changed is not indexed again."""
+    """Inspects checkpoints. One that has not changed since is not indexed again, whether it was complete or not."""
 
     records: Records
     options: Values
     settle_seconds: float
-    _indexed: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    _complete: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""
 
     def __post_init__(self) -> None:
@@ -48,32 +53,39 @@ class Inspector:
         """
         files = self.records.run.files(name)
         stamp = digest(files)
-        reason = self._lacking(name, files, stamp)
+        record = self.records.read(name, stamp, now)
+        if record.state in (State.CONVERTING, State.FAILED):
+            return None  # it was complete when that attempt began, and has not changed since
+        if record.version == __version__ and 0 <= now - record.looked_at < LISTED_SECONDS:
+            return Incomplete(record.reason, record.since)
+        reason = self._lacking(name, stamp)
         if reason is not None:
-            return Incomplete(reason, self.records.unchanged_since(name, stamp, now))
+            if self.records.read(name, stamp, now) == record:  # to index takes a while, and others may go on
+                self.records.write(replace(record, reason=reason, looked_at=now, version=__version__))
+            return Incomplete(reason, record.since)
         doubt = self._doubt(name, files, order)
         if doubt is None or self.settle_seconds == 0:
             return None
         since = self.records.unchanged_since(name, stamp, now)
         return settling(doubt, since, now, self.settle_seconds)
 
-    def _lacking(self, name: str, files: Mapping[str, str], stamp: str) -> str | None:
+    def _lacking(self, name: str, stamp: str) -> str | None:
         """Why a checkpoint is incomplete, by its files and their metadata."""
-        if name not in self._indexed or self._indexed[name][0] != stamp:
+        if name not in self._complete or self._complete[name][0] != stamp:
             try:
                 doubt = self._index(name)
             except CheckpointError as error:
                 return str(error)
             if digest(self.records.run.files(name)) != stamp:
                 return "its files are still changing"
-            self._indexed[name] = stamp, doubt
+            self._complete[name] = stamp, doubt
         return None
 
     def _doubt(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
         """Why the trainer may not have finished with a checkpoint whose tensors are complete, or ``None``."""
         number = order.index(name)
         before = self.records.run.files(order[number - 1]) if number else {}
-        return merging(files) or lacking(files, before) or self._indexed[name][1]
+        return merging(files) or lacking(files, before) or self._complete[name][1]
 
     def _index(self, name: str) -> str | None:
         source = open_source(self.records.run.at(name), *source_access(self.options))

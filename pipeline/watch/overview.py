@@ -52,31 +52,31 @@ class Run(Shown):
     """By step."""
 
     def _in_short(self) -> str:
-        complete = sum(found.problem is None for found in self.checkpoints)
+        complete = sum(checkpoint.problem is None for checkpoint in self.checkpoints)
         return f"{self.path}: {len(self.checkpoints)} checkpoints, {complete} complete"
 
     def facts(self) -> Facts:
         """A line for each checkpoint."""
         return [
-            (found.name, f"{found.format or '?'}, {found.problem or 'complete'}")
-            for found in self.checkpoints
+            (checkpoint.name, f"{checkpoint.format or '?'}, {checkpoint.problem or 'complete'}")
+            for checkpoint in self.checkpoints
         ]
 
     def rows(self) -> list[tuple[str | int, ...]]:
         """The cells under :data:`HEADINGS`."""
         return [
             (
-                found.name,
-                found.format or "?",
-                found.topology or ("any" if found.format else "?"),
-                found.sharding_strategy or ("any" if found.format else "?"),
-                " ".join(found.states),
-                Bytes(found.tensor_bytes),
-                found.problem or "complete",
-                found.made_from or "",
-                ", ".join(found.converted_to),
+                checkpoint.name,
+                checkpoint.format or "?",
+                checkpoint.topology or ("any" if checkpoint.format else "?"),
+                checkpoint.sharding_strategy or ("any" if checkpoint.format else "?"),
+                " ".join(checkpoint.states),
+                Bytes(checkpoint.tensor_bytes),
+                checkpoint.problem or "complete",
+                checkpoint.made_from or "",
+                ", ".join(checkpoint.converted_to),
             )
-            for found in self.checkpoints
+            for checkpoint in self.checkpoints
         ]
 
 
@@ -126,7 +126,7 @@ def ls(
     for root in roots:
         if not root.is_there():
             raise ListingError(f"{root.location}: no such folder")
-    found = []
+    listed = []
     before: frozenset[str] = frozenset()
     for step, name in steps_of(here.folders()):
         files = here.files(name)
@@ -140,18 +140,14 @@ def ls(
             described = inspect(here.at(name), observe=observe, **options)
         except ReshardError as error:
             doubt = str(error)
-        found.append(_described(name, step, described, doubt, made, elsewhere))
-    return Run(here.location, tuple(found))
-
-
-checkpoints = ls
-"""The same, by its former name."""
+        listed.append(_described(name, step, described, doubt, made, elsewhere))
+    return Run(here.location, tuple(listed))
 
 
 def _described(
     name: str,
     step: int,
-    found: Inspection | None,
+    described: Inspection | None,
     doubt: str | None,
     made: dict[str, object] | None,
     elsewhere: Sequence[CheckpointRoot],
@@ -160,11 +156,11 @@ def _described(
     return RunCheckpoint(
         name,
         step,
-        found.format if found else None,
-        str(found.topology) if found and found.topology else None,
-        found.sharding_strategy if found else None,
-        tuple(state.state for state in found.states) if found else (),
-        found.tensor_bytes if found else 0,
+        described.format if described else None,
+        str(described.topology) if described and described.topology else None,
+        described.sharding_strategy if described else None,
+        tuple(state.state for state in described.states) if described else (),
+        described.tensor_bytes if described else 0,
         doubt,
         str(source.get("location")) if isinstance(source, dict) else None,
         tuple(said for root in elsewhere if (said := _target(root, name))),

@@ -74,11 +74,13 @@ class Record:
     ended_at: float = 0.0
     """When the last attempt ended."""
     reason: str = ""
-    """Why it failed or was refused."""
+    """Why it failed, was refused or is incomplete."""
+    looked_at: float = 0.0
+    """When it was last found to be incomplete."""
     target_stamp: str = ""
     """State of the target when it was refused."""
     version: str = ""
-    """Version of this package that refused it."""
+    """Version of this package that refused it, or found it incomplete."""
     plan_id: str = ""
     """Plan of the target that was made or adopted."""
     made_of: str = ""
@@ -168,7 +170,8 @@ class Records:
             return record
         attempted = record.state in (State.CONVERTING, State.FAILED, State.REFUSED)
         state = State.SEEN if attempted else record.state
-        return replace(record, source_stamp=source_stamp, since=now, state=state, failures=0, reason="")
+        begun = replace(record, source_stamp=source_stamp, since=now, state=state)
+        return replace(begun, failures=0, reason="", looked_at=0.0)
 
     def write(self, record: Record) -> None:
         """Write the record of a checkpoint."""
@@ -183,15 +186,15 @@ class Records:
 
     def all(self) -> dict[str, Record]:
         """Every record next to the targets, also of watchers with other options: path → record."""
-        found = {}
+        records = {}
         for file, stamp in self.out.files(SEEN).items():
             if file.startswith(".") or int(stamp.partition(":")[0]) > LARGEST_RECORD_BYTES:
                 continue
             if self._known.get(file, ("", None))[0] != stamp:
                 self._known[file] = stamp, self._parsed(f"{SEEN}/{file}")
             if (record := self._known[file][1]) is not None:
-                found[f"{SEEN}/{file}"] = record
-        return found
+                records[f"{SEEN}/{file}"] = record
+        return records
 
     def _parsed(self, path: str) -> Record | None:
         try:

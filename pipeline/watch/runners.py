@@ -75,9 +75,7 @@ def convert_inline(
             elif waits:
                 waits = False
                 begin(True)
-            if (
-                isinstance(event, StepEnded) and event.step != "plan"
-            ):  # a watcher that waits plans in every pass
+            if isinstance(event, StepEnded):
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
         settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))

@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.watch.decisions import (
     given_up,
     in_words,
     made,
+    refused,
     same_content,
 )
 from paddle_reshard.pipeline.watch.looking import Inspector
@@ -183,10 +184,10 @@ class Watcher:
         try:
             incomplete = self.inspector.look(name, self._order, self.clock())
         except ReshardError as error:
-            refused = failed(str(error), "refused: ")
-            if self.notices.messages.get(name) != f"{name}: {refused.message}":
+            notice = failed(str(error), "refused: ")
+            if self.notices.messages.get(name) != f"{name}: {notice.message}":
                 self.tell(self._outcome("refused", name, error=str(error)))
-            return self.notices.give(name, refused)
+            return self.notices.give(name, notice)
         if incomplete is not None:
             about = of_incomplete(incomplete, self.clock(), self.policy.stale_seconds)
             if about.result is Result.STALE:
@@ -200,23 +201,26 @@ class Watcher:
         asked = settings.asked.with_shared(overwrite=False)
         run = replace(settings.run, resume=False)
         try:
+            if (incomplete := self.inspector.look(name, self._order, self.clock())) is not None:
+                return waiting(incomplete.reason)
             planned = plan_with(
                 self.run.at(name), (f"{target}.planned",), replace(settings, asked=asked, run=run)
             )
-        except CheckpointError as error:
-            return waiting(str(error))
+            if not same_content(describe_targets(planned)[""], self.records.manifest(name)):
+                if self.policy.overwrite:
+                    return Action.LOOK
+                raise TargetError(
+                    f"{target} holds the result of a different conversion; use another folder, or --overwrite to "
+                    "replace it"
+                )
         except ReshardError as error:
+            if not error.retryable:  # so that the next pass knows it without planning again
+                self.records.write(refused(record, str(error), seen, self.clock()))
             return failed(str(error))
-        if same_content(describe_targets(planned)[""], self.records.manifest(name)):
-            state = State.DONE if record.state is State.CONVERTING else State.ADOPTED  # of a killed watcher
-            self.records.write(made(replace(record, state=state), seen.plan_id or ""))
-            log.info("%s: converted already; recorded", name)
-            return skipped("converted")
-        if self.policy.overwrite:
-            return Action.LOOK
-        return failed(
-            f"{target} holds the result of a different conversion; use another folder, or --overwrite to replace it"
-        )
+        state = State.DONE if record.state is State.CONVERTING else State.ADOPTED  # of a killed watcher
+        self.records.write(made(replace(record, state=state), seen.plan_id or ""))
+        log.info("%s: converted already; recorded", name)
+        return skipped("converted")
 
     # ------------------------------------------------------------------------------------- converting
 
@@ -349,6 +353,7 @@ def open_watcher(
     policy: Policy,
     convert: Convert | None = None,
     versions: str | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Watcher:
     """A watcher of the checkpoints in ``run`` that converts them below ``out``, and publishes them to ``versions``."""
     reading, writing = (
@@ -362,4 +367,5 @@ def open_watcher(
         convert or convert_inline(conversion),
         policy,
         None if versions is None else open_root(versions, *writing[:2]),
+        clock,
     )

@@ -180,9 +180,10 @@ class LocalTarget:
             if left is None or self.staging.is_moved(left):
                 if not resume:
                     check_free(self.root, overwrite)
-            elif not resume:
-                refuse_busy(left, self.location, False, time.time())
-                refuse_unfinished(left, self.location)
+            else:  # before the source is read; whoever takes the session looks again
+                refuse_busy(left, self.location, take_over, time.time())
+                if not resume:
+                    refuse_unfinished(left, self.location)
 
     def _translated(self) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about the target."""

@@ -88,8 +88,8 @@ class FsspecTarget(ABC):
         self.unfinished: Identity | None = None
         if found is not None and not self.is_published(found, listing):
             self.unfinished = found.identity
+            refuse_busy(found, self.location, take_over, time.time())
             if not resume:
-                refuse_busy(found, self.location, False, time.time())
                 refuse_unfinished(found, self.location)
         elif not resume:
             self.check_free(listing)

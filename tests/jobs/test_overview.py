@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_checkpoints_are_listed_by_step_with_what_is_missing(run: Path) -> None:
-    found = paddle_reshard.checkpoints(run, targets=[run.parent / "converted"])
+    found = paddle_reshard.ls(run, targets=[run.parent / "converted"])
     first, unfinished, damaged = found.checkpoints
     assert (first.name, first.step, first.format, first.topology) == (
         *("checkpoint-3", 3, "hybrid"),
@@ -63,7 +63,7 @@ def test_a_run_whose_topology_changes_is_complete_all_the_same(tmp_path: Path, r
     for step, case in enumerate(reversed(cases) if reverse else cases):
         (source,) = case_directory(case).glob("checkpoint-3")
         (tmp_path / f"checkpoint-{step}").symlink_to(source)
-    found = paddle_reshard.checkpoints(tmp_path, allow_links=True)
+    found = paddle_reshard.ls(tmp_path, allow_links=True)
     assert [(checkpoint.name, checkpoint.problem) for checkpoint in found.checkpoints] == [
         (f"checkpoint-{step}", None) for step in range(len(cases))
     ]
@@ -80,5 +80,5 @@ def test_conversions_name_their_source_as_published(run: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(paddle_reshard.ListingError, match="no such folder"):
-        paddle_reshard.checkpoints(tmp_path / "nowhere")
-    assert paddle_reshard.checkpoints(tmp_path).checkpoints == ()
+        paddle_reshard.ls(tmp_path / "nowhere")
+    assert paddle_reshard.ls(tmp_path).checkpoints == ()

@@ -190,6 +190,27 @@ def test_once_waits_then_converts_then_does_nothing(training: Run, one_card: dic
     assert snapshot(training.run) == before
 
 
+def test_what_has_not_changed_is_known_from_its_listing_for_a_while(training: Run) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3", leave_out=("optimizer.tp00_pp00_shard00",))
+    conversion, now = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id"), [1e9]
+
+    def look() -> str:
+        watcher = open_watcher(
+            str(training.run), str(training.out), conversion, Policy(), clock=lambda: now[0]
+        )
+        assert watcher.once() == {"checkpoint-3": Result.WAITING}
+        return watcher.notices.messages["checkpoint-3"]
+
+    told = look()
+    damaged = folder / "model_meta.json"
+    times = damaged.stat()
+    damaged.write_bytes(b"?" * times.st_size)
+    os.utime(damaged, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for seconds, unread in ((0, True), (599, True), (600, False)):
+        now[0] = 1e9 + seconds
+        assert (look() == told) is unread, seconds
+
+
 def test_without_signals_it_must_stay_the_same_between_two_looks(training: Run) -> None:
     folder = copy_checkpoint(training.run / "checkpoint-3", leave_out=("saved_signal",))
     told = training.watch("--settle", 0.1)
@@ -332,6 +353,18 @@ def test_killed_within_it_is_continued_by_the_next(training: Run, one_card: dict
         )
         assert told + str(process.pid) in held.stderr
         assert training.records()[0]["failures"] == 0  # to wait for another is none
+        seen: list[object] = []
+        conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
+        also = open_watcher(
+            str(training.run),
+            str(training.out),
+            conversion,
+            Policy(),
+            convert_inline(conversion, seen.append),
+        )
+        assert also.once() == {"checkpoint-3": Result.WAITING}
+        assert seen == []  # nothing was planned to find that out
+        (training.out / ".paddle_reshard" / "seen" / "id.json").unlink(missing_ok=True)
         assert training.converted() == []
         process.kill()
     assert training.states() == ["converting"]
@@ -537,9 +570,10 @@ def test_a_different_conversion_at_the_target_is_refused_and_kept(training: Run)
     copy_checkpoint(training.run / "checkpoint-3")
     assert training.watch().returncode == 0
     before = snapshot(training.out / "checkpoint-3")
-    other = training.watch(to="pp=2")
-    assert other.returncode == 1
-    assert "holds the result of a different conversion" in other.stderr
+    for _ in range(2):
+        other = training.watch(to="pp=2")
+        assert other.returncode == 1
+        assert "holds the result of a different conversion" in other.stderr
     assert snapshot(training.out / "checkpoint-3") == before
     replaced = training.watch("--overwrite", to="pp=2")
     assert replaced.returncode == 0, replaced.stderr
