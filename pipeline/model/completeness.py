@@ -18,7 +18,7 @@ def check_complete(model: Model) -> None:
     Required are all decoder layers of the config and all tensors outside layers in the rule table. A layer whose
     tensors are a proper subset of those of another layer of its kind is incomplete. An MTP layer that is numbered
     after the decoder layers has the tensors of one of them, and all of its own; one that is numbered apart has all
-    tensors that its rows tell of, but where decoder layers differ, only those of one of them.
+    tensors that its rows tell of, but where decoder layers differ, only those of one whose every tensor they tell of.
 
     Raises
     ------
@@ -67,8 +67,9 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
             lacking = min((other - rest for other in others), key=len, default=set())
             lacking = {_inside(key, items[name]) for key in lacking}
         elif decoder is None and lacking and _in_layer(lacking) <= of_decoders:
-            alike = ({key for key in own[name] if _in_layer({key}) <= _in_layer(other)} for other in decoders)
-            lacking = min((of_kind - held for of_kind in alike), key=len)
+            kinds = [of for of in map(_in_layer, decoders) if of <= _in_layer(own[name])]
+            alike = ({key for key in own[name] if _in_layer({key}) <= of} for of in kinds)
+            lacking = min((of_kind - held for of_kind in alike), key=len, default=lacking)
         if lacking:
             missing = min(lacking).format(layer=layer)
             raise CoverageError(
