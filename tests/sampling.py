@@ -18,6 +18,7 @@ FULL = (
     "golden/test_flex_auto_parallel.py",
     "hostile/test_fuzz_",
     "jobs/test_real_head.py",
+    "jobs/test_watch.py",
     "live/test_jobs.py",
     "memory/",
     "mutations/",
@@ -34,6 +35,7 @@ SAMPLED = (
     "aoa/",
     "ema/",
     "golden/",
+    "hostile/test_model_meta.py",
     "jobs/",
     "live/",
     "resume/",
@@ -43,6 +45,7 @@ SAMPLED = (
     "unit/test_output.py",
     "unit/test_planning.py",
     "unit/test_starting.py",
+    "versions/",
 )
 """Where a test is of whole checkpoints or commands: `make test` runs it with its first set of parameters, and
 `make full` with the others. A test that marks some of its sets ``full`` has chosen its sample itself."""
