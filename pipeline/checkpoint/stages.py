@@ -107,7 +107,7 @@ def check_apart(model: Model) -> None:
             raise PlanError(
                 f"{tensor.key} and {tensor.tied_to} are one parameter in the source, with one set of states, because "
                 "its jobs give both the same parameter name; how files of this format hold them has not been seen. "
-                "Choose --format hybrid or hybrid-plain"
+                "Choose a format with files of ranks, which tell parameters by their names"
             )
 
 

@@ -101,7 +101,6 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
         "pipeline.cli.conversion",  # the options of other commands
         "pipeline.request.parse",
         "pipeline.core.mixture",
-        "pipeline.core.part_limits",
         "pipeline.indexing.optimizer_steps",
         "pipeline.indexing.pair",
         "storage.space",
