@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -104,33 +104,31 @@ class Works(Iterable[GroupWork]):
 
     def work(self, group: int) -> GroupWork:
         """One group."""
+        parts = self.plan.parts[self._part_first[group] : self._part_first[group + 1]]
+        return self._as_one(group, group + 1, self._literals.of_ranges(_ranges(parts)))
+
+    def _as_one(self, first: int, stop: int, literals: Sequence[Literal]) -> GroupWork:
+        """The groups from ``first`` up to ``stop``, whose parts have these literals, as if they were one."""
         plan = self.plan
-        ops, bands, parts = self._rows(group, group + 1)
+        ops = plan.ops[self._op_first[first] : self._op_first[stop]]
+        bands = plan.bands[self._band_first[first] : self._band_first[stop]]
+        parts = plan.parts[self._part_first[first] : self._part_first[stop]]
         tensors = distinct(ops["tensor"])
         return GroupWork(
-            group=group,
+            group=first,
             source_paths=_paths(plan.source_files, _sources(bands, parts)),
             target_paths=_paths(plan.target_files, parts["file"]),
             bands=bands,
             parts=parts,
             ops=ops,
-            literals=self._literals.of_ranges(_ranges(parts)),
+            literals=literals,
             tensors=_Chosen(plan.tensors, tensors),
-            peak_bytes=int(plan.group_peaks[group]),
+            peak_bytes=int(plan.group_peaks[first:stop].max()),
             allow_replica_drift=plan.allow_replica_drift,
             allow_master_drift=plan.allow_master_drift,
             mixtures=_mixtures(plan, tensors),
             summed=_summed(plan, tensors),
             measured=plan.measured,
-        )
-
-    def _rows(self, first: int, stop: int) -> tuple[Ops, Bands, Parts]:
-        """The ops, bands and parts of the groups from ``first`` up to ``stop``."""
-        plan = self.plan
-        return (
-            plan.ops[self._op_first[first] : self._op_first[stop]],
-            plan.bands[self._band_first[first] : self._band_first[stop]],
-            plan.parts[self._part_first[first] : self._part_first[stop]],
         )
 
     def _literals_of(self, first: int, stop: int) -> LiteralSlices:
@@ -156,35 +154,17 @@ class Works(Iterable[GroupWork]):
 
     def batch(self, groups: range) -> WorkBatch:
         """The first of ``groups`` as one value: all of them, unless that would be a large message."""
-        plan, first = self.plan, groups.start
+        first = groups.start
         stop, literals = self._end_of_batch(groups)
-        of_groups = slice(first, stop + 1)
-        ops, bands, parts = self._rows(first, stop)
-        tensors = distinct(ops["tensor"])
+        whole = self._as_one(first, stop, tuple(self._literals.read(literals)))
+        firsts = tuple(
+            tuple((at[first : stop + 1] - at[first]).tolist())
+            for at in (self._op_first, self._band_first, self._part_first)
+        )
+        tensors = tuple((number, _packed(self.plan.tensors[number])) for number in whole.tensors)
+        peaks = tuple(self.plan.group_peaks[first:stop].tolist())
         return WorkBatch(
-            groups=range(first, stop),
-            source_paths=_paths(plan.source_files, _sources(bands, parts)),
-            target_paths=_paths(plan.target_files, parts["file"]),
-            bands=bands,
-            parts=parts,
-            ops=ops,
-            firsts=tuple(
-                tuple((at[of_groups] - at[first]).tolist())
-                for at in (self._op_first, self._band_first, self._part_first)
-            ),
-            literals=tuple(self._literals.read(literals)),
-            tensors=tuple(
-                zip(
-                    tensors.tolist(),
-                    map(_packed, map(plan.tensors.__getitem__, tensors.tolist())),
-                    strict=True,
-                )
-            ),
-            peaks=tuple(plan.group_peaks[first:stop].tolist()),
-            allow_replica_drift=plan.allow_replica_drift,
-            allow_master_drift=plan.allow_master_drift,
-            mixtures=_mixtures(plan, tensors),
-            summed=_summed(plan, tensors),
+            range(first, stop), replace(whole, tensors={}, measured=None), firsts, tensors, peaks
         )
 
 
@@ -193,44 +173,31 @@ class WorkBatch(Iterable[GroupWork]):
     """Several groups as one small message: what they have in common is in it once."""
 
     groups: range
-    source_paths: dict[int, str]
-    target_paths: dict[int, str]
-    bands: Bands
-    parts: Parts
-    ops: Ops
+    whole: GroupWork
+    """All of them as if they were one, without its tensors."""
     firsts: tuple[tuple[int, ...], ...]
     """Index of the first op, band and part of each group, and one past the last of all."""
-    literals: tuple[Literal, ...]
-    """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
     tensors: tuple[tuple[int, _Packed], ...]
     peaks: tuple[int, ...]
-    allow_replica_drift: bool
-    allow_master_drift: bool
-    mixtures: Mapping[int, Mixture]
-    summed: Mapping[int, tuple[int, int]] | None
 
     def __iter__(self) -> Iterator[GroupWork]:
-        tensors = {number: _unpacked(packed) for number, packed in self.tensors}
-        literal_parts = [part for part, _, _ in self.literals]
+        whole = replace(self.whole, tensors={number: _unpacked(packed) for number, packed in self.tensors})
+        literal_parts = [part for part, _, _ in whole.literals]
         for index, group in enumerate(self.groups):
             (op, op_stop), (band, band_stop), (part, part_stop) = (
                 at[index : index + 2] for at in self.firsts
             )
-            literals = self.literals[bisect_left(literal_parts, part) : bisect_left(literal_parts, part_stop)]
-            yield GroupWork(
+            literals = whole.literals[
+                bisect_left(literal_parts, part) : bisect_left(literal_parts, part_stop)
+            ]
+            yield replace(
+                whole,
                 group=group,
-                source_paths=self.source_paths,
-                target_paths=self.target_paths,
-                bands=self.bands[band:band_stop],
-                parts=self.parts[part:part_stop],
-                ops=self.ops[op:op_stop],
+                bands=whole.bands[band:band_stop],
+                parts=whole.parts[part:part_stop],
+                ops=whole.ops[op:op_stop],
                 literals=tuple((number - part, offset, content) for number, offset, content in literals),
-                tensors=tensors,
                 peak_bytes=self.peaks[index],
-                allow_replica_drift=self.allow_replica_drift,
-                allow_master_drift=self.allow_master_drift,
-                mixtures=self.mixtures,
-                summed=self.summed,
             )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
-from paddle_reshard.pipeline.checkpoint.format import Decision, Outline, Staged
+from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
-from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, never_restored
+from paddle_reshard.pipeline.checkpoint.training_job import never_restored
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.upstream import paddle_release
@@ -48,11 +48,6 @@ class RankFlexTarget(HybridJob):
         """``flex``."""
         return FLEX
 
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The sharding strategy."""
-        return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
-
     def in_words(self) -> str:
         """The target in a line, for people."""
         return (
@@ -62,12 +57,7 @@ class RankFlexTarget(HybridJob):
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
-        return {
-            "layout": FLEX,
-            "topology": str(self.topology),
-            "sharding_strategy": self.strategy,
-            "paddle_version": self.paddle_version,
-        }
+        return {"layout": FLEX, **HybridJob.facts(self)}
 
     def data(self) -> dict[str, Any]:
         """What was requested and decided, for JSON output."""
@@ -111,20 +101,6 @@ class RankFlexTarget(HybridJob):
         fullest, _ = job_bytes(wanted, self)
         pieces = PiecesOfRanks(wanted, self)
         return Outline(fullest, pieces.nbytes(), sidecars.not_carried)
-
-    def job(self, source: Checkpoint) -> TrainingJob:
-        """The job of this topology that goes on training the source."""
-        return TrainingJob(
-            source.model.table.library,
-            FLEX,
-            self.topology,
-            self.strategy,
-            self.sharding.comm_overlap,
-            self.topology.tp > 1 and self.sequence_parallel,
-            muon=bool(muon_parameters(source.model.tensors)),
-            recipe=source.model.table.recipe,
-            switches=source.model.recipe_switches,
-        )
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its tensors must be those that were planned."""

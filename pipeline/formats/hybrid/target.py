@@ -12,12 +12,12 @@ from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.checkpoint.format import Decision, Outline, Staged
+from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.stages import as_read_again, for_stages, parted
-from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, naming_arguments
+from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
@@ -28,7 +28,6 @@ from paddle_reshard.pipeline.formats.jobs.checks import check_job
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
 from paddle_reshard.pipeline.model.model import AUTOMATIC, Model
-from paddle_reshard.pipeline.model.optimizers import muon_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +39,10 @@ class HybridTarget(HybridJob):
         """Whether it may have ``model_meta.json``."""
         return HYBRID if self.sharded_saving else HYBRID_PLAIN
 
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The sharding strategy."""
-        return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
-
     def in_words(self) -> str:
         """A one-line description for users."""
         newer = f", files of Paddle {self.paddle_version}" if self.paddle_version != DEFAULT_PADDLE else ""
         return f"{self.format}, {self.topology}, {sharding_in_words(self.strategy)}{newer}"
-
-    def facts(self) -> dict[str, str]:
-        """What distinguishes it from other targets of the same source."""
-        return {
-            "topology": str(self.topology),
-            "sharding_strategy": self.strategy,
-            "paddle_version": self.paddle_version,
-        }
 
     def data(self) -> dict[str, Any]:
         """What was requested and decided, for JSON output."""
@@ -109,21 +95,6 @@ class HybridTarget(HybridJob):
         check_hybrid(wanted, self)
         fullest, tensor_bytes = job_bytes(wanted, self)
         return Outline(fullest, tensor_bytes, (*sidecars.not_carried, *of_base))
-
-    def job(self, source: Checkpoint) -> TrainingJob:
-        """The job of this topology that goes on training the source."""
-        return TrainingJob(
-            source.model.table.library,
-            self.format,
-            self.topology,
-            self.strategy,
-            self.sharding.comm_overlap,
-            self.topology.tp > 1 and self.sequence_parallel,
-            muon=bool(muon_parameters(source.model.tensors)),
-            experts_over_dp=self.expert_axis == "dp",
-            recipe=source.model.table.recipe,
-            switches=source.model.recipe_switches,
-        )
 
     def _to_write(
         self, source: Checkpoint, wanted: Checkpoint

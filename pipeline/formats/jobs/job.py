@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.format import Decision
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
+from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.formats.sharding import ShardingOptions
+from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.stages import Segmentation
 
 
@@ -36,6 +40,39 @@ class HybridJob:
     """Use the unified layer of expert parallelism, in families that have two kinds."""
     paddle_version: str = DEFAULT_PADDLE
     """Paddle version that will read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
+
+    @property
+    def format(self) -> str:
+        """Name of the format of its files."""
+        raise NotImplementedError
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The sharding strategy."""
+        return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
+
+    def facts(self) -> dict[str, str]:
+        """What tells it from other targets of the same source."""
+        return {
+            "topology": str(self.topology),
+            "sharding_strategy": self.strategy,
+            "paddle_version": self.paddle_version,
+        }
+
+    def job(self, source: Checkpoint) -> TrainingJob:
+        """The job of this topology that goes on training the source."""
+        return TrainingJob(
+            source.model.table.library,
+            self.format,
+            self.topology,
+            self.strategy,
+            self.sharding.comm_overlap,
+            self.topology.tp > 1 and self.sequence_parallel,
+            muon=bool(muon_parameters(source.model.tensors)),
+            experts_over_dp=self.expert_axis == "dp",
+            recipe=source.model.table.recipe,
+            switches=source.model.recipe_switches,
+        )
 
     @property
     def expert_axis(self) -> str | None:
