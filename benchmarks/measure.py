@@ -53,21 +53,30 @@ class Verdict:
     measured: str
     met: bool | None
     """``None``: not measured."""
+    at_limit: bool = False
+    """Whether a figure that misses its goal is no worse than its limit, which decision 032 explains."""
 
     @classmethod
-    def at_most(cls, what: str, goal: float, found: float, decimals: int = 2) -> Verdict:
-        """A figure and the largest acceptable one."""
-        return cls(what, f"≤ {goal:,}", f"{found:,.{decimals}f}", bool(found <= goal))
+    def at_most(
+        cls, what: str, goal: float, found: float, decimals: int = 2, limit: float | None = None
+    ) -> Verdict:
+        """A figure, the largest wanted and, if that cannot be reached, the largest that has been measured."""
+        at_limit = limit is not None and bool(goal < found <= limit)
+        return cls(what, f"≤ {goal:,}", f"{found:,.{decimals}f}", bool(found <= goal), at_limit)
 
     @classmethod
-    def at_least(cls, what: str, goal: float, found: float, decimals: int = 2) -> Verdict:
-        """A figure and the smallest acceptable one."""
-        return cls(what, f"≥ {goal:,}", f"{found:,.{decimals}f}", bool(found >= goal))
+    def at_least(
+        cls, what: str, goal: float, found: float, decimals: int = 2, limit: float | None = None
+    ) -> Verdict:
+        """A figure, the smallest wanted and, if that cannot be reached, the smallest that has been measured."""
+        at_limit = limit is not None and bool(limit <= found < goal)
+        return cls(what, f"≥ {goal:,}", f"{found:,.{decimals}f}", bool(found >= goal), at_limit)
 
     @property
     def row(self) -> tuple[str, ...]:
         """Its row of :func:`goals_table`."""
-        return self.what, self.goal, self.measured, {True: "yes", False: "**no**", None: "–"}[self.met]
+        met = "limit" if self.at_limit else {True: "yes", False: "**no**", None: "–"}[self.met]
+        return self.what, self.goal, self.measured, met
 
 
 class CommandFailed(Exception):

@@ -31,6 +31,8 @@ class Case:
     source: str
     target: str
     goal: float | None = None
+    limit: float | None = None
+    """The best choice of parts, where that is less."""
 
 
 CASES = (
@@ -41,7 +43,7 @@ CASES = (
     Case("7B", LLAMA_7B, "tp=8", "tp=8,pp=2"),
     Case("7B", LLAMA_7B, "tp=1", "tp=2"),
     Case("70B", LLAMA_70B, "tp=8,pp=4", "tp=8,pp=8", 0.9),
-    Case("70B", LLAMA_70B, "tp=8,sharding=4 stage1v2", "tp=8,sharding=8 stage1v2", 0.9),
+    Case("70B", LLAMA_70B, "tp=8,sharding=4 stage1v2", "tp=8,sharding=8 stage1v2", 0.9, 0.88),
     Case("70B", LLAMA_70B, "tp=8,sharding=4 stage1v2", "tp=8,sharding=4 stage1v1", 0.9),
     Case("70B", LLAMA_70B, "tp=8,pp=4", "tp=4,pp=4"),
 )
@@ -62,7 +64,8 @@ def row(case: Case, verdicts: list[Verdict]) -> tuple[str, ...]:
     seconds = time.perf_counter() - start
     share, name = plan.copied_share, f"{case.model}: {case.source} → {case.target}"
     if case.goal is not None:
-        verdicts.append(Verdict.at_least(f"{name}: share that an object store copies", case.goal, share, 3))
+        what = f"{name}: share that an object store copies"
+        verdicts.append(Verdict.at_least(what, case.goal, share, 3, case.limit))
     return (
         name,
         f"{plan.written_bytes / 1e9:.0f}",
