@@ -29,7 +29,7 @@ def ls(context: click.Context, /, run: str, targets: tuple[str, ...], **_: Any) 
 
     What each holds, and whether it is complete.
     """
-    from paddle_reshard.pipeline.watch.overview import HEADINGS
+    from paddle_reshard.pipeline.examine.overview import HEADINGS
 
     with running("reading headers") as running_now:
         found = paddle_reshard.ls(run, targets=targets, observe=running_now, **given(context))

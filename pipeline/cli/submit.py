@@ -93,7 +93,7 @@ def _run(request: JobRequest, address: str | None, follow: bool, as_json: bool, 
 
 def _answer_about(end: JobEnd, lines: Sequence[str], facts: Mapping[str, Any]) -> Answer:
     """The JSON object about a job that ended, with that of the conversion in its log as ``result``."""
-    from paddle_reshard.pipeline.watch.runners import answer_of_job, failure_of_job
+    from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
 
     answer = answer_of_job(lines)
     if end.succeeded:

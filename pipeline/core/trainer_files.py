@@ -8,9 +8,12 @@ The only home of these patterns, read off real checkpoints and the trainers that
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX, TENSOR_FOLDERS
 
+CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+"""A folder of a run with its step."""
 # Patterns stay texts: `re` compiles each when it is first asked for, and keeps it.
 _FOLDER = rf"(?:{'|'.join(TENSOR_FOLDERS)})/"
 _RANK = r"(?:\.(?:tp|pp|shard|moe|moe_sharding)\d{2,}(?:_(?:tp|pp|shard|moe|moe_sharding)\d{2,})*)?"
@@ -125,3 +128,12 @@ def is_by_trainer(path: str) -> bool:
     [True, False, True, False]
     """
     return is_of_training(path) or is_by_product(path) or is_model_file(path)
+
+
+def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
+    """The checkpoints among folder names, ascending by step.
+
+    >>> steps_of(["checkpoint-20", "runs", "checkpoint-3", "checkpoint-x"])
+    [(3, 'checkpoint-3'), (20, 'checkpoint-20')]
+    """
+    return sorted((int(match[1]), name) for name in folders if (match := CHECKPOINT.fullmatch(name)))

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from paddle_reshard.pipeline.watch.finished import Incomplete
+from paddle_reshard.pipeline.indexing.finished import Incomplete
 
 log = logging.getLogger(__name__)
 

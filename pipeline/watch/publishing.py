@@ -16,10 +16,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import BusyError, ReshardError
+from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.versions.publish import sources
 from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result, failed
-from paddle_reshard.pipeline.watch.records import Records, steps_of
+from paddle_reshard.pipeline.watch.records import Records
 from paddle_reshard.storage.listing import CheckpointRoot
 from paddle_reshard.storage.locate import absolute
 

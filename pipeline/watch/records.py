@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.outcome import Outcome
+from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 SEEN = ".paddle_reshard/seen"
 AUDIT = ".paddle_reshard/audit"
 LARGEST_RECORD_BYTES = 1 << 16
-CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
 
 
 class State(str, Enum):
@@ -233,12 +232,3 @@ def conversion_id(identity: Mapping[str, Any]) -> str:
     """
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return f"paddle-reshard-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def steps_of(folders: Sequence[str]) -> list[tuple[int, str]]:
-    """The checkpoints among folder names, ascending by step.
-
-    >>> steps_of(["checkpoint-20", "runs", "checkpoint-3", "checkpoint-x"])
-    [(3, 'checkpoint-3'), (20, 'checkpoint-20')]
-    """
-    return sorted((int(match[1]), name) for name in folders if (match := CHECKPOINT.fullmatch(name)))

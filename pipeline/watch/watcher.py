@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.core.errors import (
     UsageError,
 )
 from paddle_reshard.pipeline.core.outcome import Outcome
+from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT, steps_of
 from paddle_reshard.pipeline.progress.stream import Checked
 from paddle_reshard.pipeline.watch.decisions import (
     Action,
@@ -49,13 +50,11 @@ from paddle_reshard.pipeline.watch.notices import (
 )
 from paddle_reshard.pipeline.watch.publishing import Publisher
 from paddle_reshard.pipeline.watch.records import (
-    CHECKPOINT,
     Observation,
     Record,
     Records,
     State,
     digest,
-    steps_of,
 )
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline, publish_inline
 from paddle_reshard.storage.documents.manifest import own_manifest

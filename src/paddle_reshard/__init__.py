@@ -111,7 +111,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.versions.publish import publish
     from paddle_reshard.pipeline.versions.pull import pull
     from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
-    from paddle_reshard.pipeline.watch.overview import Run, RunCheckpoint, ls
+    from paddle_reshard.pipeline.examine.overview import Run, RunCheckpoint, ls
     from paddle_reshard.storage.locate import StorageOptions
     from paddle_reshard.tasks.figures import WorkerFigures
 
@@ -339,7 +339,7 @@ _HOMES = {
         "UnsupportedError",
         "UsageError",
     ),
-    "pipeline.watch.overview": ("Run", "RunCheckpoint", "ls"),
+    "pipeline.examine.overview": ("Run", "RunCheckpoint", "ls"),
 }
 """Module → the public names that come from it. Each is imported when it is first asked for, so that `--help` and
 `--version` start without NumPy; type checkers read the imports above."""

@@ -10,7 +10,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, JobError, RefusedJobError
+from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.version import __version__
+from paddle_reshard.pipeline.indexing.finished import Incomplete, lacking, merging, settling
 from paddle_reshard.pipeline.watch.decisions import (
     Action,
     Policy,
@@ -20,9 +22,8 @@ from paddle_reshard.pipeline.watch.decisions import (
     given_up,
     same_content,
 )
-from paddle_reshard.pipeline.watch.finished import Incomplete, lacking, merging, settling
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result, of_incomplete
-from paddle_reshard.pipeline.watch.records import Observation, Record, State, steps_of
+from paddle_reshard.pipeline.watch.records import Observation, Record, State
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")

@@ -11,12 +11,12 @@ from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
+from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.inspection import Inspection, inspect
+from paddle_reshard.pipeline.indexing.finished import lacking, merging
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import InspectOptions
-from paddle_reshard.pipeline.watch.finished import lacking, merging
-from paddle_reshard.pipeline.watch.records import steps_of
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import source_access
