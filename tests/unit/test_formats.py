@@ -51,6 +51,7 @@ FOLDERS = {Path(inspect.getfile(type(format))).parent.name for format in FORMATS
 ABOUT_SOMETHING_ELSE = {
     "pipeline/core/suggest.py": "words of other tools, and which of ours they may mean",
     "pipeline/model/forms.py": "the entry of a rule that says what a tensor is in transformers",
+    "pipeline/model/ernie.py": "the entry of a rule that says what a tensor is called where the recipe publishes it",
     "pipeline/model/weights.py": "the entry of a rule that says what a tensor is called in transformers",
     "pipeline/formats/registry.py": "the table",
     "pipeline/model/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
