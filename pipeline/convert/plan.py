@@ -118,35 +118,47 @@ class ConversionPlan(Shown):
 
     def facts(self) -> Facts:
         """What would be read and written, the memory needed, and what is not carried over."""
-        plan, targets = self.plan, self.targets
-        again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
-        facts = [
+        decisions = [
             (self._of(number, decision.name), f"{decision.value}: {decision.reason}")
-            for number, target in enumerate(targets)
+            for number, target in enumerate(self.targets)
             for decision in target.spec.decisions
         ]
-        facts += self._of_source()
-        locations = self.target_locations if len(targets) > 1 else ()
-        for number, target in enumerate(targets):
-            where = f"{locations[number]}: " if locations else ""
-            facts.append((self._of(number, "to"), f"{where}{target.spec.in_words()}"))
-            arguments = ""
-            if self.source.history.masters_made:
-                arguments = FORMATS[target.spec.format].starts_with_masters
-            elif starts_anew(self.source, target.spec):
-                arguments = FORMATS[target.spec.format].starts_with
-            if arguments:
-                anew = f"the source holds parameters only; a job starts from them with {arguments}"
-                facts.append((self._of(number, "optimizer"), anew))
-            facts += [(self._of(number, "remark"), remark) for remark in target.remarks]
+        targets = [fact for number, _ in enumerate(self.targets) for fact in self._of_target(number)]
+        return [
+            *decisions,
+            *self._of_source(),
+            *targets,
+            *self._of_traffic(),
+            *self._of_memory(),
+            *self._not_carried(),
+        ]
+
+    def _of_target(self, number: int) -> Facts:
+        """What a target is, and how a job starts from it where it has no optimizer states."""
+        target = self.targets[number]
+        several = len(self.targets) > 1 and self.target_locations
+        where = f"{self.target_locations[number]}: " if several else ""
+        facts = [(self._of(number, "to"), f"{where}{target.spec.in_words()}")]
+        arguments = ""
+        if self.source.history.masters_made:
+            arguments = FORMATS[target.spec.format].starts_with_masters
+        elif starts_anew(self.source, target.spec):
+            arguments = FORMATS[target.spec.format].starts_with
+        if arguments:
+            anew = f"the source holds parameters only; a job starts from them with {arguments}"
+            facts.append((self._of(number, "optimizer"), anew))
+        return facts + [(self._of(number, "remark"), remark) for remark in target.remarks]
+
+    def _of_traffic(self) -> Facts:
+        """What is read, written, copied, compared and made."""
+        plan = self.plan
+        again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
         files = len(plan.stored_files) + len(plan.carried)
         held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
-        facts += [
+        read = f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}"
+        facts = [
             ("tensors", f"{len(plan.tensors) - plan.compared_only} ({len(held)} parameters)"),
-            (
-                "reads",
-                f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}",
-            ),
+            ("reads", read),
             ("writes", f"{readable_bytes(plan.written_bytes)} in {files} files"),
         ]
         if plan.copied_bytes:
@@ -160,15 +172,20 @@ class ConversionPlan(Shown):
             made = f"{self.master_weights_made} master weights from parameters"
             reason = ": the source stores none (remove_master_weight), as the trainer does when it resumes"
             facts.append(("made", f"{made}{'' if self.source.history.masters_made else reason}"))
+        return facts
+
+    def _of_memory(self) -> Facts:
+        """The memory needed, and the ids of what is planned."""
+        plan = self.plan
         peak, budget = readable_bytes(plan.peak_bytes), readable_bytes(plan.budget_bytes)
-        facts += [
+        facts = [
             ("memory", f"{peak} at most in {counted(plan.groups, 'group')}, budget {budget}"),
             ("plan", self.plan_id),
         ]
         if self.portion is not None:
             share = f"{readable_bytes(plan.written_bytes)} of {readable_bytes(self.portion.written_bytes)}"
             facts += [("portion", f"{self.portion.in_words()}, {share}"), ("whole", self.portion.digest)]
-        return facts + self._not_carried()
+        return facts
 
     def _of_source(self) -> Facts:
         """What is read, and what was taken from elsewhere."""
@@ -253,17 +270,11 @@ def plan_checkpoint(
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
     sizes = store.sizes()
-    tensors = len(source.catalog.tensors)
-    if spare_bytes is not None:
-        check_metadata(tensors, None, 0, request.planning.budget_bytes, spare_bytes)
-        trim_heap()
+    _check_room(source, None, request, spare_bytes)
     laid_out = [lay_out(source, wanted, spec, sizes, store.folders) for spec in specs]
     check_nothing_lost(specs, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
-    if spare_bytes is not None:
-        pieces = len(joined.files.fragments)
-        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
-        trim_heap()
+    _check_room(source, joined, request, spare_bytes)
     carried = _carried(laid_out, sizes)
     plan = plan_conversion(
         joined.catalog,
@@ -302,6 +313,17 @@ def _ties_heads(specs: Sequence[Target], request: ConversionRequest) -> bool:
     without_stages = all(isinstance(spec, HybridJob) and spec.topology.pp == 1 for spec in specs)
     compared = request.planning.compare_replicas and not request.planning.allow_replica_drift
     return bool(specs) and without_stages and compared and not request.ranks
+
+
+def _check_room(
+    source: Checkpoint, laid_out: LaidOut | None, request: ConversionRequest, spare_bytes: int | None
+) -> None:
+    """Refuse metadata of the source, and of what is laid out so far, that take more than is spare in this process."""
+    if spare_bytes is not None:
+        pieces = None if laid_out is None else len(laid_out.files.fragments)
+        tensors = len(source.catalog.tensors)
+        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, spare_bytes)
+        trim_heap()
 
 
 def _portion(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,7 +188,7 @@ def _run(
     settings: RunSettings,
     index_files: IndexFiles,
 ) -> MoveReport:
-    plan, source = conversion.plan, conversion.store
+    plan = conversion.plan
     if settings.resume:
         described = describe_targets(conversion)
         outputs.made = {p for p, target in outputs.targets.items() if _already_made(described[p], target)}
@@ -206,34 +207,51 @@ def _run(
             plan.release_ops()
             trim_heap()
         observe(StepStarted("verify"))
-        source.check_unchanged()
-        planned = dict(zip(outputs.targets, conversion.targets, strict=True))
+        conversion.store.check_unchanged()
         recorder = _recorder(conversion, sums, engine, observe)
-        fingerprints = {}
-        for prefix, staged in outputs.finish(receipts).items():
-            if (portion := conversion.portion) is not None:
-                from paddle_reshard.storage.views import CompletedSource
-
-                staged = CompletedSource(staged, portion.files.files, portion.files.literals)
-            found = _check_staged(staged, planned[prefix], index_files)
-            if recorder is not None:
-                fingerprints[prefix] = _fingerprints(recorder, staged, planned[prefix], found, index_files)
+        fingerprints = _verify(conversion, outputs, receipts, recorder, index_files)
         observe(StepEnded("verify", "the staged files read back as a complete checkpoint"))
         observe(StepStarted("publish"))
-        described = describe_targets(conversion, report.replica_drift, receipts)
-        for prefix, target in outputs.pending():
-            entry = fingerprints.get(prefix)
-            manifest = {
-                **described[prefix],
-                **({} if entry is None else {"fingerprints": entry}),
-                "etags": dict(target.etags()),
-            }
-            target.publish(MANIFEST, format_manifest(manifest))
+        _publish(outputs, describe_targets(conversion, report.replica_drift, receipts), fingerprints)
         observe(StepEnded("publish", outputs.location))
-    locations = {prefix: target.location for prefix, target in outputs.targets.items()}
-    entries = {locations[prefix]: entry for prefix, entry in fingerprints.items() if entry is not None}
+    entries = {outputs.targets[prefix].location: entry for prefix, entry in fingerprints.items()}
     roots = {location: entry["root"] for location, entry in entries.items() if entry["root"] is not None}
     return replace(report, fingerprint_roots=roots)
+
+
+def _verify(
+    conversion: ConversionPlan,
+    outputs: Outputs,
+    receipts: Sequence[Receipt],
+    recorder: Recorder | None,
+    index_files: IndexFiles,
+) -> dict[str, dict[str, Any]]:
+    """Check what is staged; the fingerprints of each target that records them."""
+    planned = dict(zip(outputs.targets, conversion.targets, strict=True))
+    fingerprints = {}
+    for prefix, staged in outputs.finish(receipts).items():
+        if (portion := conversion.portion) is not None:
+            from paddle_reshard.storage.views import CompletedSource
+
+            staged = CompletedSource(staged, portion.files.files, portion.files.literals)
+        found = _check_staged(staged, planned[prefix], index_files)
+        if recorder is not None:
+            entry = _fingerprints(recorder, staged, planned[prefix], found, index_files)
+            if entry is not None:
+                fingerprints[prefix] = entry
+    return fingerprints
+
+
+def _publish(
+    outputs: Outputs,
+    described: Mapping[str, Mapping[str, Any]],
+    fingerprints: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Publish each target with its manifest."""
+    for prefix, target in outputs.pending():
+        entry = {"fingerprints": fingerprints[prefix]} if prefix in fingerprints else {}
+        manifest = {**described[prefix], **entry, "etags": dict(target.etags())}
+        target.publish(MANIFEST, format_manifest(manifest))
 
 
 def _extent(groups: int, size_bytes: int) -> str:
@@ -269,72 +287,104 @@ def _new_files(conversion: ConversionPlan) -> list[NewFile]:
     return stored_parts(planned, conversion.quantised)
 
 
+@dataclass
+class _Done:
+    """What is done of a plan, by this run and the one that it resumes; added to while groups end."""
+
+    units: Mapping[int, Record]
+    """Groups and files of the earlier run."""
+    drift: list[str]
+    receipts: list[Receipt]
+    sums: list[Sum]
+    resumed_groups: int
+    resumed_bytes: int
+    groups: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    copied_bytes: int = 0
+    compared_elements: int = 0
+    figures: list[WorkerFigures] = field(default_factory=list)
+
+    @classmethod
+    def before(cls, plan: Plan, records: Iterable[Record]) -> _Done:
+        """What an earlier run has done. Groups with drift that this run does not allow are run again."""
+        units = {one.unit: one for one in records if all(_is_allowed(plan, line) for line in one.drift)}
+        receipts = [receipt for record in units.values() for receipt in record.receipts]
+        return cls(
+            units,
+            drift=[line for record in units.values() for line in record.drift],
+            receipts=receipts,
+            sums=[Sum(t, d, int(digits, 16), n) for one in units.values() for t, d, digits, n in one.sums],
+            resumed_groups=sum(unit < plan.groups for unit in units),
+            resumed_bytes=sum(receipt.nbytes for receipt in receipts),
+        )
+
+    def add_group(self, report: GroupReport) -> None:
+        """Add a group that has ended."""
+        self.groups += 1
+        self.read_bytes += report.read_bytes
+        self.written_bytes += report.written_bytes
+        self.copied_bytes += report.copied_bytes
+        self.compared_elements += report.compared_elements
+        self.receipts += report.receipts
+        self.figures += report.figures
+        self.drift += _drift(report)
+        self.sums += report.sums
+
+    def add_file(self, parts: Sequence[Receipt], read_bytes: int) -> int:
+        """Add a file that is written apart from the groups; its size."""
+        size_bytes = sum(part.nbytes for part in parts)
+        self.receipts += parts
+        self.read_bytes += read_bytes
+        self.written_bytes += size_bytes
+        return size_bytes
+
+    def report(self) -> MoveReport:
+        """The figures. On a cluster groups end in any order, on which manifests must not depend: drift is sorted."""
+        workers = add_figures(self.figures)
+        return MoveReport(
+            self.groups,
+            self.read_bytes,
+            self.written_bytes,
+            self.compared_elements,
+            tuple(sorted(self.drift)),
+            workers,
+            add_retries(worker.retries for worker in workers),
+            resumed_groups=self.resumed_groups,
+            resumed_bytes=self.resumed_bytes,
+            copied_bytes=self.copied_bytes,
+        )
+
+
 def _move(
     conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
 ) -> tuple[MoveReport, list[Receipt], tuple[Sum, ...]]:
+    """Run the groups of a plan, then write the files that no group writes."""
     source, plan, quantised = conversion.store, conversion.plan, conversion.quantised
     stored, records = outputs.begin(_new_files(conversion), identify(conversion), source.openness)
     writer = QuantisingWriter(stored, quantised.files) if quantised else stored
-    # Groups with drift that this run does not allow are run again.
-    done = {
-        record.unit: record for record in records if all(_is_allowed(plan, line) for line in record.drift)
-    }
-    resumed = sum(unit < plan.groups for unit in done)
-    read = written = copied = compared = groups = 0
-    drift = [line for record in done.values() for line in record.drift]
-    receipts = [receipt for record in done.values() for receipt in record.receipts]
-    sums = [Sum(t, d, int(digits, 16), n) for record in done.values() for t, d, digits, n in record.sums]
-    resumed_bytes = sum(receipt.nbytes for receipt in receipts)
-    observe(Progress(resumed_bytes, before=True, groups=resumed))
-    figures: list[WorkerFigures] = []
-    with closing(engine.run(plan_work(plan, done), source, writer)) as batches:
+    done = _Done.before(plan, records)
+    observe(Progress(done.resumed_bytes, before=True, groups=done.resumed_groups))
+    with closing(engine.run(plan_work(plan, done.units), source, writer)) as batches:
         for reports in batches:
             outputs.note([_record(report) for report in reports])
             for report in reports:
-                read, written = read + report.read_bytes, written + report.written_bytes
-                copied += report.copied_bytes
-                compared += report.compared_elements
-                receipts += report.receipts
-                figures += report.figures
-                drift += _drift(report)
-                sums += report.sums
-            groups += len(reports)
+                done.add_group(report)
             for ended in groups_ended(plan, reports):
                 observe(ended)
             observe(Progress(sum(report.written_bytes for report in reports)))
+
+    def write(unit: int, read_bytes: int, make: Callable[[], Sequence[Receipt]]) -> None:
+        if unit not in done.units:
+            parts = make()
+            outputs.note([Record(unit, tuple(parts))])
+            observe(Progress(done.add_file(parts, read_bytes)))
+
     for unit, carried in enumerate(plan.carried, plan.groups):
-        if unit in done:
-            continue
-        written_parts = _carry(source, carried, stored)
-        receipts += written_parts
-        outputs.note([Record(unit, tuple(written_parts))])
-        read, written = read + carried.size_bytes, written + carried.size_bytes
-        observe(Progress(carried.size_bytes))
+        write(unit, carried.size_bytes, partial(_carry, source, carried, stored))
     for unit, path in enumerate(quantised.scale_files, plan.groups + len(plan.carried)):
-        if unit in done:
-            continue
-        written_parts = write_scales(path, quantised, receipts, stored)
-        receipts += written_parts
-        outputs.note([Record(unit, tuple(written_parts))])
-        size_bytes = sum(part.nbytes for part in written_parts)
-        written += size_bytes
-        observe(Progress(size_bytes))
-    # On a cluster groups end in any order, on which the manifest must not depend: drift is sorted.
-    workers = add_figures(figures)
-    retries = add_retries(worker.retries for worker in workers)
-    moved = MoveReport(
-        groups,
-        read,
-        written,
-        compared,
-        tuple(sorted(drift)),
-        workers,
-        retries,
-        resumed_groups=resumed,
-        resumed_bytes=resumed_bytes,
-        copied_bytes=copied,
-    )
-    return moved, receipts, added(sums)
+        write(unit, 0, partial(write_scales, path, quantised, done.receipts, stored))
+    return done.report(), done.receipts, added(done.sums)
 
 
 def _record(report: GroupReport) -> Record:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,14 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import EMA, EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.core.tensors import (
+    EMA,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    Tensor,
+)
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, formats_for_average
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
@@ -152,40 +159,59 @@ def with_average(
     own = last.catalog.only(
         [i for i, t in enumerate(last.catalog.tensors) if t.state not in AVERAGES.values()]
     )
-    parts = [_part(checkpoint.catalog, averaged) for checkpoint in checkpoints[:-1]]
     index = own.index()
     mixed = [replace(own.tensors[index[entry]], state=AVERAGES[entry[1]]) for entry in averaged]
-    tensors = [*own.tensors, *mixed]
+    parts = [_part(checkpoint.catalog, averaged) for checkpoint in checkpoints[:-1]]
+    first, count = len(own.tensors) + len(mixed), len(averaged)
+    borrowed = _joined(parts, locations, first)
+    terms = [range(first + number * count, first + (number + 1) * count) for number in range(len(parts))]
+    rows = own.fragments.copy()
+    rows["file"] = rows["file"] + len(borrowed.files)
+    catalog = Catalog(
+        Tensors([*own.tensors, *mixed, *borrowed.tensors]),
+        (*borrowed.files, *own.files),
+        Fragments.joined([borrowed.fragments, rows]),
+        own.implied,
+        _mixtures(len(own.tensors), [*terms, [index[entry] for entry in averaged]], weighting),
+        borrowed=len(borrowed.tensors),
+    )
+    return replace(last, catalog=catalog, has_ema=True)
+
+
+class _Borrowed(NamedTuple):
+    """What an average takes of the earlier checkpoints of a series."""
+
+    tensors: list[Tensor]
+    files: list[File]
+    fragments: Fragments
+
+
+def _joined(parts: Sequence[Catalog], locations: Sequence[str], first: int) -> _Borrowed:
+    """The catalogs as one, with tensors numbered from ``first`` on and files as in :func:`series_source`."""
+    tensors: list[Tensor] = []
     files: list[File] = []
-    fragments, terms = [], []
+    fragments = []
     for number, (part, location) in enumerate(zip(parts, locations, strict=False)):
         rows = part.fragments.copy()
-        rows["tensor"], rows["file"] = rows["tensor"] + len(tensors), rows["file"] + len(files)
+        rows["tensor"] = rows["tensor"] + first + len(tensors)
+        rows["file"] = rows["file"] + len(files)
         fragments.append(rows)
-        terms.append(range(len(tensors), len(tensors) + len(averaged)))
         tensors += [replace(t, state=f"{t.state} of {location}") for t in part.tensors]
         files += [File(_prefixed(number, file.path), file.size_bytes) for file in part.files]
-    rows = own.fragments.copy()
-    rows["file"] = rows["file"] + len(files)
-    terms_of_last = [index[entry] for entry in averaged]
-    mixtures = {
-        len(own.tensors) + number: Mixture(
+    return _Borrowed(tensors, files, Fragments.joined(fragments))
+
+
+def _mixtures(first: int, terms: Sequence[Sequence[int]], weighting: Weighting) -> dict[int, Mixture]:
+    """Number of each average, from ``first`` on → its steps; ``terms`` are the numbers of what each step takes."""
+    return {
+        first + number: Mixture(
             tuple(
                 Term(int(tensor), keep, take)
                 for tensor, (keep, take) in zip(series, weighting.steps, strict=True)
             )
         )
-        for number, series in enumerate(zip(*terms, terms_of_last, strict=True))
+        for number, series in enumerate(zip(*terms, strict=True))
     }
-    catalog = Catalog(
-        Tensors(tensors),
-        (*files, *own.files),
-        Fragments.joined([*fragments, rows]),
-        own.implied,
-        mixtures,
-        borrowed=len(tensors) - len(own.tensors) - len(mixed),
-    )
-    return replace(last, catalog=catalog, has_ema=True)
 
 
 def _part(catalog: Catalog, averaged: Sequence[tuple[str, str]]) -> Catalog:
