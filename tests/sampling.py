@@ -86,11 +86,6 @@ def _name(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def in_full(*values: object, id: str | None = None) -> ParameterSet:
-    """One set of parameters for `make full` only."""
-    return pytest.param(*values, marks=pytest.mark.full, id=id)
-
-
 def exhaustive(*values: object) -> ParameterSet:
     """One set of parameters for `make exhaustive` only."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)

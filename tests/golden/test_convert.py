@@ -1,8 +1,9 @@
 """Every real checkpoint, converted to other topologies, still holds the truth bit for bit.
 
-``make test`` converts the cases that differ most to every second target, and each of the others to every fourth, not
-the same ones; ``make exhaustive`` to those between. The targets of a case are made in one run, which reads the source
-once; the conversions of ``test_as_the_job_reads.py`` have a run each.
+``make test`` converts one case to targets of every strategy. ``make full`` converts the cases that differ most to every
+second target, and each of the others to every fourth, not the same ones; ``make exhaustive`` to those between. The
+targets of a case are made in one run, which reads the source once; the conversions of ``test_as_the_job_reads.py`` have
+a run each.
 """
 
 import json
@@ -84,6 +85,8 @@ MORE_CASES = (
     "sh2_s1v1_meta_fp32",
     "sh2_s3_seg512",
 )
+EVERY_STRATEGY = "mp2pp2sh2_s1v2_meta_ema"
+"""The case that `make test` converts."""
 TWO_LAYERS = ("mp2sh2_s1v2_meta_mid",)
 
 
@@ -94,7 +97,7 @@ def _targets(name: str) -> list[Target]:
 
 
 def _sampled(name: str) -> list[Target]:
-    """The targets that ``make test`` makes of a case."""
+    """The targets that are made of a case without ``make exhaustive``."""
     few = name in FEW_CASES
     number, step = (FEW_CASES.index(name), 2) if few else (hybrid_cases().index(name), 4)
     return _targets(name)[number % step :: step]
@@ -129,13 +132,13 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 
 def _conversions(is_sample: Callable[[str, Target], bool]) -> list:
+    def marks(name: str, target: Target) -> object:
+        if not is_sample(name, target):
+            return pytest.mark.exhaustive
+        return () if name == EVERY_STRATEGY else pytest.mark.full
+
     return [
-        pytest.param(
-            name,
-            target,
-            id=f"{name}-to-{target}",
-            marks=() if is_sample(name, target) else pytest.mark.exhaustive,
-        )
+        pytest.param(name, target, id=f"{name}-to-{target}", marks=marks(name, target))
         for name in hybrid_cases()
         for target in _targets(name)
     ]
