@@ -189,7 +189,7 @@ def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Pat
     return runtime_env
 
 
-def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POLL_SECONDS) -> JobEnd:
+def follow_job(job: Job, write: Callable[[str], None]) -> JobEnd:
     """Write a job's output, in whole lines, until the job ends.
 
     The log is asked for again and again: a conversion writes few lines, and this survives proxies without websockets,
@@ -218,7 +218,7 @@ def follow_job(job: Job, write: Callable[[str], None], poll_seconds: float = POL
             if ended:
                 message = " ".join((info.message or "").split(_LOG_IN_MESSAGE)[0].split())
                 return JobEnd(job.submission_id, str(info.status.value), message)
-        time.sleep(poll_seconds)
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager

@@ -225,9 +225,9 @@ class _Figures:
         with self.lock:
             self._add(replace(self.zero, read_bytes=nbytes))
 
-    def added_to(self, report: GroupReport, read_bytes: int = 0) -> GroupReport:
-        """The report of a group, with the figures since the last report; ``read_bytes`` were read for it."""
-        return replace(report, figures=(self.taken(1, read_bytes, report.written_bytes),))
+    def added_to(self, report: GroupReport) -> GroupReport:
+        """The report of a group, with the figures since the last report; bytes read are counted as they are read."""
+        return replace(report, figures=(self.taken(1, 0, report.written_bytes),))
 
     def taken(self, groups: int, read_bytes: int, written_bytes: int) -> WorkerFigures:
         """The figures since the last report, with the work of some further groups."""

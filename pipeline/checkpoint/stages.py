@@ -168,11 +168,11 @@ def about_head(checkpoint: Checkpoint, differing: str) -> str | None:
 
 
 def _alike(catalog: Catalog, head: int, words: int | None) -> bool:
-    """Whether a tensor can be a copy of another one: of the same dtype and shape, and stored if that is."""
+    """Whether the head can be a copy of the words: of the same dtype and shape, and stored if they are."""
     if words is None or (head in catalog.implied) != (words in catalog.implied):
         return False
-    one, two = catalog.tensors[head], catalog.tensors[words]
-    return (one.dtype, one.global_shape) == (two.dtype, two.global_shape)
+    copy, original = catalog.tensors[head], catalog.tensors[words]
+    return (copy.dtype, copy.global_shape) == (original.dtype, original.global_shape)
 
 
 def _apart(model: Model) -> dict[str, str]:
