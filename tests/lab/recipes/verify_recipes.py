@@ -43,7 +43,10 @@ def join_tp(parts, key, whole, cfg):
 
 
 def legacy(ck, T, cfg, local_ids):
-    meta = json.load(open(ck + "/model_meta.json")) if os.path.exists(ck + "/model_meta.json") else None
+    meta = None
+    if os.path.exists(ck + "/model_meta.json"):
+        with open(ck + "/model_meta.json") as f:
+            meta = json.load(f)
     mfiles, ofiles, efiles = (
         sorted(glob.glob(ck + p)) for p in ("/model_state*.pdparams", "/optimizer*.pdopt", "/ema*.pdopt")
     )
