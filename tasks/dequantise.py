@@ -140,7 +140,7 @@ def _widened(stored: npt.NDArray[Any]) -> Floats:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _WeightWork:
     """Codes and scales that are being read, and where their values go."""
 
     buffer: memoryview
@@ -305,7 +305,7 @@ class DequantisedSource(ComputedSource):
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; the store gets all reads at once, those of scales included."""
         stored: list[Read] = []
-        works: list[_Work | _ExpertWork | _IntegerWork] = []
+        works: list[_WeightWork | _ExpertWork | _IntegerWork] = []
         for read in reads:
             if (content := self.served.made.get(read.path)) is not None:
                 read.buffer[:] = content[read.byte_offset : read.byte_offset + read.buffer.nbytes]
@@ -322,7 +322,7 @@ class DequantisedSource(ComputedSource):
         file: ServedFile,
         read: Read,
         stored: list[Read],
-        works: list[_Work | _ExpertWork | _IntegerWork],
+        works: list[_WeightWork | _ExpertWork | _IntegerWork],
     ) -> None:
         at, stop = read.byte_offset, read.byte_offset + read.buffer.nbytes
         if at < len(file.header):
@@ -357,7 +357,7 @@ def _read_weight(
     last_byte: int,
     buffer: memoryview,
     stored: list[Read],
-) -> _Work:
+) -> _WeightWork:
     """Ask for the codes and scales of bytes of a weight as it is served; what is to be done with them."""
     first, last = first_byte // 2, -(-last_byte // 2)
     goal, skip = None, first_byte % 2
@@ -368,7 +368,7 @@ def _read_weight(
     line = scales.columns * int(scales.code[-1])
     rows = bytearray((bottom - top) * line)
     stored.append(Read(scales.path, scales.byte_offset + top * line, memoryview(rows)))
-    return _Work(buffer, first, scales, rows, goal, skip)
+    return _WeightWork(buffer, first, scales, rows, goal, skip)
 
 
 def _read_integers(

@@ -15,20 +15,19 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
-from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.checkpoint.training_job import never_restored
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.formats.flex.by_rank import PiecesOfRanks
 from paddle_reshard.pipeline.formats.flex.name import FLEX
-from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, small_flex_files
+from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, check_flex, small_flex_files
 from paddle_reshard.pipeline.formats.flex.writer import FlexFiles
 from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
 from paddle_reshard.pipeline.model.model import Model
-from paddle_reshard.pipeline.model.optimizers import check_states, muon_parameters
+from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 
 _LIBRARY = "paddleformers"
@@ -137,10 +136,7 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
     """
     model = checkpoint.model
     _check_asked(model.table, target)
-    model.table.check_whole(model.config)
-    model.table.check_keys(model.config)
-    check_apart(model)
-    check_states(model)
+    check_flex(model)
     check_strategy(target)
     check_job(checkpoint, target)
     _check_tensors(model, target)

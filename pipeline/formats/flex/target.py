@@ -113,10 +113,7 @@ class FlexTarget:
             wanted.model.table.check_known(
                 wanted.model.config, "the parameter names of auto-parallel training"
             )
-        wanted.model.table.check_whole(wanted.model.config)
-        wanted.model.table.check_keys(wanted.model.config)
-        check_apart(wanted.model)
-        check_states(wanted.model)
+        check_flex(wanted.model)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
         topology = None if self.auto_parallel else Topology()
         written = (
@@ -129,6 +126,19 @@ class FlexTarget:
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source: its tensors must be those that were planned."""
         check_tensors(staged, staged.index())
+
+
+def check_flex(model: Model) -> None:
+    """Refuse a model whose tensors or keys no FlexCheckpoint can have.
+
+    Raises
+    ------
+    PlanError, UnsupportedError, RuleError
+    """
+    model.table.check_whole(model.config)
+    model.table.check_keys(model.config)
+    check_apart(model)
+    check_states(model)
 
 
 def cannot_hold_lora(model: Model) -> str | None:
