@@ -32,6 +32,7 @@ from benchmarks.measure import Verdict, print_result, table
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
 from benchmarks.synthetic import catalog_of
 from paddle_reshard.clusters.private_ray import prepare
+from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.convert import run
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.formats.hybrid.target import layout_hybrid
@@ -128,7 +129,7 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
     with tempfile.TemporaryDirectory(prefix="driver-") as folder, tempfile.TemporaryDirectory() as gate:
         files = {file.path: file.size_bytes for file in plan.source_files}
         source = Nothing(files, Path(gate), workers)
-        conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
+        conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None, quantised=Quantisation())
         target = LocalTarget(Path(folder) / "T", overwrite=False)
         marks: list[tuple[float, float]] = []
 
@@ -139,8 +140,9 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
                     marks.append((time.process_time(), time.perf_counter()))
                 yield report
 
+        counting: Any = SimpleNamespace(run=counted)
         with target:
-            _, receipts, _ = run._move(conversion, Outputs([target]), counted, ignore_events)
+            _, receipts, _ = run._move(conversion, Outputs([target]), counting, ignore_events)
             cpu, wall = (
                 now - then
                 for now, then in zip((time.process_time(), time.perf_counter()), marks[0], strict=True)
