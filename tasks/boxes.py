@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.storage.aligned import LINE_BYTES
 from paddle_reshard.tasks.cast import cast, cast_in_range, round_words
 
 BLOCK_ELEMENTS = 1 << 16
 """Largest block of casts and comparisons: all its operands fit the second-level cache."""
 TILE_EDGE = 128
 """Length of a tile along the fastest dim of each side, if these differ."""
+COPY_EDGE = 256
+"""The same where a tile is only copied."""
 
 Array = npt.NDArray[Any]
 Slices = tuple[slice, ...]
@@ -27,13 +30,29 @@ FLOAT32, BFLOAT16 = np.dtype("<f4"), np.dtype("<u2")
 
 
 def copy_box(source: Array, target: Array) -> None:
-    """Copy a box to one of the same shape and dtype."""
+    """Copy a box to one of the same shape and dtype.
+
+    Where another dim is the fastest, each tile is first copied as it lies: the rows of a matrix are often a power of
+    two apart, and then those of a tile compete for a few lines of the processor's cache.
+    """
     source, target = in_order_of(target, source, target)
     if _is_in_order(source):
         target[...] = source
         return
-    for tile in _tiles_of(source):
-        target[tile] = source[tile]
+    order = _memory_order(source)
+    back, turned = np.argsort(order), order[-1] != source.ndim - 1
+    for tile in tiles(source.shape, order, COPY_EDGE if turned else TILE_EDGE):
+        here = source[tile]
+        target[tile] = _rows_apart(here.transpose(order)).transpose(back) if turned else here
+
+
+def _rows_apart(box: Array) -> Array:
+    """A copy of a box whose long rows are not a power of two apart."""
+    *outer, row = box.shape
+    apart = row + (LINE_BYTES // box.itemsize if row * box.itemsize > LINE_BYTES else 0)
+    copy: Array = np.empty((*outer, apart), box.dtype)[..., :row]
+    copy[...] = box
+    return copy
 
 
 def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
@@ -108,7 +127,13 @@ def pieces_of(source: Array) -> Iterator[Slices]:
 
 
 def _tiles_of(source: Array) -> Iterator[Slices]:
-    return tiles(source.shape, np.argsort([-stride for stride in source.strides], kind="stable").tolist())
+    return tiles(source.shape, _memory_order(source))
+
+
+def _memory_order(box: Array) -> list[int]:
+    """The dims of a box, fastest last."""
+    order: list[int] = np.argsort([-stride for stride in box.strides], kind="stable").tolist()
+    return order
 
 
 def in_order_of(leader: Array, *boxes: Array) -> tuple[Array, ...]:
