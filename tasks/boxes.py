@@ -32,27 +32,34 @@ FLOAT32, BFLOAT16 = np.dtype("<f4"), np.dtype("<u2")
 def copy_box(source: Array, target: Array) -> None:
     """Copy a box to one of the same shape and dtype.
 
-    Where another dim is the fastest, each tile is first copied as it lies: the rows of a matrix are often a power of
-    two apart, and then those of a tile compete for a few lines of the processor's cache.
+    Where another dim is the fastest, each tile is first copied as it lies, here and for casts: the rows of a matrix are
+    often a power of two apart, and then those of a tile compete for a few lines of the processor's cache.
     """
     source, target = in_order_of(target, source, target)
     if _is_in_order(source):
         target[...] = source
         return
     order = _memory_order(source)
-    back, turned = np.argsort(order), order[-1] != source.ndim - 1
-    for tile in tiles(source.shape, order, COPY_EDGE if turned else TILE_EDGE):
-        here = source[tile]
-        target[tile] = _rows_apart(here.transpose(order)).transpose(back) if turned else here
+    for tile in tiles(source.shape, order, COPY_EDGE if _is_turned(order) else TILE_EDGE):
+        target[tile] = _rows_apart(source[tile], order)
 
 
-def _rows_apart(box: Array) -> Array:
-    """A copy of a box whose long rows are not a power of two apart."""
+def _rows_apart(box: Array, order: list[int]) -> Array:
+    """A copy of a box as it lies, but with long rows that are not a power of two apart; the box itself if its last dim
+    is the fastest, which comes last in ``order``."""
+    if not _is_turned(order):
+        return box
+    box = box.transpose(order)
     *outer, row = box.shape
     apart = row + (LINE_BYTES // box.itemsize if row * box.itemsize > LINE_BYTES else 0)
     copy: Array = np.empty((*outer, apart), box.dtype)[..., :row]
     copy[...] = box
-    return copy
+    return copy.transpose(np.argsort(order))
+
+
+def _is_turned(order: list[int]) -> bool:
+    """Whether another dim than the last is the fastest."""
+    return bool(order) and order[-1] != len(order) - 1
 
 
 def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
@@ -67,10 +74,11 @@ def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
     room = min(source.size, BLOCK_ELEMENTS)
     # Arithmetic on strided or unaligned operands is slow; copying a block first is not.
     values, words, halves = (np.empty(room, dtype) for dtype in (source.dtype, "<u4", "<u2"))
+    order = _memory_order(source)
     for piece in pieces_of(source):
         box = source[piece]
         block = values[: box.size]
-        block.reshape(box.shape)[...] = box
+        block.reshape(box.shape)[...] = _rows_apart(box, order)
         if (source.dtype, target.dtype) == (FLOAT32, BFLOAT16):
             round_words(block, words[: box.size])
             rounded: Array = halves[: box.size]
