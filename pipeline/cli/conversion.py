@@ -45,6 +45,7 @@ from paddle_reshard.pipeline.request.parse import locations_of, parse_target, re
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
+    from paddle_reshard.pipeline.examine.coverage import Coverage
     from paddle_reshard.pipeline.planning.simulate import Rates, Simulation
 
 NOT_PROVEN = 1
@@ -130,22 +131,26 @@ def plan(
     if rates is not None and not worker_counts:
         raise UsageError("--rates is for --workers")
     destination = _targets(target, targets) if target or targets else None
-    settings, locations = (
-        read_settings(cast(ConversionOptions, options), destination),
-        locations_of(destination),
-    )
+    settings = read_settings(cast(ConversionOptions, options), destination)
     from paddle_reshard.pipeline.convert.conversion import plan_with
 
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan  # says at once if it cannot write any
     with running("reading headers and planning") as run:
-        planned = plan_with(source, locations, settings, run)
+        planned = plan_with(source, locations_of(destination), settings, run)
         coverage = paddle_reshard.prove(planned) if prove else None
         simulations = _simulated(planned, worker_counts, rates)
         if run.page is not None:
             run.page.show_plan(planned, coverage, simulations)
     if save is not None:
         save_plan(planned.plan, save)
+    _show_plan(planned, coverage, simulations)
+    if coverage is not None and not coverage:
+        sys.exit(NOT_PROVEN)
+
+
+def _show_plan(planned: ConversionPlan, coverage: Coverage | None, simulations: Sequence[Simulation]) -> None:
+    """Answer with a plan, its proof if one was asked for, and how long it would take."""
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
     shown = [*planned.facts(), *_free_space(planned), *(() if coverage is None else coverage.facts())]
 
@@ -154,8 +159,6 @@ def plan(
         print_estimates(simulations)
 
     answer(plan_data(planned) | proof | simulations_data(simulations), show)
-    if coverage is not None and not coverage:
-        sys.exit(NOT_PROVEN)
 
 
 def _simulated(planned: ConversionPlan, counts: Sequence[int], rates: Rates | None) -> Sequence[Simulation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -138,22 +138,15 @@ def verify(
     """
     options = given(context)
     options.pop("resume", None)  # of a conversion it is a flag; here it names a file
+    signed: dict[str, Any] = {
+        "public_key": public_key,
+        "ca_certificate": ca_certificate,
+        "signature": signature,
+    }
     if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
-        options = {name: value for name, value in options.items() if name in OPTIONS_FOR_ONE}
-        with running("comparing with the manifest") as run:
-            found = paddle_reshard.check(
-                a,
-                source=source,
-                public_key=public_key,
-                ca_certificate=ca_certificate,
-                signature=signature,
-                observe=run,
-                **options,
-            )
-            run.show(found, a)
-        answer(found, lambda: _show_integrity(found))
-        sys.exit(0 if found else DIFFERENT)
+        own = {name: value for name, value in options.items() if name in OPTIONS_FOR_ONE}
+        _compare_with_manifest(a, {"source": source, **signed, **own})
     if source is not None:
         raise UsageError(
             f"--source requires a target with a manifest; {a} has none"
@@ -170,16 +163,23 @@ def verify(
             against=against,
             recorded=recorded,
             resume=resume,
-            public_key=public_key,
-            ca_certificate=ca_certificate,
-            signature=signature,
             observe=run,
+            **signed,
             **options,
         )
         run.show(report, *(side for side in (a, b or against) if side is not None))
     alone = b is None and against is None
     answer(report, lambda: _show_verification(report, alone))
     sys.exit(0 if report else DIFFERENT)
+
+
+def _compare_with_manifest(target: str, options: Mapping[str, Any]) -> NoReturn:
+    """Compare a target with its manifest, show what that found, and exit."""
+    with running("comparing with the manifest") as run:
+        found = paddle_reshard.check(target, observe=run, **options)
+        run.show(found, target)
+    answer(found, lambda: _show_integrity(found))
+    sys.exit(0 if found else DIFFERENT)
 
 
 def _holds_manifest(location: str, access: Mapping[str, Any]) -> bool:

@@ -118,7 +118,6 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "plan",
         "publish",
         "verify",
-        "checkpoints",
     }
     assert TAKE_OPTIONS.keys() == functions
     told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
@@ -167,9 +166,7 @@ def test_types_list_the_choices() -> None:
 
 @pytest.mark.parametrize("name", TAKE_OPTIONS)
 def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
-    places: list[Any] = (
-        ["a"] if name in ("check", "checkpoints", "fingerprint", "inspect", "launch", "ls") else [{}, "b"]
-    )
+    places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect", "launch", "ls") else [{}, "b"]
     with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))
 
