@@ -57,7 +57,7 @@ GROUPS = ("recipes", "small-frozen", "small-lora", "small-ranks", "small-version
 CASES = [case for group in GROUPS for case in case_names(group)]
 CASE_OF = {case.partition("/")[2]: case for case in CASES}
 CONFIGS = {
-    "rk_*": "frozen_llama_single",
+    "rk*": "frozen_llama_single",
     "frozen_llama*": "frozen_llama_single",
     "pf*_llama*": "pf041_llama_single",
 }
@@ -84,7 +84,7 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("lora_qwen*", "plain A", r"no model of PaddleFormers 1\.2 implements"),
     ("pf041_llama_fc_mp2*", "*", "the pieces of the other ranks are in no file"),
     ("pf041_*", "flex by rank*", OLDER),
-    ("pf100_*", "flex by rank*", OLDER),
+    ("pf100_ernie4_5*", "flex by rank*", OLDER),
     ("pf041_llama*", "hybrid B", r"paddleformers 0\.4 has no pipeline class of llama"),
     ("pf041_llama*", "plain B", r"paddleformers 0\.4 has no pipeline class of llama"),
 )
