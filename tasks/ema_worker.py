@@ -37,11 +37,6 @@ class Shared:
             memory, dtype=np.float32, count=elements, offset=HEADER_BYTES + 4 * elements
         )
 
-    @property
-    def intact(self) -> bool:
-        """Whether no update was interrupted."""
-        return bool(self.counts[0] == self.counts[1])
-
 
 def shared_bytes(elements: int) -> int:
     """Size of the shared memory for a number of elements."""
