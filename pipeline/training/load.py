@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import LoadOptions
 from paddle_reshard.pipeline.training.layout import (
-    LivePiece,
+    LiveLayout,
     Names,
     check_complete,
     find_tensors,
@@ -148,11 +148,11 @@ def load_into(
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
     numbers = find_tensors(names, entries, missing)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
+    pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
+    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
     if request.strict:
         check_complete(checkpoint.catalog.tensors, numbers)
-    plan = _planned(
-        checkpoint, {tensor.piece: numbers[tensor.piece.path] for tensor in live}, request.planning
-    )
+    plan = _planned(checkpoint, layout, request.planning)
     filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(request.location) else REMOTE_GAP_BYTES)
     store.check_unchanged()
     for schedule in schedules:
@@ -225,9 +225,8 @@ def _schedules(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> list[An
     return schedules
 
 
-def _planned(checkpoint: Checkpoint, pieces: Mapping[LivePiece, int], settings: PlanSettings) -> Plan:
-    """The plan that fills pieces of live tensors, each from the tensor of the checkpoint with its number."""
-    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
+def _planned(checkpoint: Checkpoint, layout: LiveLayout, settings: PlanSettings) -> Plan:
+    """The plan that fills live tensors as they are laid out."""
     checks = master_checks_of_loaded(checkpoint.catalog, layout.target.fragments)
     return plan_conversion(layout.source, layout.target, (), settings, checks=checks)
 
