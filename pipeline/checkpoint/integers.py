@@ -114,7 +114,7 @@ def integer_scheme(entries: Mapping[str, Any]) -> IntegerScheme:
     groups = entries.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
     formats = {entries.get("format")} | {
-        one.get("format") for one in schemes if isinstance(one, Mapping) and one.get("format")
+        entry.get("format") for entry in schemes if isinstance(entry, Mapping) and entry.get("format")
     }
     if len(formats) != 1 or not formats <= {PACK_QUANTIZED, INT_QUANTIZED}:
         shown = ", ".join(sorted(map(repr, formats)))
@@ -125,15 +125,15 @@ def integer_scheme(entries: Mapping[str, Any]) -> IntegerScheme:
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise _unsupported("a sparsity_config", "none")
     packed = formats == {PACK_QUANTIZED}
-    found = {_scheme(one, packed) for one in schemes}
-    if len(found) != 1:
-        raise _unsupported(f"{len(found)} kinds of weights in config_groups", "one")
-    return found.pop()
+    kinds = {_scheme(entry, packed) for entry in schemes}
+    if len(kinds) != 1:
+        raise _unsupported(f"{len(kinds)} kinds of weights in config_groups", "one")
+    return kinds.pop()
 
 
-def _unsupported(found: str, supported: str) -> UnsupportedError:
+def _unsupported(given: str, supported: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{CONFIG}: quantization_config of {METHOD} has {found}; supported: {supported}. Convert the unquantised model"
+        f"{CONFIG}: quantization_config of {METHOD} has {given}; supported: {supported}. Convert the unquantised model"
     )
 
 
@@ -176,7 +176,7 @@ def shape_keys(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
     CoverageError
         If one is not two integers.
     """
-    found = {}
+    paths = {}
     for path, payload in payloads.items():
         for key, array in payload.tensors.items():
             if key.endswith(SHAPE):
@@ -184,8 +184,8 @@ def shape_keys(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
                     raise CoverageError(
                         key, f"{payload.tags[key]} of shape {array.shape}, expected two integers", (path,)
                     )
-                found[key] = path
-    return found
+                paths[key] = path
+    return paths
 
 
 def integer_weight(

@@ -297,8 +297,8 @@ def _weight(
 ) -> _Weight:
     if scheme is None:
         return (_scales if method == FP8 else _packed)(stored, key, held, payloads)
-    shape, tag, found = integers.integer_weight(stored, scheme, held, payloads, shapes)
-    return _Weight(key, shape, found, tag)
+    shape, tag, arrays = integers.integer_weight(stored, scheme, held, payloads, shapes)
+    return _Weight(key, shape, arrays, tag)
 
 
 def _check_dtype(weight: _Weight, config: Mapping[str, Any], method: str) -> None:
@@ -307,11 +307,11 @@ def _check_dtype(weight: _Weight, config: Mapping[str, Any], method: str) -> Non
         if (dtype := config.get(entry)) in (None, _DTYPES[weight.tag]):
             continue
         if method == INTEGERS:
-            found = f"{weight.key} has scales in {_DTYPES[weight.tag]}, in which the reference multiplies"
+            why = f"{weight.key} has scales in {_DTYPES[weight.tag]}, in which the reference multiplies"
         else:
-            found = f"{method.upper()} weights are dequantised to bfloat16 only, as by the reference"
+            why = f"{method.upper()} weights are dequantised to bfloat16 only, as by the reference"
         raise UnsupportedError(
-            f"{CONFIG}: {entry} is {dtype!r}, but {found}. Dequantise the model with its publisher's tool first"
+            f"{CONFIG}: {entry} is {dtype!r}, but {why}. Dequantise the model with its publisher's tool first"
         )
 
 
@@ -332,9 +332,9 @@ def _check_companions(
     """Check that the weights of all scales are stored, quantised."""
     for key, weight in sorted(companions.items()):
         if weight not in named:
-            found = f"is {payloads[held[weight]].tags[weight]}" if weight in held else "no file holds"
+            stored = f"is {payloads[held[weight]].tags[weight]}" if weight in held else "no file holds"
             not_quantised = f", not {_stored_tag(method)}" if weight in held else ""
-            raise CoverageError(key, f"scales of {weight}, which {found}{not_quantised}", (held[key],))
+            raise CoverageError(key, f"scales of {weight}, which {stored}{not_quantised}", (held[key],))
 
 
 def _tensor_bytes(payloads: Mapping[str, SafetensorsPayload], files: Mapping[str, ServedFile]) -> int:

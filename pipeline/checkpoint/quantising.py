@@ -148,10 +148,11 @@ class Quantisation:
         """That of several targets: prefix of the paths of a target → its own."""
         files: dict[str, QuantisedFile] = {}
         scale_files: dict[str, ScaleFile] = {}
-        for prefix, one in of_targets.items():
-            scale_files |= {prefix + path: file for path, file in one.scale_files.items()}
+        for prefix, quantisation in of_targets.items():
+            scale_files |= {prefix + path: file for path, file in quantisation.scale_files.items()}
             files |= {
-                prefix + path: replace(file, scales=prefix + file.scales) for path, file in one.files.items()
+                prefix + path: replace(file, scales=prefix + file.scales)
+                for path, file in quantisation.files.items()
             }
         return cls(files, scale_files)
 

@@ -7,15 +7,15 @@ from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.core.errors import CheckpointError
 
 
-def check_tensors(staged: Staged, found: Checkpoint) -> None:
-    """Check that the tensors ``found`` in a staged target are the planned ones.
+def check_tensors(staged: Staged, reread: Checkpoint) -> None:
+    """Check that the tensors of a staged target, as ``reread``, are the planned ones.
 
     Raises
     ------
     CheckpointError
         Naming the first tensor that differs.
     """
-    catalog, read = staged.wanted.catalog, found.catalog.tensors
+    catalog, read = staged.wanted.catalog, reread.catalog.tensors
     wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
 
     def kept(number: int) -> bool:
@@ -26,10 +26,10 @@ def check_tensors(staged: Staged, found: Checkpoint) -> None:
 
     lacking, added = [], []
     for number in filter(kept, range(content)):
-        found_number = read.find(*wanted.identity(number))
-        if found_number is None or not same(number, found_number):
+        reread_number = read.find(*wanted.identity(number))
+        if reread_number is None or not same(number, reread_number):
             lacking.append(wanted.identity(number))
-    for identity in found.catalog.index():
+    for identity in reread.catalog.index():
         origin = wanted.find(*identity)
         if origin is None or not kept(origin):
             added.append(identity)

@@ -60,11 +60,11 @@ class Origin:
             words.append(f"from {self.source_state}")
         if self.source_dtype != self.target_dtype:
             words.append(f"{self.source_dtype} → {self.target_dtype}")
-        one, two = (
+        source_order, target_order = (
             [dim for dim in np.argsort([-step for step in strides], kind="stable") if self.extents[dim] > 1]
             for strides in (self.source_strides, self.target_strides)
         )
-        if one != two:
+        if source_order != target_order:
             words.append("transposed")
         return ", ".join(words)
 

@@ -82,8 +82,8 @@ class VerifyReport(Shown):
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        found = "equal" if self.equal else f"different: {counted(len(self.differences), 'difference')}"
-        return f"{found}; {self.extent}"
+        outcome = "equal" if self.equal else f"different: {counted(len(self.differences), 'difference')}"
+        return f"{outcome}; {self.extent}"
 
     @property
     def extent(self) -> str:
@@ -94,7 +94,9 @@ class VerifyReport(Shown):
 
     def facts(self) -> Facts:
         """The result and the first differences."""
-        shown = [(found.tensor, found.detail) for found in self.differences[:SHOWN_DIFFERENCES]]
+        shown = [
+            (difference.tensor, difference.detail) for difference in self.differences[:SHOWN_DIFFERENCES]
+        ]
         signer = [] if self.signed_by is None else [("signed by", self.signed_by)]
         return [("result", self.verdict), *signer, *shown]
 
@@ -336,15 +338,15 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
         sums += report.sums
         differences += differences_of([compared(report)])
     store.check_unchanged()
-    found = fingerprints_of(tensors, added(sums), chosen)
-    unlike = mismatches(against, found, ("the fingerprints", "the checkpoint"), request.subset)
+    fingerprints = fingerprints_of(tensors, added(sums), chosen)
+    unlike = mismatches(against, fingerprints, ("the fingerprints", "the checkpoint"), request.subset)
     differences += (Difference(entry.tensor, entry.detail) for entry in unlike)
-    elements = sum(tensor.elements for tensor in found.tensors)
+    elements = sum(tensor.elements for tensor in fingerprints.tensors)
     return VerifyReport(
-        len(found),
+        len(fingerprints),
         elements,
         plan.read_bytes,
-        tuple(sorted(differences, key=lambda found: found.tensor)),
+        tuple(sorted(differences, key=lambda difference: difference.tensor)),
         plan.read_amplification,
         plan.read_once_budget_bytes,
     )
@@ -360,10 +362,10 @@ def _verify_recorded(request: VerifyRequest) -> VerifyReport:
     if request.states is not None:
         a, b = a.only(request.states), b.only(request.states)
     if request.against is None:
-        found = mismatches(a, b, names, request.subset)
+        unlike = mismatches(a, b, names, request.subset)
     else:
-        found = mismatches(b, a, names[::-1], request.subset)
-    differences = tuple(Difference(entry.tensor, entry.detail) for entry in found)
+        unlike = mismatches(b, a, names[::-1], request.subset)
+    differences = tuple(Difference(entry.tensor, entry.detail) for entry in unlike)
     common = sum(b.tensors.find(*a.tensors.identity(number)) is not None for number in range(len(a)))
     return VerifyReport(common, 0, 0, differences, 1.0, None)
 
@@ -434,16 +436,22 @@ def _refuse_quantised(stores: Sequence[Source]) -> None:
         )
 
 
-def _plan_two(request: VerifyRequest, stores: Sequence[Source], one: Contents, two: Contents) -> Comparison:
-    _check_states(request.states, one.catalog.tensors.states | two.catalog.tensors.states)
-    tensors = max(len(side.catalog.tensors) for side in (one, two))
-    pieces = max(len(side.catalog.fragments) for side in (one, two))
+def _plan_two(
+    request: VerifyRequest, stores: Sequence[Source], contents_a: Contents, contents_b: Contents
+) -> Comparison:
+    _check_states(request.states, contents_a.catalog.tensors.states | contents_b.catalog.tensors.states)
+    tensors = max(len(side.catalog.tensors) for side in (contents_a, contents_b))
+    pieces = max(len(side.catalog.fragments) for side in (contents_a, contents_b))
     if request.engine.in_process:
         check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
-    planned = plan_comparison(one.catalog, two.catalog, _in_steps(request), request.states, request.subset)
+    planned = plan_comparison(
+        contents_a.catalog, contents_b.catalog, _in_steps(request), request.states, request.subset
+    )
     differences = planned.differences
     if request.states is None:
-        differences += _small_file_differences(stores, one.lr_scheduler, two.lr_scheduler, request.subset)
+        differences += _small_file_differences(
+            stores, contents_a.lr_scheduler, contents_b.lr_scheduler, request.subset
+        )
     return replace(planned, differences=differences)
 
 
@@ -496,9 +504,9 @@ def _small_file_differences(
 ) -> tuple[Difference, ...]:
     """Differences outside the tensors: the schedule, the trainer's state, the configuration, tokenizer files."""
     schedules = [] if subset and schedule_b is None else list(small_files.differences(schedule_a, schedule_b))
-    found = [replace(entry, what=f"LR_Scheduler.{entry.what}".rstrip(".")) for entry in schedules]
-    found += small_files.compare_small_files(stores[0], stores[1], subset)
-    return tuple(Difference(entry.what, f"{entry.a} in A, {entry.b} in B") for entry in found)
+    disagreements = [replace(entry, what=f"LR_Scheduler.{entry.what}".rstrip(".")) for entry in schedules]
+    disagreements += small_files.compare_small_files(stores[0], stores[1], subset)
+    return tuple(Difference(entry.what, f"{entry.a} in A, {entry.b} in B") for entry in disagreements)
 
 
 def holds_manifest(target: PathLike, **access: Any) -> bool:
