@@ -53,6 +53,17 @@ class ForConvert(click.Command):
         return [*own, *(item for item in further if item.value not in apart)]
 
 
+def _context(command: click.Command, arguments: Sequence[str]) -> click.Context:
+    """Arguments as ``convert`` parses them; mistakes are told with the usage of the command that was called."""
+    try:
+        return command.make_context("convert", list(arguments))
+    except click.MissingParameter as error:
+        raise UsageError("give a source and a target") from error
+    except click.UsageError as error:
+        error.ctx = click.get_current_context(silent=True) or error.ctx
+        raise
+
+
 job_options = all_of(
     click.option(
         "--upload",
@@ -100,7 +111,7 @@ class Request:
         """Let ``convert`` read its arguments; click reports mistakes."""
         from paddle_reshard.storage.locate import check_scheme
 
-        context = command.make_context("convert", list(arguments))
+        context = _context(command, arguments)
         values = context.params
         if values["targets"]:
             raise UsageError("submit and watch take one target, without --target")

@@ -201,6 +201,8 @@ def test_mistakes_are_reported_before_a_cluster_is_contacted() -> None:
         (["/a", "/b"], "--to"),
         (["/a", "/b", "--to", "tq=1"], "unknown axis 'tq'"),
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
+        (["/a", "/b", "--to", "tp=1", "--nonsense"], "submit [OPTIONS] SRC DST"),
+        ([], "give a source and a target"),
         (["/a", "/b", "--to", "tp=1", "--metrics-port", "9100"], "--metrics-port is not for"),
         (
             ["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"],
