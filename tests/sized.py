@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paddle_reshard.pipeline.convert import conversion
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.series import average_request, plan_average, read_average, weigh
@@ -69,3 +70,15 @@ def _weighting(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 def in_groups(group_bytes: int, **sizes: int) -> Sized:
     """Groups of about so many bytes."""
     return Sized(PlanSizes(group_bytes=group_bytes, **sizes))
+
+
+def size_commands(group_bytes: int) -> None:
+    """Let the commands of this process convert in groups of ``group_bytes``."""
+    sizes = in_groups(group_bytes).sizes
+
+    def sized(
+        source: Any, locations: Any, settings: ConversionSettings, observe: Observer
+    ) -> ConversionReport:
+        return convert_with(source, locations, replace(settings, sizes=sizes), observe)
+
+    conversion.convert_with = sized

@@ -276,8 +276,8 @@ def test_the_command_line_resumes_with_its_original_options(source: Path, tmp_pa
     kill = (
         "import os, signal, sys; from paddle_reshard.storage.session.ledger import Session; note = Session.note\n"
         "def noted(self, records): note(self, records); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Session.note = noted; import paddle_reshard; from tests.sized import in_groups; "
-        f"paddle_reshard.convert = in_groups({GROUP_BYTES}).convert; "
+        "Session.note = noted; import paddle_reshard; from tests.sized import size_commands; "
+        f"size_commands({GROUP_BYTES}); "
         "from paddle_reshard.pipeline.cli.main import main; main()"
     )
     arguments = [sys.executable, "-c", kill, "convert", str(source), str(target), *options]

@@ -23,8 +23,8 @@ how = sys.argv.pop(1)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if how == "nohup" else signal.SIG_DFL)
 from paddle_reshard.clusters.inline import InlineEngine as Engine
 import paddle_reshard
-from tests.sized import in_groups
-paddle_reshard.convert = in_groups(100_000).convert
+from tests.sized import size_commands
+size_commands(100_000)
 run = Engine.run
 
 def slow(*arguments):

@@ -47,7 +47,7 @@ import logging, os, sys, threading
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import main
 from paddle_reshard.storage.local.source import LocalSource
-from tests.sized import in_groups
+from tests.sized import size_commands
 
 gate = int(sys.argv.pop(1))
 os.open(os.ttyname(0), os.O_RDWR)  # the first terminal that a session opens is the one that controls it
@@ -59,7 +59,7 @@ def read_when_let_in(self, reads):
     read_many(self, reads)
 
 LocalSource.read_many = read_when_let_in
-paddle_reshard.convert = in_groups({GROUP_BYTES}).convert
+size_commands({GROUP_BYTES})
 main()
 """
 """The command line with small groups, each of which waits for a byte before it reads."""
