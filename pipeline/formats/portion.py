@@ -58,7 +58,7 @@ def files_of_ranks(
     """
     job, asked = job_of(target, source, ranks), f"--ranks {ranks_in_words(ranks)}"
     format = FORMATS[target.format]
-    found = set()
+    files = set()
     for rank in ranks:
         place = _place(job, rank)
         own = [
@@ -71,8 +71,8 @@ def files_of_ranks(
             raise UnsupportedError(
                 f"{asked}: which files rank {rank} of {job.topology} reads is not known: no file is named after it"
             )
-        found.update(own)
-    return frozenset(found) | {
+        files.update(own)
+    return frozenset(files) | {
         path for path in paths if format.process_of(path) is None and format.rank_of(path) is None
     }
 

@@ -181,13 +181,13 @@ def possible_buffer_bytes(buffers: Sequence[Sequence[Parameter]]) -> tuple[int, 
 
 def not_of_these_ranks(held: Mapping[int, Shape], wanted: Mapping[int, Shape]) -> str:
     """What is wrong with the slices of a tensor: the shapes that ranks hold, and those that they must hold."""
-    found, must = (
+    shapes_held, shapes_wanted = (
         ", ".join(f"{list(shape)} (rank {rank})" for rank, shape in sorted(shapes.items()))
         for shapes in (held, wanted)
     )
     return (
-        f"the ranks of its sharding group hold slices of {found}; given the parameters before it, they must hold "
-        f"{must}: files of two ranks were exchanged, or belong to different jobs"
+        f"the ranks of its sharding group hold slices of {shapes_held}; given the parameters before it, they must hold "
+        f"{shapes_wanted}: files of two ranks were exchanged, or belong to different jobs"
     )
 
 

@@ -59,8 +59,10 @@ def outline(
 ) -> Outline:
     """What :func:`lay_out` would make, without the files; arguments and errors are the same."""
     source, wanted, omitted = _to_lay_out(source, wanted, target)
-    found = target.outline(source.without(omitted), wanted.without(omitted), sizes, folders)
-    return replace(found, states_not_carried=tuple(sorted({*found.states_not_carried, *omitted})))
+    target_outline = target.outline(source.without(omitted), wanted.without(omitted), sizes, folders)
+    return replace(
+        target_outline, states_not_carried=tuple(sorted({*target_outline.states_not_carried, *omitted}))
+    )
 
 
 def _to_lay_out(
@@ -125,12 +127,12 @@ def check_nothing_lost(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -
     ------
     PlanError
     """
-    for number, (target, one) in enumerate(zip(targets, laid_out, strict=True)):
+    for number, (target, layout) in enumerate(zip(targets, laid_out, strict=True)):
         others = (other for index, other in enumerate(laid_out) if index != number)
         held = {state for other in others for state in other.catalog.tensors.states}
-        if FORMATS[target.format].model_only or not set(one.states_not_carried) - held:
+        if FORMATS[target.format].model_only or not set(layout.states_not_carried) - held:
             continue
-        lost = ", ".join(sorted(set(one.states_not_carried) - held))
+        lost = ", ".join(sorted(set(layout.states_not_carried) - held))
         beside, model = formats_for_average()
         raise PlanError(
             f"the format {target.format} cannot hold the exponential moving average of the source ({lost}): omit it "
@@ -149,7 +151,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     """Join several targets into one, so that the source is read once; paths get the prefix of their target."""
     if len(laid_out) == 1:
         return laid_out[0]
-    catalog = _needed(source, [one.catalog for one in laid_out])
+    catalog = _needed(source, [layout.catalog for layout in laid_out])
     index = catalog.index()
     files: list[File] = []
     first_files: list[int] = []
@@ -157,21 +159,21 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
     fills: list[tuple[int, int, int]] = []
     fragments: list[Fragments] = []
     omitted: set[int] = set()
-    for prefix, one in zip(prefixes, laid_out, strict=True):
+    for prefix, layout in zip(prefixes, laid_out, strict=True):
         first = len(files)
         first_files.append(first)
-        files += [replace(file, path=prefix + file.path) for file in one.files.files]
-        for file, start, content in one.files.literals:
+        files += [replace(file, path=prefix + file.path) for file in layout.files.files]
+        for file, start, content in layout.files.literals:
             literals.add(first + file, start, content)
-        fills += [(first + file, start, nbytes) for file, start, nbytes in one.files.fills]
-        rows = one.files.fragments.copy()
+        fills += [(first + file, start, nbytes) for file, start, nbytes in layout.files.fills]
+        rows = layout.files.fragments.copy()
         rows["file"] = rows["file"] + first
-        new_index = np.array([index[identity] for identity in one.catalog.index()], dtype=np.int32)
+        new_index = np.array([index[identity] for identity in layout.catalog.index()], dtype=np.int32)
         rows["tensor"] = new_index[rows["tensor"]]
         fragments.append(rows)
-        omitted.update(new_index[_omitted(one)].tolist())
-    casts = frozenset(cast for one in laid_out for cast in one.files.casts)
-    quantised = {prefix: one.files.quantised for prefix, one in zip(prefixes, laid_out, strict=True)}
+        omitted.update(new_index[_omitted(layout)].tolist())
+    casts = frozenset(cast for layout in laid_out for cast in layout.files.casts)
+    quantised = {prefix: layout.files.quantised for prefix, layout in zip(prefixes, laid_out, strict=True)}
     joined = TargetFiles(
         tuple(files),
         literals,
@@ -190,7 +192,7 @@ def _needed(source: Catalog, catalogs: Sequence[Catalog]) -> Catalog:
     chosen = [catalog.index() for catalog in catalogs]
     index = source.index()
     return source.only(
-        [number for identity, number in index.items() if any(identity in of_one for of_one in chosen)]
+        [number for identity, number in index.items() if any(identity in target for target in chosen)]
     )
 
 

@@ -50,18 +50,18 @@ def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
         "vpp": "virtual_pipeline_model_parallel_size",
         "ep": "expert_model_parallel_size",
     }
-    found: dict[str, str | int | bool] = {"stage": job.recipe} if job.recipe else {}
-    found |= _axes(job.topology, names) | _sharding(job, "sharding_parallel_size")
+    arguments: dict[str, str | int | bool] = {"stage": job.recipe} if job.recipe else {}
+    arguments |= _axes(job.topology, names) | _sharding(job, "sharding_parallel_size")
     if job.topology.ep > 1:
-        found["use_expert_parallel"] = True
+        arguments["use_expert_parallel"] = True
     if job.strategy == "none" and job.topology.dp > 1:
-        found["sharding"] = ""  # by default all data-parallel ranks are a sharding group
+        arguments["sharding"] = ""  # by default all data-parallel ranks are a sharding group
     if job.strategy in _SPLITS:
-        found["split_param"] = _SPLITS[job.strategy]
+        arguments["split_param"] = _SPLITS[job.strategy]
     if job.comm_overlap:
-        found["pp_sharding_comm_overlap"] = True
+        arguments["pp_sharding_comm_overlap"] = True
     of_recipe = _RECIPES.get(job.recipe, _no_more)
-    return found | _common(job) | dict.fromkeys(job.switches, True) | of_recipe(job)
+    return arguments | _common(job) | dict.fromkeys(job.switches, True) | of_recipe(job)
 
 
 def _no_more(job: TrainingJob) -> dict[str, str | int | bool]:
@@ -74,8 +74,8 @@ def _ernie_pretrain(job: TrainingJob) -> dict[str, str | int | bool]:
     By default its experts are distributed over data-parallel ranks, with which it does not start. Its
     ``sequence_parallel`` is a number.
     """
-    found: dict[str, str | int | bool] = {"sequence_parallel": 1} if job.sequence_parallel else {}
-    return found | ({"use_moe": True, "moe_group": "ep"} if job.topology.ep > 1 else {})
+    arguments: dict[str, str | int | bool] = {"sequence_parallel": 1} if job.sequence_parallel else {}
+    return arguments | ({"use_moe": True, "moe_group": "ep"} if job.topology.ep > 1 else {})
 
 
 def _paddlenlp(job: TrainingJob) -> dict[str, str | int | bool]:
@@ -84,12 +84,12 @@ def _paddlenlp(job: TrainingJob) -> dict[str, str | int | bool]:
             f"how PaddleNLP starts a job of {job.topology} is not known: no such job was seen"
         )
     names = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "vpp": "virtual_pp_degree"}
-    found = _axes(job.topology, names) | _sharding(job, "sharding_parallel_degree")
+    arguments = _axes(job.topology, names) | _sharding(job, "sharding_parallel_degree")
     if job.experts_over_dp:
-        found["use_expert_parallel"] = True
+        arguments["use_expert_parallel"] = True
     if _SPLITS.get(job.strategy):
-        found["sharding_parallel_config"] = "split_param"
-    return found | _common(job)
+        arguments["sharding_parallel_config"] = "split_param"
+    return arguments | _common(job)
 
 
 def _axes(topology: Topology, names: Mapping[str, str]) -> dict[str, str | int | bool]:
@@ -112,9 +112,9 @@ def _sharding(job: TrainingJob, degree: str) -> dict[str, str | int | bool]:
 
 
 def _common(job: TrainingJob) -> dict[str, str | int | bool]:
-    found: dict[str, str | int | bool] = {}
+    arguments: dict[str, str | int | bool] = {}
     if job.sequence_parallel:
-        found["sequence_parallel"] = True
+        arguments["sequence_parallel"] = True
     if job.muon:
-        found["optim"] = "muon"
-    return found
+        arguments["optim"] = "muon"
+    return arguments

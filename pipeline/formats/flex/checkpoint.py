@@ -166,19 +166,20 @@ def _as_in_the_model(
     PaddleFleet counted the empty layers at the head of its pipeline (``num_empty_layers_add_in_head``), and does not in
     later versions. A model has a layer 0, so the lowest number tells.
     """
-    found = {path: list(of_path) for path, of_path in names.items()}
+    stored_names = {path: list(of_path) for path, of_path in names.items()}
     entries = {table.shifted_by for table in _known(tables, config)} - {None}
     shift = max((entry for name in entries if type(entry := config.get(str(name))) is int), default=0)
     numbers = [
         number
-        for of_path in found.values()
+        for of_path in stored_names.values()
         for key, _ in of_path
         if (number := layer_number(key)) is not None
     ]
     if shift < 1 or min(numbers, default=0) != shift:
-        return found
+        return stored_names
     return {
-        path: [(renumbered(key, -shift), state) for key, state in of_path] for path, of_path in found.items()
+        path: [(renumbered(key, -shift), state) for key, state in of_path]
+        for path, of_path in stored_names.items()
     }
 
 
@@ -307,10 +308,11 @@ def _check(model: Model, catalog: Catalog) -> None:
                     f"{tensor.key} ({state})", "no file holds it, but other parameters have it"
                 )
     shapes = {t.key: t.global_shape for t in model.tensors}
-    for found in catalog.tensors:
-        if found.global_shape not in (shapes[found.key], (1,)):
+    for catalog_tensor in catalog.tensors:
+        if catalog_tensor.global_shape not in (shapes[catalog_tensor.key], (1,)):
             raise CoverageError(
-                found.label, f"shape {found.global_shape}, but the parameter has {shapes[found.key]}"
+                catalog_tensor.label,
+                f"shape {catalog_tensor.global_shape}, but the parameter has {shapes[catalog_tensor.key]}",
             )
 
 
@@ -336,8 +338,8 @@ def _with_implied(catalog: Catalog, model: Model) -> Catalog:
 
 
 def _structured_keys(names: Mapping[str, Sequence[Name]], auto_parallel: bool) -> list[str]:
-    found = (name for of_file in names.values() for name in of_file)
-    return list(dict.fromkeys(key for key, state in found if state == PARAM or not auto_parallel))
+    all_names = (name for of_file in names.values() for name in of_file)
+    return list(dict.fromkeys(key for key, state in all_names if state == PARAM or not auto_parallel))
 
 
 def _stored_names(
@@ -345,8 +347,8 @@ def _stored_names(
 ) -> dict[str, str]:
     """Structured key → parameter name in the data files; empty if they have no names."""
     names_of: dict[str, str] = {}
-    for path, found in names.items():
-        keys = dict(zip(metadata[path].keys, found, strict=True))
+    for path, folder_names in names.items():
+        keys = dict(zip(metadata[path].keys, folder_names, strict=True))
         for data_path, file in sorted(files.items()):
             for stored, full_name in file.parameter_names.items():
                 key, state = keys.get(stored, ("", ""))

@@ -54,15 +54,15 @@ def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     if averages:
         of_average, held_averages, not_carried = describe_older_average(averages, metadata, data_files)
         metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
-    found = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
+    checkpoint = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
     # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
-        _check_strategy(files.json(MODEL_META), found.model)
-    own_files = (found.own_files | {MODEL_META}) & sizes.keys()
+        _check_strategy(files.json(MODEL_META), checkpoint.model)
+    own_files = (checkpoint.own_files | {MODEL_META}) & sizes.keys()
     return replace(
-        found,
+        checkpoint,
         own_files=own_files,
-        not_carried=(*found.not_carried, *not_carried),
+        not_carried=(*checkpoint.not_carried, *not_carried),
         newer=_newer(metadata),
     )
 

@@ -76,7 +76,7 @@ def describe_older_average(
     of_masters, of_model = list(_stored(masters)), list(_stored(model, "float32"))
     trained = {piece.key for piece, _ in of_masters}
     stored = [*of_masters, *(box for box in of_model if f"{box[0].key}{_SUFFIX}" not in trained)]
-    found: dict[str, dict[str, ArrayRef]] = {path: {} for path in averages}
+    arrays_of: dict[str, dict[str, ArrayRef]] = {path: {} for path in averages}
     files_of: dict[Box, list[str]] = {}
     for piece, file in stored:
         path = f"{folder}/{file}"
@@ -86,23 +86,23 @@ def describe_older_average(
             raise _unclear(path, piece.key, "the rank that saved its values has no file of averages")
         saved = files.get(f"{above}{MASTER_WEIGHTS}/{file}") if piece.key in trained else None
         names = {} if saved is None else saved.parameter_names
-        found[path][piece.key] = _array(path, piece, average, piece.key in trained, names)
-    described = {path: DataFile(averages[path].size_bytes, arrays, {}) for path, arrays in found.items()}
+        arrays_of[path][piece.key] = _array(path, piece, average, piece.key in trained, names)
+    described = {path: DataFile(averages[path].size_bytes, arrays, {}) for path, arrays in arrays_of.items()}
     not_carried = tuple(
         (
             path,
             f"{count} of its arrays: copies of what other ranks hold, padding, or averages of bfloat16 parameters",
         )
         for path, average in sorted(averages.items())
-        if (count := len(average.master_weights) + len(average.params) - len(found[path]))
+        if (count := len(average.master_weights) + len(average.params) - len(arrays_of[path]))
     )
     return {f"{folder}/0{METADATA}": describe_boxes(files_of)}, described, not_carried
 
 
 def _metadata_of(metadata: Mapping[str, DistMetadata], folder: str, path: str) -> DistMetadata:
-    for metadata_path, found in metadata.items():
+    for metadata_path, folder_metadata in metadata.items():
         if folder_of(metadata_path) == folder:
-            return found
+            return folder_metadata
     raise _unclear(path, folder, "has no metadata, which would tell the slices")
 
 

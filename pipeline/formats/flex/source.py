@@ -64,16 +64,16 @@ def read_names(metadata: Mapping[str, DistMetadata]) -> dict[str, list[Name]]:
         other = by_folder.setdefault(folder_of(path), path)
         if other != path:
             raise CheckpointError(f"{path}: {other} describes the same folder; one of them is stale")
-    found = {path: [_name(path, key, metadata[path]) for key in metadata[path].keys] for path in metadata}
+    names_of = {path: [_name(path, key, metadata[path]) for key in metadata[path].keys] for path in metadata}
     seen: dict[Name, tuple[str, str]] = {}
-    for path, names in found.items():
+    for path, names in names_of.items():
         for key, name in zip(metadata[path].keys, names, strict=True):
             other, earlier = seen.setdefault(name, (path, key))
             if (other, earlier) != (path, key):
                 raise CoverageError(
                     f"{name[0]} ({name[1]})", f"two keys mean it, {earlier} and {key}", (other, path)
                 )
-    return found
+    return names_of
 
 
 def _name(path: str, key: str, metadata: DistMetadata) -> Name:
@@ -293,7 +293,7 @@ class _FlexCatalogBuilder:
         """Index and tensor of each key."""
         shapes = _global_shapes(path, metadata)
         dtypes = _dtypes(path, metadata, arrays)
-        found = []
+        tensors = []
         for (key, state), dtype, shape in zip(names, dtypes, shapes, strict=True):
             if is_per_parameter(state):
                 if prod(shape) != 1:
@@ -308,8 +308,8 @@ class _FlexCatalogBuilder:
                     (path,),
                 )
             index = self.tensor_index.setdefault((key, state), len(self.tensor_index))
-            found.append((index, tensor))
-        return found
+            tensors.append((index, tensor))
+        return tensors
 
 
 def _joined(folder: str, file: str) -> str:
@@ -318,46 +318,46 @@ def _joined(folder: str, file: str) -> str:
 
 def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
     """The dtype of each key; up to Paddle 2.6 it is not in the metadata, only in the arrays."""
-    found: list[set[DType]] = [set() for _ in metadata.keys]
+    dtypes_of_keys: list[set[DType]] = [set() for _ in metadata.keys]
     pieces = metadata.pieces.tolist()
     for key, dtype, *_ in pieces:
         if dtype >= 0:
-            found[key].add(dtype_named(metadata.dtypes[dtype]))
+            dtypes_of_keys[key].add(dtype_named(metadata.dtypes[dtype]))
     without_dtype = metadata.locations[metadata.pieces["dtype"][metadata.locations["piece"]] < 0]
     for piece, file, _ in without_dtype.tolist():
         key, stored = pieces[piece][0], _joined(folder_of(path), metadata.files[file])
         array = arrays.get(stored, {}).get(metadata.keys[key])
         if array is not None:
-            found[key].add(dtype_of_code(array.dtype, stored))
-    for key, dtypes in zip(metadata.keys, found, strict=True):
+            dtypes_of_keys[key].add(dtype_of_code(array.dtype, stored))
+    for key, dtypes in zip(metadata.keys, dtypes_of_keys, strict=True):
         if len(dtypes) != 1:
             names = ", ".join(sorted(dtype.name for dtype in dtypes)) or "none"
             raise CoverageError(key, f"its pieces must have a single dtype; found {names}", (path,))
-    return [dtypes.pop() for dtypes in found]
+    return [dtypes.pop() for dtypes in dtypes_of_keys]
 
 
 def _global_shapes(path: str, metadata: DistMetadata) -> list[Shape]:
     """The global shape of each key; up to Paddle 3.0 it is not in the metadata, but follows from the pieces."""
-    found: list[set[Shape]] = [set() for _ in metadata.keys]
+    shapes_of_keys: list[set[Shape]] = [set() for _ in metadata.keys]
     reached: list[Shape | None] = [None] * len(metadata.keys)
     for key, _, offset, local, whole, _ in metadata.pieces.tolist():
         if whole >= 0:
-            found[key].add(metadata.shapes[whole])
+            shapes_of_keys[key].add(metadata.shapes[whole])
             continue
         end = tuple(o + n for o, n in zip(metadata.shapes[offset], metadata.shapes[local], strict=True))
         before = reached[key]
         if before is not None and len(before) != len(end):
             raise CoverageError(metadata.keys[key], "its pieces differ in their number of dims", (path,))
         reached[key] = end if before is None else tuple(map(max, before, end))
-    for shapes, end_or_none in zip(found, reached, strict=True):
+    for shapes, end_or_none in zip(shapes_of_keys, reached, strict=True):
         if end_or_none is not None:
             shapes.add(end_or_none)
-    for key, shapes in zip(metadata.keys, found, strict=True):
+    for key, shapes in zip(metadata.keys, shapes_of_keys, strict=True):
         if len(shapes) != 1:
             raise CoverageError(
                 key, f"its pieces have {len(shapes)} different global shapes: {sorted(shapes)[:4]}", (path,)
             )
-    return [shapes.pop() for shapes in found]
+    return [shapes.pop() for shapes in shapes_of_keys]
 
 
 def _check_array(tensor: Tensor, array: ArrayRef, piece: _Piece, stored: str) -> None:

@@ -51,7 +51,9 @@ def with_two_dims(path: str, metadata: DistMetadata, stacked: Collection[str]) -
                 "supported; save with expert parallelism that distributes whole experts",
                 (path,),
             )
-        for name, shape in zip(SHAPES, (_joined(one, whole) for one in (offset, local, whole)), strict=True):
+        for name, shape in zip(
+            SHAPES, (_joined(dims, whole) for dims in (offset, local, whole)), strict=True
+        ):
             piece[name] = shapes.setdefault(shape, len(shapes))
     return replace(metadata, shapes=tuple(shapes), pieces=pieces)
 

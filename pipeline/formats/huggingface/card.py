@@ -33,14 +33,14 @@ def license_of(card: bytes) -> dict[str, str]:
     lines = card.decode(errors="replace").splitlines()
     if not lines or lines[0].rstrip() != "---":
         return {}
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for line in lines[1:]:
         if line.rstrip() == "---":
-            return found
+            return entries
         if entry := _ENTRY.fullmatch(line):
             value = entry[2].strip("\"'")
             if _PLAIN.fullmatch(value):
-                found[entry[1]] = value
+                entries[entry[1]] = value
     return {}
 
 
@@ -104,7 +104,7 @@ def _facts(wanted: Checkpoint, facts: Mapping[str, str]) -> dict[str, str]:
     """What the model was made from, name by name."""
     schedule = wanted.job.lr_scheduler
     step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
-    found = {
+    entries = {
         "source": wanted.format,
         "topology": "" if wanted.job.topology is None else str(wanted.job.topology),
         "sharding": wanted.job.strategy or "",
@@ -112,8 +112,8 @@ def _facts(wanted: Checkpoint, facts: Mapping[str, str]) -> dict[str, str]:
         **{name: value for name, value in facts.items() if name != "layout"},
     }
     if wanted.history.completion is not None and wanted.history.completion.tensors:
-        found["tensors of the model that training began from"] = str(len(wanted.history.completion.tensors))
-    return {name: value for name, value in found.items() if value}
+        entries["tensors of the model that training began from"] = str(len(wanted.history.completion.tensors))
+    return {name: value for name, value in entries.items() if value}
 
 
 def code(text: str) -> str:

@@ -187,13 +187,13 @@ def _entries(wanted: Checkpoint, donor: HuggingFaceDonor, taken: Sequence[str]) 
 def _by_row(keys: Iterable[str], model: Model) -> dict[str, bool]:
     """Key that a row of the model's table matches → whether it belongs to multi-token prediction."""
     layers, mtp = count_entry(model.config, "num_hidden_layers"), model.table.mtp_items
-    found = {}
+    mtp_by_key = {}
     for key, match in matches_of(keys, model.table, model.config).items():
         if match is not None:
             spelled = match.rule.pattern().fullmatch(match.key)
             layer = spelled.groupdict().get("layer") if spelled else None
-            found[key] = match.rule.item in mtp or (layer is not None and int(layer) >= layers)
-    return found
+            mtp_by_key[key] = match.rule.item in mtp or (layer is not None and int(layer) >= layers)
+    return mtp_by_key
 
 
 def _is_missing(tensor: ModelTensor) -> bool:

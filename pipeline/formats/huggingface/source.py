@@ -76,9 +76,9 @@ def read_huggingface(
     tensors: list[Tensor] = []
     rows: list[FragmentRow] = []
     for tensor, parts in model_parts(model):
-        found = [_find(part, held, payloads) for part in parts]
-        of_tensor = _common_dtype(tensor, parts, [dtype for _, dtype, _ in found])
-        for part, (path, dtype, byte_offset) in zip(parts, found, strict=True):
+        stored_parts = [_find(part, held, payloads) for part in parts]
+        of_tensor = _common_dtype(tensor, parts, [dtype for _, dtype, _ in stored_parts])
+        for part, (path, dtype, byte_offset) in zip(parts, stored_parts, strict=True):
             if planned is not None and dtype != (wanted := planned(tensor, part)):
                 detail = f"stored as {dtype.name}, planned as {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
@@ -168,7 +168,7 @@ def _models(
         for key, array in payload.tensors.items()
     }
     in_ernie_layout = is_ernie_layout(stored)
-    found: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
+    fitting: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
     failures: list[tuple[int, RuleError]] = []
     for table in tables_to_train_with(tables, config):
         of_files = ernie_table(table, config) if in_ernie_layout else table
@@ -185,16 +185,16 @@ def _models(
                 )
             failures.append((len(unknown), RuleError(unknown[0], what)))
             continue
-        found[f"{table.family} ({table.convention})"] = table, of_files, _logical(stored, matches, config)
-    if not found:
+        fitting[f"{table.family} ({table.convention})"] = table, of_files, _logical(stored, matches, config)
+    if not fitting:
         raise min(failures, key=lambda failure: failure[0])[1]
-    if len(found) > 1:
+    if len(fitting) > 1:
         raise RuleError(
             f"model type {config.get('model_type')!r}",
             f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
-            f"{', '.join(found)}; pass the right one with --rules FILE",
+            f"{', '.join(fitting)}; pass the right one with --rules FILE",
         )
-    ((table, of_files, tensors),) = found.values()
+    ((table, of_files, tensors),) = fitting.values()
     model = read_model(tensors, table, config)
     check_complete(model)
     return model, read_model(tensors, of_files, config)

@@ -174,13 +174,13 @@ class HuggingFaceTarget:
     def _check_adapter(self, staged: Staged) -> None:
         """Check the keys, shapes and dtypes of a staged adapter."""
         payload = staged.files.headers[peft.WEIGHTS]
-        found = {key: (payload.tags[key], array.shape) for key, array in payload.tensors.items()}
+        stored = {key: (payload.tags[key], array.shape) for key, array in payload.tensors.items()}
         planned = {
             part.key: (TAGS[self.dtype_of(tensor, part).name], part.shape)
             for tensor, parts in adapter_parts(without_base(staged.wanted))
             for part in parts
         }
-        if differing := sorted(found.items() ^ planned.items()):
+        if differing := sorted(stored.items() ^ planned.items()):
             raise CheckpointError(f"{peft.WEIGHTS}: {differing[0][0]}: not as planned")
 
     def check_staged(self, staged: Staged) -> None:
@@ -254,11 +254,11 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
         )
     if target.quantize is None:
         return _files_of(source, shards, _names(len(shards)))
-    quantised = [one.part for one in exported if one.quantised]
+    quantised = [entry.part for entry in exported if entry.quantised]
     if not quantised:
         raise UnsupportedError(f"--quantize {target.quantize}: no tensor of this model can be quantised")
-    states = {source.tensors.identity(one.tensor)[1] for one in exported if one.quantised}
-    kept = [one.part.key for one in exported if not one.quantised and len(one.part.shape) == 2]
+    states = {source.tensors.identity(entry.tensor)[1] for entry in exported if entry.quantised}
+    kept = [entry.part.key for entry in exported if not entry.quantised and len(entry.part.shape) == 2]
     return replace(
         _files_of(source, shards, _names(len(shards) + 1)),
         quantization_config=fp8_config([key.removesuffix(".weight") for key in kept]),
@@ -291,7 +291,7 @@ def _files_of(
 
     ``names`` are those of the files; one more, of the file of scales, if tensors are quantised.
     """
-    quantised = [one.part for shard in shards for one in shard if one.quantised]
+    quantised = [entry.part for shard in shards for entry in shard if entry.quantised]
     scales = encode_safetensors(scale_slots(quantised), METADATA)
     scales_at = {quantised[slot].key: byte_offset for slot, byte_offset, _ in scales.slots}
     files: list[File] = []
@@ -305,10 +305,12 @@ def _files_of(
             literals.add(number, offset, content)
         stored = [(shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
         weights = [
-            (at, one.part.shape, scales_at[one.part.key], one.part.key) for one, at in stored if one.quantised
+            (at, entry.part.shape, scales_at[entry.part.key], entry.part.key)
+            for entry, at in stored
+            if entry.quantised
         ]
         described = QuantisedFile.of(encoded.size_bytes, weights, names[-1])
-        rows += [(number, one, described.planned_at(at)) for one, at in stored]
+        rows += [(number, entry, described.planned_at(at)) for entry, at in stored]
         files.append(File(name, described.planned_bytes))
         if weights:
             quantised_files[name] = described
@@ -366,15 +368,15 @@ def _shards(exported: Sequence[_Exported], max_shard_bytes: int) -> list[list[_E
     shards: list[list[_Exported]] = []
     current: list[_Exported] = []
     filled_bytes = 0
-    for one in exported:
-        if one.nbytes > max_shard_bytes:
-            shards.append([one])
+    for entry in exported:
+        if entry.nbytes > max_shard_bytes:
+            shards.append([entry])
             continue
-        if filled_bytes + one.nbytes > max_shard_bytes:
+        if filled_bytes + entry.nbytes > max_shard_bytes:
             shards.append(current)
             current, filled_bytes = [], 0
-        current.append(one)
-        filled_bytes += one.nbytes
+        current.append(entry)
+        filled_bytes += entry.nbytes
     return [*shards, current] if current else shards
 
 
@@ -397,12 +399,12 @@ def _casts(source: Catalog, exported: Sequence[_Exported]) -> frozenset[Cast]:
     return frozenset((stored, wanted) for stored, wanted in pairs if {stored, wanted} <= set(FLOATING))
 
 
-def _fragments(file: int, one: _Exported, byte_offset: int, tensor: int) -> Iterator[FragmentRow]:
-    size = one.dtype.itemsize
-    for box in one.part.boxes:
+def _fragments(file: int, entry: _Exported, byte_offset: int, tensor: int) -> Iterator[FragmentRow]:
+    size = entry.dtype.itemsize
+    for box in entry.part.boxes:
         strides = [stride * size for stride in box.strides]
         base = byte_offset + box.first_element * size
-        yield fragment_row(tensor, file, one.dtype, 0, base, box.offset, box.extents, strides)
+        yield fragment_row(tensor, file, entry.dtype, 0, base, box.offset, box.extents, strides)
 
 
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:

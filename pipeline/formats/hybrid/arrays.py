@@ -94,15 +94,15 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         number = self._identities.find(*identity)
         if number is None:
             raise KeyError(identity)
-        found = []
+        arrays = []
         row = self._last[number]
         while row >= 0:
             path, copy = self._paths.values[self._path[row]], self._copy[row]
-            found.append(StoredArray(self._shard[row], path, self._array(row), copy))
+            arrays.append(StoredArray(self._shard[row], path, self._array(row), copy))
             row = self._before[row]
-        found.reverse()
-        found.sort(key=lambda stored: (stored.copy, stored.shard))
-        return found
+        arrays.reverse()
+        arrays.sort(key=lambda stored: (stored.copy, stored.shard))
+        return arrays
 
     def _array(self, row: int) -> Array:
         if self._kind[row] < 0:

@@ -80,12 +80,12 @@ class HybridFormat(Format):
         from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 
         try:
-            found = parse_rank_file(path)
+            file = parse_rank_file(path)
         except CheckpointError:
             return None
-        if found is None:
+        if file is None:
             return None
-        named = {"tp": found.tp, "pp": found.pp, "sharding": found.shard, "dp": found.moe, "ep": found.ep}
+        named = {"tp": file.tp, "pp": file.pp, "sharding": file.shard, "dp": file.moe, "ep": file.ep}
         return {axis: rank for axis, rank in named.items() if rank is not None}
 
     def recognises(self, files: SourceFiles) -> bool:

@@ -233,7 +233,7 @@ def _name_numbers(cells: Sequence[StoredCell], topology: Topology) -> None:
 
     If every first moment is a single number too, every parameter has one element, and the optimizer is AdamW.
     """
-    single = {found for cell in cells for found in cell.single}
+    single = {moment for cell in cells for moment in cell.single}
     if (_MOMENT1, False) not in single or (_MOMENT2, True) not in single or (_MOMENT2, False) in single:
         return
     if topology.tp > 1:
@@ -262,13 +262,13 @@ def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile], 
 
 def _kind_of_weights(files: list[RankFile]) -> str:
     """The kind of files that hold the parameters: of a model or of LoRA."""
-    found = {file.kind: file.path for file in files if file.kind in WEIGHTS}
-    if len(found) > 1:
+    paths = {file.kind: file.path for file in files if file.kind in WEIGHTS}
+    if len(paths) > 1:
         raise CheckpointError(
-            f"{found[MODEL_STATE]} belongs to full training and {found[LORA_MODEL_STATE]} to LoRA training: a folder "
+            f"{paths[MODEL_STATE]} belongs to full training and {paths[LORA_MODEL_STATE]} to LoRA training: a folder "
             "must hold a single checkpoint"
         )
-    return next(iter(found), MODEL_STATE)
+    return next(iter(paths), MODEL_STATE)
 
 
 def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
@@ -357,10 +357,10 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
     """Check that every rank that writes a file of this kind has exactly one, and that there are no others."""
     seen: dict[tuple[int | None, ...], str] = {}
     for file in files:
-        found = (file.tp, file.pp, file.shard, file.moe, file.ep)
-        if found in seen:
-            raise CheckpointError(f"{seen[found]} and {file.path} are files of the same rank")
-        seen[found] = file.path
+        coordinates = (file.tp, file.pp, file.shard, file.moe, file.ep)
+        if coordinates in seen:
+            raise CheckpointError(f"{seen[coordinates]} and {file.path} are files of the same rank")
+        seen[coordinates] = file.path
     what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
     what += f" ep={topology.ep}" if topology.ep > 1 else ""
     expected, missing, first = 0, 0, ""

@@ -78,12 +78,12 @@ def read_weights_and_states(
     weights = {name: _state_dict(path, payloads[path], own, table, config) for name, path in names.items()}
     renamed = {path: size for path, size in sizes.items() if path not in payloads}
     renamed |= {name: sizes[path] for name, path in names.items()}
-    found = read_hybrid(renamed, {**roots, **weights}, meta, config, RuleTables([table]), missing)
-    files = tuple(replace(file, path=names.get(file.path, file.path)) for file in found.catalog.files)
+    checkpoint = read_hybrid(renamed, {**roots, **weights}, meta, config, RuleTables([table]), missing)
+    files = tuple(replace(file, path=names.get(file.path, file.path)) for file in checkpoint.catalog.files)
     return replace(
-        found,
-        catalog=replace(found.catalog, files=files),
-        own_files=frozenset(names.get(path, path) for path in found.own_files),
+        checkpoint,
+        catalog=replace(checkpoint.catalog, files=files),
+        own_files=frozenset(names.get(path, path) for path in checkpoint.own_files),
     )
 
 

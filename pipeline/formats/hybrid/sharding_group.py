@@ -115,12 +115,12 @@ class ShardingGroup:
     def _located_slices(
         self, key: str, state: str, arrays: list[StoredArray], expected: Mapping[int, tuple[int, int]]
     ) -> Iterator[LocatedArray]:
-        found = {stored.shard: stored.array.shape for stored in arrays}
+        held = {stored.shard: stored.array.shape for stored in arrays}
         wanted = {rank: (stop - start,) for rank, (start, stop) in expected.items()}
-        if found != wanted:
+        if held != wanted:
             raise CoverageError(
                 f"{key} ({state})",
-                not_of_these_ranks(found, wanted),
+                not_of_these_ranks(held, wanted),
                 tuple(stored.path for stored in arrays),
             )
         for stored in arrays:

@@ -276,13 +276,13 @@ def _strategy(ranks: Ranks, cells: Sequence[StoredCell]) -> str:
     """
     if not ranks.has_optimizer:
         return "none"
-    found = ranks.strategy or _strategy_of_files(ranks, cells)
-    if ranks.topology.ep > 1 and found not in ("none", "stage1v2"):
+    strategy = ranks.strategy or _strategy_of_files(ranks, cells)
+    if ranks.topology.ep > 1 and strategy not in ("none", "stage1v2"):
         raise CheckpointError(
-            f"{ranks.topology} with {found}: PaddleFormers' optimizer for expert parallelism only supports stage1v2, "
-            "so the distribution over ranks is unknown"
+            f"{ranks.topology} with {strategy}: PaddleFormers' optimizer for expert parallelism only supports "
+            "stage1v2, so the distribution over ranks is unknown"
         )
-    return found
+    return strategy
 
 
 def _strategy_of_files(ranks: Ranks, cells: Sequence[StoredCell]) -> str:
@@ -299,8 +299,8 @@ def _strategy_of_files(ranks: Ranks, cells: Sequence[StoredCell]) -> str:
         for (key, state), arrays in cell.arrays.items()
         if not whole_in_model_state(state) and not is_per_parameter(state)
     }
-    several_dims = any(len(shape) > 1 for _, found in shapes for shape in found)
-    copies = any(len(local) > 1 and found.count(local) > 1 for local, found in shapes)
+    several_dims = any(len(shape) > 1 for _, array_shapes in shapes for shape in array_shapes)
+    copies = any(len(local) > 1 and array_shapes.count(local) > 1 for local, array_shapes in shapes)
     if any(cell.sliced for cell in cells) or copies:
         return "stage3"
     if not any(len(local) > 1 for local, _ in shapes):
@@ -345,21 +345,21 @@ def _read_model(
     config: Mapping[str, Any],
     adapter: Adapter | None,
 ) -> Model:
-    found: dict[str, ModelTensor] = {}
+    tensors: dict[str, ModelTensor] = {}
     order = {key: position for position, key in enumerate(_keys_in_order(ranks.cells))}
     for cell in cells:
         for key in cell.names:
             tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
-            known = found.setdefault(key, tensor)
+            known = tensors.setdefault(key, tensor)
             _check_agreement(known, tensor, cell)
     items = table.build_order(pp=1)
     ordered = sorted(
-        found.values(),
+        tensors.values(),
         key=lambda t: (items[t.rule.item], _number(table, t), order[t.key]),
     )
-    keys = set(found)
+    keys = set(tensors)
     tied = [replace(t, tied_to=t.tied_to if t.tied_to in keys else None) for t in ordered]
-    _check_same_tensors(ranks, found)
+    _check_same_tensors(ranks, tensors)
     if ranks.has_lora:
         return _read_adapter(Model(tuple(tied), table, config), adapter)
     if table.counts_layers:
@@ -408,15 +408,15 @@ def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Mapping[str, Any]
 
     The trainers write the dtype of the model to ``config.json`` when they save.
     """
-    found = {tensor.dtype.name: tensor for tensor in tensors if tensor.master}
-    if len(found) > 1:
-        first, second = list(found.values())[:2]
+    tensor_of_dtype = {tensor.dtype.name: tensor for tensor in tensors if tensor.master}
+    if len(tensor_of_dtype) > 1:
+        first, second = list(tensor_of_dtype.values())[:2]
         raise CheckpointError(
             f"{MODEL_META} says that {first.key} is {first.dtype.name} and {second.key} {second.dtype.name}; all "
             "parameters with master weights must have the same dtype"
         )
     written = config.get("torch_dtype", config.get("dtype"))
-    for name, tensor in found.items():
+    for name, tensor in tensor_of_dtype.items():
         if written in HALF_DTYPES and written != name:
             raise CheckpointError(
                 f"{tensor.key}: {name} in {MODEL_META}, but the model is {written} in {CONFIG}: the files belong to "
@@ -486,11 +486,11 @@ def _check_marks(
     """
     distributed = topology.tp > 1 and cut.dim is not None
     expected = rule.marked_distributed(distributed, topology.ep, of_rank=expert_axis in ("ep", "tp"))
-    found = cell.distributed.get(key, expected)
-    if (topology.tp > 1 or topology.ep > 1) and found != expected:
+    mark = cell.distributed.get(key, expected)
+    if (topology.tp > 1 or topology.ep > 1) and mark != expected:
         raise RuleError(
             key,
-            f"{MODEL_META} says is_distributed={found}, but the rule table says that tp "
+            f"{MODEL_META} says is_distributed={mark}, but the rule table says that tp "
             f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
         )
     if cell.no_sync.get(key, expert_axis == "ep") == (expert_axis == "ep"):

@@ -126,11 +126,11 @@ class HybridTarget(HybridJob):
 
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source and check that its topology and its tensors are as planned."""
-        found = staged.index()
-        wanted = as_read_again(without_base(staged.wanted), found.model)
+        checkpoint = staged.index()
+        wanted = as_read_again(without_base(staged.wanted), checkpoint.model)
         staged = replace(staged, wanted=wanted)
-        planned, read = self.topology, found.job.topology
-        if not found.has_optimizer and read is not None:
+        planned, read = self.topology, checkpoint.job.topology
+        if not checkpoint.has_optimizer and read is not None:
             read = replace(read, sharding=planned.sharding)  # no file tells
         if read is not None and (read.tp, read.pp, read.sharding, read.ep) != (
             planned.tp,
@@ -139,7 +139,7 @@ class HybridTarget(HybridJob):
             planned.ep,
         ):
             raise CheckpointError(f"the staged target reads back as {read}, but {planned} was planned")
-        check_tensors(staged, found)
+        check_tensors(staged, checkpoint)
 
 
 def check_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> None:

@@ -117,14 +117,14 @@ def with_empty_layers(
         return list(items)
     behind, tail = config_entry(config, table.empty.after) or (), config_entry(config, table.empty.tail) or 0
     repeated = next(item.name for item in table.items if item.repeated)
-    found: list[PipelineItem | None] = []
+    pipeline_items: list[PipelineItem | None] = []
     for item in items:
         if item is not None and item[0] == table.empty.before:
-            found += [None] * (tail - count_entry(config, mtp_entry(config)))
-        found.append(item)
+            pipeline_items += [None] * (tail - count_entry(config, mtp_entry(config)))
+        pipeline_items.append(item)
         if item is not None and item[0] == repeated and item[1] in behind:
-            found.append(None)
-    return found
+            pipeline_items.append(None)
+    return pipeline_items
 
 
 class CellPlanner:

@@ -29,8 +29,8 @@ def expert_of(key: str) -> int | None:
     >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
     13
     """
-    found = _EXPERT.search(key)
-    return None if found is None else int(found[0])
+    match = _EXPERT.search(key)
+    return None if match is None else int(match[0])
 
 
 def experts_of(keys: Iterable[str]) -> set[int]:
@@ -44,4 +44,4 @@ def shift_expert(key: str, by: int) -> str:
     >>> shift_expert("model.layers.1.mlp.experts.1.up_proj.weight", 2)
     'model.layers.1.mlp.experts.3.up_proj.weight'
     """
-    return _EXPERT.sub(lambda found: str(int(found[0]) + by), key) if by else key
+    return _EXPERT.sub(lambda match: str(int(match[0]) + by), key) if by else key

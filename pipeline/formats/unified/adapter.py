@@ -103,14 +103,14 @@ def _checked(files: SourceFiles, adapter: Adapter | None) -> Mapping[str, Safete
     index = files.weight_index(_INDEX)
     if index is None:
         raise CheckpointError(f"{_INDEX} is missing")
-    found = {key: path for path, payload in files.headers.items() for key in payload.tensors}
-    if len(found) < sum(len(payload.tensors) for payload in files.headers.values()):
+    path_of_key = {key: path for path, payload in files.headers.items() for key in payload.tensors}
+    if len(path_of_key) < sum(len(payload.tensors) for payload in files.headers.values()):
         raise CheckpointError(f"{_INDEX}: two of its files hold the same key")
-    if differing := sorted(dict(index.weight_map).items() ^ found.items()):
+    if differing := sorted(dict(index.weight_map).items() ^ path_of_key.items()):
         raise CheckpointError(
             f"{differing[0][0]}: {_INDEX} and the files disagree about the file that holds it"
         )
-    for key, path in sorted(found.items()):
+    for key, path in sorted(path_of_key.items()):
         if key.rpartition(".")[2] not in LORA and (adapter is None or adapter.trains_more):
             raise UnsupportedError(
                 f"{path}: {key} is not a matrix of LoRA, and nothing tells whether it was trained too or belongs to "

@@ -36,8 +36,8 @@ def index_unified(files: SourceFiles, tables: RuleTables) -> Checkpoint:
         )
     with_states = is_unified(files.sizes)
     kinds = (MODEL, OPTIMIZER, MASTER_WEIGHTS) if with_states else (MODEL,)
-    found = {index_name(kind): _index(files, kind) for kind in kinds}
-    indexes = {path: index for path, index in found.items() if index is not None}
+    index_at = {index_name(kind): _index(files, kind) for kind in kinds}
+    indexes = {path: index for path, index in index_at.items() if index is not None}
     lr_scheduler = files.lr_scheduler() if with_states else None
     return read_unified(files.sizes, files.headers, indexes, config, tables, lr_scheduler)
 

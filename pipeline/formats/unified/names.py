@@ -172,18 +172,18 @@ def _parsed(path: str) -> UnifiedFile | None:
 def _check_numbers(kind: str, files: list[UnifiedFile]) -> None:
     counts = {int(file.path.removesuffix(".safetensors").rpartition("-")[2]): file.path for file in files}
     if len(counts) > 1:
-        one, two = list(counts.values())[:2]
-        raise CheckpointError(f"{one} and {two} cannot belong to the same checkpoint")
+        first, second = list(counts.values())[:2]
+        raise CheckpointError(f"{first} and {second} cannot belong to the same checkpoint")
     (count,) = counts
     if count > MAX_TARGET_FILES:
         raise CheckpointError(
             f"{counts[count]}: the name gives a total of {count} files; at most {MAX_TARGET_FILES} are supported"
         )
     expected = {file_name(kind, number, count) for number in range(count)}
-    found = {file.path for file in files}
-    if missing := sorted(expected - found):
+    paths = {file.path for file in files}
+    if missing := sorted(expected - paths):
         raise CheckpointError(f"{len(missing)} of {count} {kind} files are missing: {missing[0]}")
-    if extra := sorted(found - expected):
+    if extra := sorted(paths - expected):
         raise CheckpointError(f"{extra[0]}: files of this kind must be numbered from 1 to {count}")
 
 
@@ -202,10 +202,10 @@ def _check_ranks(files: list[UnifiedFile]) -> None:
             )
     count = max(file.piece for file in files)
     expected = list(range(1, count + 1)) if count else [0]
-    for found in ranks.values():
-        if sorted(found) != expected:
+    for pieces in ranks.values():
+        if sorted(pieces) != expected:
             raise CheckpointError(
-                f"{min(found.values())}: its rank has files {sorted(found)} of {count} (optim_shard_num)"
+                f"{min(pieces.values())}: its rank has files {sorted(pieces)} of {count} (optim_shard_num)"
             )
 
 
@@ -254,11 +254,11 @@ def _check_pieces(files: Iterable[UnifiedFile], index: Index | None) -> None:
     for file in files:
         if file.of_rank:
             pieces[file.kind] = max(pieces.get(file.kind, 1), file.piece)
-    for kind, found in pieces.items():
-        if expected not in (None, found):
+    for kind, count in pieces.items():
+        if expected not in (None, count):
             raise CheckpointError(
                 f"{index_name(OPTIMIZER)} says that optim_shard_num is {expected!r}, but a rank has "
-                f"{found} files of {kind}"
+                f"{count} files of {kind}"
             )
 
 

@@ -153,7 +153,7 @@ def _arrays(
     files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
 ) -> dict[TensorId, list[_StoredArray]]:
     """All arrays of each tensor, in the order of the files."""
-    found: dict[TensorId, list[_StoredArray]] = {}
+    arrays: dict[TensorId, list[_StoredArray]] = {}
     masters_only = _masters_only(files, payloads, config)
     for file in files:
         payload = payloads[file.path]
@@ -165,12 +165,12 @@ def _arrays(
                 key, state = stored_key, PARAM if is_param else MASTER_WEIGHT
             dtype = dtype_of_tag(payload.tags[stored_key], f"{file.path}: {stored_key}")
             _check_dtype(key, state, dtype, file)
-            found.setdefault((key, state), []).append(_StoredArray(file, key, array, dtype))
-    for key in [key for key, state in found if state == MASTER_WEIGHT]:
-        param = found.get((key, PARAM))
+            arrays.setdefault((key, state), []).append(_StoredArray(file, key, array, dtype))
+    for key in [key for key, state in arrays if state == MASTER_WEIGHT]:
+        param = arrays.get((key, PARAM))
         if param and param[0].dtype.name == "float32":
-            param += found.pop((key, MASTER_WEIGHT))
-    for (key, state), stored in found.items():
+            param += arrays.pop((key, MASTER_WEIGHT))
+    for (key, state), stored in arrays.items():
         for copy in stored[1:]:
             if copy.dtype != stored[0].dtype:
                 raise CoverageError(
@@ -178,7 +178,7 @@ def _arrays(
                     f"stored as {stored[0].dtype.name} and as {copy.dtype.name}",
                     (stored[0].file.path, copy.file.path),
                 )
-    return found
+    return arrays
 
 
 def _masters_only(
@@ -248,7 +248,9 @@ def _oriented(
         transposed = is_transposed(key, stored.array.shape, layout, path, table, config)
         return stored._replace(transposed=transposed)
 
-    return {(key, state): [oriented(key, one) for one in stored] for (key, state), stored in arrays.items()}
+    return {
+        (key, state): [oriented(key, array) for array in stored] for (key, state), stored in arrays.items()
+    }
 
 
 def _tensors(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> list[Tensor]:
@@ -323,7 +325,7 @@ class _Cutting:
         return sliced
 
     def _are_slices(self, key: str, stored: Sequence[_StoredArray]) -> bool:
-        return len(self.by_key[key].global_shape) > 1 and all(len(one.shape) == 1 for one in stored)
+        return len(self.by_key[key].global_shape) > 1 and all(len(array.shape) == 1 for array in stored)
 
     def _check(self, arrays: Arrays) -> None:
         """Check the lengths of slices; experts may have a smaller sharding degree than other parameters."""
@@ -338,7 +340,7 @@ class _Cutting:
                     (whole[0].file.path,),
                 )
             for _, group in groupby(stored, key=_copy_of):
-                totals.setdefault((key, state), set()).add(sum(one.shape[0] for one in group))
+                totals.setdefault((key, state), set()).add(sum(array.shape[0] for array in group))
         for of_experts in (False, True):
             chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
             degrees = [1, *self.degrees] if of_experts else self.degrees
@@ -350,17 +352,17 @@ class _Cutting:
         self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Arrays
     ) -> CoverageError | None:
         """Why slices cannot be those of a sharding degree, or ``None``."""
-        for (key, state), found in totals.items():
+        for (key, state), element_counts in totals.items():
             tensor = self.by_key[key]
             cut = self.cut(key, arrays[key, state][0].file)
             elements = prod(cut.local_shape(key, tensor.global_shape))
             expected = padded_elements(elements, tensor.dtype, degree)
-            if found != {expected}:
+            if element_counts != {expected}:
                 return CoverageError(
                     f"{key} ({state})",
-                    f"its slices have {max(found)} elements in total, but {elements} elements padded for "
+                    f"its slices have {max(element_counts)} elements in total, but {elements} elements padded for "
                     f"sharding={degree} are {expected}",
-                    tuple(one.file.path for one in arrays[key, state]),
+                    tuple(array.file.path for array in arrays[key, state]),
                 )
         return None
 
@@ -368,20 +370,20 @@ class _Cutting:
         """Check that ranks with files of their own hold equal parts of communication buffers."""
         held: dict[tuple[str, int, int], dict[str, dict[int, int]]] = {}
         for (key, state), stored in arrays.items():
-            for one in stored:
-                if one.file.of_rank and state != PARAM and not is_per_parameter(state):
-                    of_rank = held.setdefault((state, one.file.tp, one.file.pp), {}).setdefault(key, {})
-                    of_rank[one.file.number] = one.shape[0]
+            for array in stored:
+                if array.file.of_rank and state != PARAM and not is_per_parameter(state):
+                    of_rank = held.setdefault((state, array.file.tp, array.file.pp), {}).setdefault(key, {})
+                    of_rank[array.file.number] = array.shape[0]
         stages = 1 + max((pp for _, _, pp in held), default=0)
-        for (state, _, pp), found in held.items():
+        for (state, _, pp), elements_of in held.items():
             # Experts have buffers of their own under expert parallelism, of which these files do not tell.
-            misfits = [self._misplaced(found, stages, experts) for experts in ({False, True}, {False})]
+            misfits = [self._misplaced(elements_of, stages, experts) for experts in ({False, True}, {False})]
             if None not in misfits:
                 key, wanted = misfits[0] or ("", {})
                 raise CoverageError(
                     f"{key} ({state})",
-                    not_of_these_ranks({rank: (n,) for rank, n in found[key].items()}, wanted),
-                    tuple(one.file.path for one in arrays[key, state] if one.file.pp == pp),
+                    not_of_these_ranks({rank: (n,) for rank, n in elements_of[key].items()}, wanted),
+                    tuple(array.file.path for array in arrays[key, state] if array.file.pp == pp),
                 )
 
     def _misplaced(
@@ -448,26 +450,26 @@ class _UnifiedCatalogBuilder:
             kind = partial(ArrayKind, local, cut, of_rank[0].dtype.itemsize)
             if sliced and state != PARAM:
                 replica, start = self._replica(index, rank), 0
-                for one in of_rank:
-                    stop = start + one.shape[0]
-                    self._add_array(index, kind((start, stop)), rank, one, replica)
+                for array in of_rank:
+                    stop = start + array.shape[0]
+                    self._add_array(index, kind((start, stop)), rank, array, replica)
                     start = stop
                 continue
-            for one in of_rank:
-                if one.shape != local:
-                    detail = f"stored with shape {one.shape}, {local} is expected"
-                    raise CoverageError(f"{key} ({state})", detail, (one.file.path,))
-                axes = (1, 0) if one.transposed else None
-                self._add_array(index, kind(None, axes), rank, one, self._replica(index, rank))
+            for array in of_rank:
+                if array.shape != local:
+                    detail = f"stored with shape {array.shape}, {local} is expected"
+                    raise CoverageError(f"{key} ({state})", detail, (array.file.path,))
+                axes = (1, 0) if array.transposed else None
+                self._add_array(index, kind(None, axes), rank, array, self._replica(index, rank))
 
     def _add_numbers(self, index: int, stored: Sequence[_StoredArray]) -> None:
         """Every rank that holds a piece of a parameter holds a copy of its numbers."""
-        for one in stored:
-            if prod(one.shape) != 1:
-                detail = f"shape {one.shape}, one number per parameter is expected"
-                raise CoverageError(self.tensors[index].label, detail, (one.file.path,))
-            kind = ArrayKind((1,), TensorCut(1, None), one.dtype.itemsize)
-            self._add_array(index, kind, 0, one, self._replica(index, 0))
+        for array in stored:
+            if prod(array.shape) != 1:
+                detail = f"shape {array.shape}, one number per parameter is expected"
+                raise CoverageError(self.tensors[index].label, detail, (array.file.path,))
+            kind = ArrayKind((1,), TensorCut(1, None), array.dtype.itemsize)
+            self._add_array(index, kind, 0, array, self._replica(index, 0))
 
     def _add_array(self, index: int, kind: ArrayKind, rank: int, stored: _StoredArray, replica: int) -> None:
         number, file = self.placements.kind(kind), self.file_index[stored.file.path]
