@@ -60,13 +60,13 @@ def cast_in_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray
     OverflowError
         With the first value that is too large.
     """
-    found = cast(values, dtype)
+    converted = cast(values, dtype)
     if dtype == np.float16:
         wide = _widened(values)
-        lost = np.isinf(found) & np.isfinite(wide)
+        lost = np.isinf(converted) & np.isfinite(wide)
         if lost.any():
             raise OverflowError(f"the value {wide[lost][0]} is too large for {dtype.name}")
-    return found
+    return converted
 
 
 def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

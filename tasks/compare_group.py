@@ -45,7 +45,7 @@ def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> Gr
     """
     ops = _comparisons(work.ops)
     pairs = _pairs(ops, work.bands)
-    found = _Found(work)
+    comparer = _Comparer(work)
     of_bands, of_ops = work.bands["pass"], ops["pass"]
     numbers = distinct(of_bands)
     ends = zip(
@@ -63,7 +63,7 @@ def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> Gr
                     for band, buffer in zip(here, buffers, strict=True)
                 ]
             )
-            found.compare(islice(pairs, last_op - first_op), buffers, first_band)
+            comparer.compare(islice(pairs, last_op - first_op), buffers, first_band)
             mover.release()
             first_band, first_op = last_band, last_op
     return GroupReport(
@@ -71,7 +71,7 @@ def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> Gr
         sum(stops) - sum(starts),
         0,
         compared_elements=int(op_volumes(ops).sum()),
-        differences=tuple(found.differences),
+        differences=tuple(comparer.differences),
     )
 
 
@@ -79,15 +79,15 @@ def measure_group(
     work: GroupWork, source: ReadRange, tolerance: Tolerance, mover: Mover = HOST
 ) -> GroupReport:
     """Measure how far the two sides of the boxes of one group are apart."""
-    found: list[tuple[int, Statistics]] = []
+    statistics: list[tuple[int, Statistics]] = []
     read = 0
     for step in passes(work):
         bands = load_bands(work, step.bands, source, mover)
         read += sum(map(len, bands))
         for op, *pair in with_ranges(step.ops, (step.bands, "source"), (step.bands, "target")):
-            found.append(_measured(work, step, op, [bands[band] for band in pair], pair, tolerance))
+            statistics.append(_measured(work, step, op, [bands[band] for band in pair], pair, tolerance))
         mover.release()
-    return GroupReport(work.group, read, 0, statistics=tuple(found))
+    return GroupReport(work.group, read, 0, statistics=tuple(statistics))
 
 
 def _measured(
@@ -107,20 +107,20 @@ def _measured(
     ]
     other = (work.measured or {}).get(number, tensor.dtype)
     dtypes = np.dtype(f"<{tensor.dtype.code}"), np.dtype(f"<{other.code}")
-    found = compare_values(sides[0], sides[1], dtypes, tolerance)
-    if found.first is not None:
-        at = tuple(int(i + o) for i, o in zip(found.first[:dims], op["offset"][:dims], strict=True))
-        found = found._replace(first=at)
-    return number, found
+    statistics = compare_values(sides[0], sides[1], dtypes, tolerance)
+    if statistics.first is not None:
+        at = tuple(int(i + o) for i, o in zip(statistics.first[:dims], op["offset"][:dims], strict=True))
+        statistics = statistics._replace(first=at)
+    return number, statistics
 
 
 def compare_pass(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) -> GroupReport:
     """Make the comparisons of a pass, given its ``bands``, and report every pair that differs."""
     ops = _comparisons(ops)
-    found = _Found(work)
-    found.compare(_pairs(ops, ranges), bands, 0)
+    comparer = _Comparer(work)
+    comparer.compare(_pairs(ops, ranges), bands, 0)
     read = sum(len(buffer) for buffer in bands)
-    return GroupReport(work.group, read, 0, (), int(op_volumes(ops).sum()), tuple(found.differences))
+    return GroupReport(work.group, read, 0, (), int(op_volumes(ops).sum()), tuple(comparer.differences))
 
 
 def _comparisons(ops: Ops) -> Ops:
@@ -185,13 +185,15 @@ def _runs(ops: Ops) -> tuple[list[int], list[tuple[int, ...]], list[tuple[tuple[
     extents, *strides = (ops[name] for name in ("extents", "source_strides", "target_strides"))
     # Dims in the memory order of the first side, fastest last. Those with one element, of any stride, come first.
     order = np.argsort(np.where(extents > 1, -strides[0], np.iinfo(np.int64).min), axis=1, kind="stable")
-    extents, one, two = (np.take_along_axis(of, order, axis=1) for of in (extents, *strides))
+    extents, source_strides, target_strides = (
+        np.take_along_axis(of, order, axis=1) for of in (extents, *strides)
+    )
     run = ITEMSIZES[ops["source_dtype"]]
     open_ = ops["source_dtype"] == ops["target_dtype"]
     usable = open_.copy()
     last = np.full(len(ops), extents.shape[1])
     for dim in range(extents.shape[1] - 1, -1, -1):
-        open_ &= (extents[:, dim] == 1) | (one[:, dim] == run) & (two[:, dim] == run)
+        open_ &= (extents[:, dim] == 1) | (source_strides[:, dim] == run) & (target_strides[:, dim] == run)
         run = np.where(open_, run * extents[:, dim], run)
         last -= open_
     first = (extents == 1).cumprod(axis=1).sum(axis=1)
@@ -199,13 +201,13 @@ def _runs(ops: Ops) -> tuple[list[int], list[tuple[int, ...]], list[tuple[tuple[
     dims = [slice(*ends) for ends in zip(first.tolist(), last.tolist(), strict=True)]
     shapes, *sides = (
         [tuple(row[of]) for row, of in zip(table.tolist(), dims, strict=True)]
-        for table in (extents, one, two)
+        for table in (extents, source_strides, target_strides)
     )
     return np.where(usable, run, 0).tolist(), shapes, list(zip(*sides, strict=True))
 
 
-class _Found:
-    """The differences of a group that were found so far."""
+class _Comparer:
+    """Compares pairs of boxes of a group and keeps the differences."""
 
     def __init__(self, work: GroupWork) -> None:
         self.work = work
@@ -250,14 +252,14 @@ class _Found:
         most = max(1, SCRATCH_BYTES // pair.run)
         memcmp, done = _memcmp(), 0
         for block in [()] if sides[0].size <= most else blocks(pair.extents, most):
-            one, two = (
+            source_address, target_address = (
                 begin + done if in_one else _copied(side[block], scratch, address)
                 for begin, in_one, side, scratch, address in zip(
                     at, whole, sides, self.scratch, self.scratch_at, strict=True
                 )
             )
             nbytes = sides[0][block].nbytes
-            if memcmp(one, two, nbytes):
+            if memcmp(source_address, target_address, nbytes):
                 return False
             done += nbytes
         return True
@@ -271,16 +273,16 @@ class _Found:
         owner = tuple(int(op[name]) for name in ("tensor", "kind", "source_file", "target_file"))
         if owner in self.owners:
             return
-        one, two = (
+        source, target = (
             box_of(buffer, int(op[f"{side}_byte"]) - begin, op, side).array()
             for buffer, begin, side in zip(buffers, pair.begins, ("source", "target"), strict=True)
         )
         in_master = op["kind"] in (HOLD, PROBE)
-        dtype = two.dtype if in_master else np.dtype(f"<{self.work.tensors[int(op['tensor'])].dtype.code}")
-        index = _first_difference(one, two, dtype, any_nan=in_master)
+        dtype = target.dtype if in_master else np.dtype(f"<{self.work.tensors[int(op['tensor'])].dtype.code}")
+        index = _first_difference(source, target, dtype, any_nan=in_master)
         if index is not None:
             self.owners.add(owner)
-            self.differences.append(_difference(self.work, op, (one[index], two[index]), index, dtype))
+            self.differences.append(_difference(self.work, op, (source[index], target[index]), index, dtype))
 
 
 def _copied(runs: npt.NDArray[np.void], scratch: Buffer, address: int) -> int:
@@ -307,14 +309,14 @@ def _difference(
 
 
 def _first_difference(
-    one: npt.NDArray[Any], two: npt.NDArray[Any], dtype: np.dtype[Any], any_nan: bool
+    source: npt.NDArray[Any], target: npt.NDArray[Any], dtype: np.dtype[Any], any_nan: bool
 ) -> tuple[int, ...] | None:
     """Index of the first element whose bits differ as ``dtype``.
 
     With ``any_nan`` all NaNs are equal: devices differ in the NaN that they round a NaN to.
     """
-    for block in blocks(one.shape):
-        a, b = (cast(side[block], dtype) for side in (one, two))
+    for block in blocks(source.shape):
+        a, b = (cast(side[block], dtype) for side in (source, target))
         bits = np.dtype(f"<u{dtype.itemsize}")
         differs = np.ascontiguousarray(a).view(bits) != np.ascontiguousarray(b).view(bits)
         if any_nan and differs.any():
@@ -336,8 +338,8 @@ def _memcmp() -> Callable[[int, int, int], int]:
     """``memcmp`` of the C library. Python's lock is free while it runs."""
     function = ctypes.CDLL(None).memcmp
     function.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-    found: Callable[[int, int, int], int] = function
-    return found
+    memcmp: Callable[[int, int, int], int] = function
+    return memcmp
 
 
 def _is_nan(values: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -117,9 +117,9 @@ def mxfp4_values() -> npt.NDArray[np.uint16]:
     ['0x3f00', '0x40c0', '0xc0c0']
     """
     with np.errstate(all="ignore"):
-        found = bfloat16_bits(np.ldexp(E2M1, np.arange(256)[:, None] - 127))
-    found.flags.writeable = False
-    return found
+        values = bfloat16_bits(np.ldexp(E2M1, np.arange(256)[:, None] - 127))
+    values.flags.writeable = False
+    return values
 
 
 def dequantise_groups(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
@@ -196,11 +196,11 @@ def integer_values(bits: int, packed: bool) -> Floats:
     stored = np.arange(256)
     if packed:
         fields = stored[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
-        found = (fields - (1 << (bits - 1))).astype(np.float32)
+        values = (fields - (1 << (bits - 1))).astype(np.float32)
     else:
-        found = stored.astype(np.int8)[:, None].astype(np.float32)
-    found.flags.writeable = False
-    return found
+        values = stored.astype(np.int8)[:, None].astype(np.float32)
+    values.flags.writeable = False
+    return values
 
 
 def dequantise_integers(

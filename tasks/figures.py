@@ -43,16 +43,16 @@ def add_figures(reported: Iterable[WorkerFigures]) -> tuple[WorkerFigures, ...]:
     8
     """
     sums: dict[tuple[int, str], WorkerFigures] = {}
-    for one in reported:
-        worker = one.number, one.host
+    for figures in reported:
+        worker = figures.number, figures.host
         so_far = sums.get(worker, WorkerFigures(*worker))
         sums[worker] = WorkerFigures(
             *worker,
-            so_far.groups + one.groups,
-            so_far.read_bytes + one.read_bytes,
-            so_far.written_bytes + one.written_bytes,
-            so_far.busy_seconds + one.busy_seconds,
-            add_retries((so_far.retries, one.retries)),
+            so_far.groups + figures.groups,
+            so_far.read_bytes + figures.read_bytes,
+            so_far.written_bytes + figures.written_bytes,
+            so_far.busy_seconds + figures.busy_seconds,
+            add_retries((so_far.retries, figures.retries)),
         )
     return tuple(sums[worker] for worker in sorted(sums))
 

@@ -118,12 +118,14 @@ def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
 
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
     """For each op, the index of the range that holds its ``side``; ``ranges`` is sorted by file and start."""
-    found = np.zeros(len(ops), dtype=np.int64)
+    indices = np.zeros(len(ops), dtype=np.int64)
     for file in distinct(ops[f"{side}_file"]):
         low, high = (int(np.searchsorted(ranges["file"], file, end)) for end in ("left", "right"))
         here = ops[f"{side}_file"] == file
-        found[here] = low - 1 + np.searchsorted(ranges["start"][low:high], ops[f"{side}_byte"][here], "right")
-    return found
+        indices[here] = (
+            low - 1 + np.searchsorted(ranges["start"][low:high], ops[f"{side}_byte"][here], "right")
+        )
+    return indices
 
 
 def box_of(buffer: Any, start: int, op: np.void, side: str) -> DeviceBox:

@@ -31,11 +31,11 @@ def index_here(
     Threads help only while they wait. With a fast disk they compete for the interpreter, and the same files take twice
     as long. ``observe`` receives the number of files read so far.
     """
-    found: dict[str, T] = {}
-    for path, one in _indexed(index, store, sizes):
-        found[path] = one
-        observe(FilesRead(len(found), len(sizes)))
-    return {path: found[path] for path in sizes}
+    entries: dict[str, T] = {}
+    for path, entry in _indexed(index, store, sizes):
+        entries[path] = entry
+        observe(FilesRead(len(entries), len(sizes)))
+    return {path: entries[path] for path in sizes}
 
 
 def _indexed(
@@ -46,11 +46,11 @@ def _indexed(
     with _kept_open(store) as files:
         for path, size_bytes in pending:
             began, began_work = time.perf_counter(), time.thread_time()
-            one = index(files, path, size_bytes)
+            entry = index(files, path, size_bytes)
             work = time.thread_time() - began_work
             worked += work
             waited += time.perf_counter() - began - work
-            yield path, one
+            yield path, entry
             if waited > max(LATE_SECONDS, 2 * worked):
                 break
     if rest := dict(pending):

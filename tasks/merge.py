@@ -109,15 +109,15 @@ class _MatrixCache:
     def get(self, tensor: int, addend: Addend, source: ReadRange) -> tuple[Floats, Floats]:
         """Both matrices of a weight."""
         with self._lock:
-            found = self._pairs.get(tensor)
-        if found is None:
-            found = addend.a.read(source), addend.b.read(source)
+            pair = self._pairs.get(tensor)
+        if pair is None:
+            pair = addend.a.read(source), addend.b.read(source)
         with self._lock:
-            self._pairs[tensor] = found
+            self._pairs[tensor] = pair
             self._pairs.move_to_end(tensor)
             while len(self._pairs) > 1 and self._bytes() > CACHE_BYTES:
                 self._pairs.popitem(last=False)
-        return found
+        return pair
 
     def _bytes(self) -> int:
         return sum(a.nbytes + b.nbytes for a, b in self._pairs.values())

@@ -84,7 +84,7 @@ def _make(
         reports.append(_run_pass(work, step, load(step.bands), made, mixed, mover, sums))
         mover.release()
     mixed.clear()
-    found = added(chain(sums.found(), *(report.sums for report in reports)))
+    totals = added(chain(sums.found(), *(report.sums for report in reports)))
     receipts = []
     literals = iter(work.literals)  # sorted by part
     literal = next(literals, None)
@@ -99,7 +99,7 @@ def _make(
         receipts.append(_write(work, int(part["file"]), int(part["start"]), buffer, target))
     written = sum(receipt.nbytes for receipt in receipts)
     summed = summed_up(work, reports)
-    return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=found)
+    return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=totals)
 
 
 def _write(work: GroupWork, file: int, byte_offset: int, buffer: Buffer, target: WritePart) -> Receipt:
@@ -151,11 +151,11 @@ def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
     ops = work.ops[np.isin(work.ops["tensor"], list(work.mixtures))]
     ops = ops[ops["target_dtype"] != ops["source_dtype"]]
     parts = locate(work.parts, ops, "target")
-    found = {}
+    ranges = {}
     for part in np.unique(parts).tolist():
         here, start = ops[parts == part], int(work.parts[part]["start"])
-        found[part] = int(here["target_byte"].min()) - start, int(here["target_stop"].max()) - start
-    return found
+        ranges[part] = int(here["target_byte"].min()) - start, int(here["target_stop"].max()) - start
+    return ranges
 
 
 def _run_pass(

@@ -56,25 +56,25 @@ class Statistics(NamedTuple):
 
 
 def compare_values(
-    one: npt.NDArray[Any],
-    two: npt.NDArray[Any],
+    side_a: npt.NDArray[Any],
+    side_b: npt.NDArray[Any],
     dtypes: tuple[np.dtype[Any], np.dtype[Any]],
     tolerance: Tolerance,
 ) -> Statistics:
     """Compare two boxes of one shape; each is cast to its dtype first. bfloat16 is given as ``uint16``."""
-    found = []
-    for block in blocks(one.shape):
+    of_blocks = []
+    for block in blocks(side_a.shape):
         a, b = (
             cast(np.ascontiguousarray(side[block]), dtype)
-            for side, dtype in zip((one, two), dtypes, strict=True)
+            for side, dtype in zip((side_a, side_b), dtypes, strict=True)
         )
         statistics = _of_block(a, b, tolerance)
         if statistics.first is not None:
-            starts = [part.start or 0 for part in block] + [0] * (one.ndim - len(block))
+            starts = [part.start or 0 for part in block] + [0] * (side_a.ndim - len(block))
             at = tuple(i + start for i, start in zip(statistics.first, starts, strict=True))
             statistics = statistics._replace(first=at)
-        found.append(statistics)
-    return combined(found)
+        of_blocks.append(statistics)
+    return combined(of_blocks)
 
 
 def combined(parts: Iterable[Statistics]) -> Statistics:

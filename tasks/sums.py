@@ -94,10 +94,10 @@ class Sums:
             whole = self.wholes[owner]
             for row in _rows(whole, self.pieces[owner]):
                 runs.add(number, whole, row)
-        found = runs.totals(len(owners))
+        remainders = runs.totals(len(owners))
         return tuple(
             Sum(*owner, remainder, sum(prod(piece.extents) for piece in self.pieces[owner]))
-            for owner, remainder in zip(owners, found, strict=True)
+            for owner, remainder in zip(owners, remainders, strict=True)
         )
 
 
@@ -108,7 +108,7 @@ def better(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, li
     are alike. Pieces that continue each other in memory are one.
     """
     best: tuple[bool, bool, int] | None = None
-    found: tuple[int, list[SummedBox]] = 0, []
+    place: tuple[int, list[SummedBox]] = 0, []
     for number, pieces in enumerate(places):
         merged = pieces if len(pieces) == 1 else [*chain.from_iterable(_rows(whole, pieces))]
         effort = (
@@ -117,19 +117,19 @@ def better(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, li
             len(merged),
         )
         if best is None or effort < best:
-            best, found = effort, (number, list(merged))
+            best, place = effort, (number, list(merged))
         if best == (False, False, 1):
             break
-    return found
+    return place
 
 
 def added(sums: Iterable[Sum]) -> tuple[Sum, ...]:
     """One sum for each tensor and dtype, of the sums of several groups or passes."""
     total: dict[tuple[int, int], Sum] = {}
-    for one in sums:
-        owner = one.tensor, one.dtype
+    for addend in sums:
+        owner = addend.tensor, addend.dtype
         so_far = total.get(owner, Sum(*owner, 0, 0))
-        total[owner] = Sum(*owner, so_far.remainder ^ one.remainder, so_far.elements + one.elements)
+        total[owner] = Sum(*owner, so_far.remainder ^ addend.remainder, so_far.elements + addend.elements)
     return tuple(total[owner] for owner in sorted(total))
 
 
@@ -185,9 +185,9 @@ def _rows(whole: Whole, pieces: Sequence[SummedBox]) -> list[list[SummedBox]]:
 def _merged(pieces: list[SummedBox], dim: int) -> list[SummedBox]:
     """Pieces that differ only along ``dim``, in order; those that continue each other in memory are one."""
     first, *others = sorted(pieces, key=lambda piece: piece.offset[dim])
-    found = [first]
+    merged = [first]
     for piece in others:
-        last = found[-1]
+        last = merged[-1]
         extent = last.extents[dim]
         if (
             piece.buffer is last.buffer
@@ -197,10 +197,10 @@ def _merged(pieces: list[SummedBox], dim: int) -> list[SummedBox]:
             and piece.byte_offset == last.byte_offset + extent * last.strides[dim]
         ):
             extents = (*last.extents[:dim], extent + piece.extents[dim], *last.extents[dim + 1 :])
-            found[-1] = last._replace(extents=extents)
+            merged[-1] = last._replace(extents=extents)
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 class _RunSums:
@@ -218,8 +218,8 @@ class _RunSums:
         """The sum of each of ``count`` tensors."""
         totals = np.zeros(count, dtype=np.uint64)
         for (_, steps), rows in self._rows.items():
-            numbers, distances, found = zip(*rows, strict=True)
-            remainders = np.stack(found)
+            numbers, distances, of_rows = zip(*rows, strict=True)
+            remainders = np.stack(of_rows)
             for step in reversed(steps):
                 remainders = in_a_row(remainders, step)
             np.bitwise_xor.at(totals, np.array(numbers), shifted(remainders, np.array(distances)))
@@ -241,15 +241,15 @@ class _RunSums:
         counts = [extents[dim] for dim in outer]
         in_place = along is None and first.dtype == whole.dtype and _in_order(whole, first)
         if in_place and (not outer or steps[-1] > CALL_BYTES):
-            found = _each_run(first, [first.strides[dim] for dim in outer], counts, run_bytes)
+            remainders = _each_run(first, [first.strides[dim] for dim in outer], counts, run_bytes)
         elif outer and run_bytes <= SCRATCH_BYTES:
-            found = self._through_scratch(whole, row, along, extents, outer, run_bytes)
+            remainders = self._through_scratch(whole, row, along, extents, outer, run_bytes)
         else:
-            found = self._long_runs(whole, first, outer)
-        steps, counts = steps[: found.ndim], counts[: found.ndim]
+            remainders = self._long_runs(whole, first, outer)
+        steps, counts = steps[: remainders.ndim], counts[: remainders.ndim]
         end = sum((first.offset[dim] + extents[dim] - 1) * whole.strides[dim] for dim in dims)
         behind = (prod(whole.shape) - 1) * whole.dtype.itemsize - end
-        self._rows[tuple(counts), tuple(steps)].append((number, behind, found))
+        self._rows[tuple(counts), tuple(steps)].append((number, behind, remainders))
 
     def _room(self, nbytes: int) -> Buffer:
         if len(self._scratch) < nbytes:
@@ -287,7 +287,7 @@ class _RunSums:
         shape = [1 if dim in around else extent for dim, extent in enumerate(extents)]
         sources = [(_array(piece), _columns(piece, row[0], along)) for piece in row]
         where = [slice(None)] * len(extents)
-        memory, found = scratch.data, []
+        memory, checksums = scratch.data, []
         for index in product(*(range(extents[dim]) for dim in around)):
             for dim, at in zip(around, index, strict=True):
                 where[dim] = slice(at, at + 1)
@@ -303,10 +303,10 @@ class _RunSums:
                     checksum = crc64nvme(memory[:nbytes], checksum)
                 else:
                     runs = (memory[at : at + run_bytes] for at in range(0, here * pitch, pitch))
-                    found += [crc64nvme(run, ALL_BITS) for run in runs]
+                    checksums += [crc64nvme(run, ALL_BITS) for run in runs]
             if filled:
-                found.append(checksum)
-        return _remainders(found, [extents[dim] for dim in (around if filled else outer)])
+                checksums.append(checksum)
+        return _remainders(checksums, [extents[dim] for dim in (around if filled else outer)])
 
     def _long_runs(self, whole: Whole, piece: SummedBox, outer: Sequence[int]) -> Remainders:
         """Copy each run to scratch memory, block by block."""
@@ -314,7 +314,7 @@ class _RunSums:
 
         self._zeros = None
         inner = outer[-1] + 1 if outer else 0
-        array, found = _array(piece), []
+        array, checksums = _array(piece), []
         for index in product(*map(range, piece.extents[:inner])):
             checksum, run = ALL_BITS, array[index] if index else array
             for block in blocks(piece.extents[inner:], max(1, SCRATCH_BYTES // whole.dtype.itemsize)):
@@ -322,8 +322,8 @@ class _RunSums:
                 view = np.ndarray(values.shape, whole.dtype, self._room(values.size * whole.dtype.itemsize))
                 _copy(values, view)
                 checksum = crc64nvme(view.reshape(-1).view(np.uint8).data, checksum)
-            found.append(checksum)
-        return _remainders(found, [piece.extents[dim] for dim in outer])
+            checksums.append(checksum)
+        return _remainders(checksums, [piece.extents[dim] for dim in outer])
 
 
 def _each_run(piece: SummedBox, strides: Sequence[int], counts: Sequence[int], run_bytes: int) -> Remainders:

@@ -201,8 +201,8 @@ def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
     # Files are laid end to end, ``span`` bytes each. The first copied range that ends after the box begins overlaps the
     # box if it begins before the box ends: with copies [0, 4) and [8, 12), the box [6, 9) meets [8, 12), [5, 8) none.
     origin = boxes[f"{side}_file"].astype(np.int64) * span
-    found = np.searchsorted(file * span + high, origin + start, side="right")
-    following = np.r_[file * span + low, np.iinfo(np.int64).max][found]
+    next_copy = np.searchsorted(file * span + high, origin + start, side="right")
+    following = np.r_[file * span + low, np.iinfo(np.int64).max][next_copy]
     return np.asarray(following < origin + stop)
 
 
@@ -214,7 +214,7 @@ def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Op
         return boxes
     extents = _run_extents(large)
     room = large["extents"] - extents
-    found = [boxes[small]]
+    samples = [boxes[small]]
     for run in runs:
         sample = large.copy()
         skipped = np.zeros_like(room) if run == 0 else room
@@ -225,8 +225,8 @@ def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Op
         for side in ("source", "target"):
             sample[f"{side}_byte"] = large[f"{side}_byte"] + (skipped * large[f"{side}_strides"]).sum(axis=1)
         set_stops(sample)
-        found.append(sample)
-    return Ops.joined(found)
+        samples.append(sample)
+    return Ops.joined(samples)
 
 
 def _run_extents(boxes: Ops) -> Ints:

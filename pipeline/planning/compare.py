@@ -74,9 +74,9 @@ def plan_comparison(
     differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
     same = partner >= 0
     for i in np.flatnonzero(same).tolist():
-        one, two = int(ids_a[i]), int(partner[i])
-        if a.tensors.dtype(one) != b.tensors.dtype(two) or a.tensors.shape(one) != b.tensors.shape(two):
-            differences.append(_unlike(a.tensors[one], b.tensors[two]))
+        id_a, id_b = int(ids_a[i]), int(partner[i])
+        if a.tensors.dtype(id_a) != b.tensors.dtype(id_b) or a.tensors.shape(id_a) != b.tensors.shape(id_b):
+            differences.append(_unlike(a.tensors[id_a], b.tensors[id_b]))
             same[i] = False
     ids_a, ids_b = ids_a[same], partner[same]
     order = a.tensors.order(ids_a)
@@ -99,17 +99,17 @@ def plan_differences(
     same. Dtypes may differ, shapes may not.
     """
     ids_a = _chosen(a.tensors, None if states is None else states.keys())
-    found = [_partner(a.tensors, number, b.tensors, states) for number in ids_a.tolist()]
-    partner = np.array(found, dtype=np.int64)
+    partners = [_partner(a.tensors, number, b.tensors, states) for number in ids_a.tolist()]
+    partner = np.array(partners, dtype=np.int64)
     ids_b = _chosen(b.tensors, None if states is None else set(states.values()))
     lone = ids_b[~np.isin(ids_b, partner)]
     differences = [Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist()]
     differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
     same = partner >= 0
     for i in np.flatnonzero(same).tolist():
-        one, two = a.tensors[int(ids_a[i])], b.tensors[int(partner[i])]
-        if one.global_shape != two.global_shape:
-            differences.append(_unlike(one, two))
+        tensor_a, tensor_b = a.tensors[int(ids_a[i])], b.tensors[int(partner[i])]
+        if tensor_a.global_shape != tensor_b.global_shape:
+            differences.append(_unlike(tensor_a, tensor_b))
             same[i] = False
     ids_a, ids_b = ids_a[same], partner[same]
     order = a.tensors.order(ids_a)
@@ -119,11 +119,11 @@ def plan_differences(
     sides = _Side(a, ids_a, 0), _Side(b, ids_b, len(a.files))
     for first in range(0, len(ids_a), _BLOCK_TENSORS):
         rows = np.arange(first, min(first + _BLOCK_TENSORS, len(ids_a)))
-        one_side, two_side = (side.rows(rows)[0] for side in sides)
-        chunks.append(match(one_side, two_side, {}, kind=DIFFER))
+        side_a, side_b = (side.rows(rows)[0] for side in sides)
+        chunks.append(match(side_a, side_b, {}, kind=DIFFER))
     files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
     plan = plan_comparisons(Ops.joined(chunks), tensors, files, settings)
-    others = ((n, b.tensors.dtype(two)) for n, two in enumerate(ids_b.tolist()))
+    others = ((n, b.tensors.dtype(tensor)) for n, tensor in enumerate(ids_b.tolist()))
     measured = {n: dtype for n, dtype in others if dtype != tensors.dtype(n)}
     return Comparison(
         tuple(sorted(differences, key=lambda d: d.tensor)), replace(plan, measured=measured), len(tensors)
@@ -159,15 +159,16 @@ def _chosen(tensors: Tensors, states: Collection[str] | None) -> Ints:
 
 def _partners(a: Tensors, b: Tensors) -> Ints:
     """For each tensor of ``a`` the number of the same tensor in ``b``, or -1."""
-    found = (b.find(*a.identity(number)) for number in range(len(a)))
-    return np.fromiter((-1 if number is None else number for number in found), dtype=np.int64, count=len(a))
+    numbers = (b.find(*a.identity(number)) for number in range(len(a)))
+    return np.fromiter((-1 if number is None else number for number in numbers), dtype=np.int64, count=len(a))
 
 
-def _unlike(one: Tensor, two: Tensor) -> Difference:
+def _unlike(tensor_a: Tensor, tensor_b: Tensor) -> Difference:
     sides = (
-        f"{tensor.dtype.name} {tensor.global_shape} in {side}" for tensor, side in ((one, "A"), (two, "B"))
+        f"{tensor.dtype.name} {tensor.global_shape} in {side}"
+        for tensor, side in ((tensor_a, "A"), (tensor_b, "B"))
     )
-    return Difference(one.label, ", ".join(sides))
+    return Difference(tensor_a.label, ", ".join(sides))
 
 
 def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
@@ -181,10 +182,10 @@ def _comparisons(a: Catalog, b: Catalog, ids_a: Ints, ids_b: Ints) -> Ops:
     chunks: tuple[list[Ops], ...] = ([Ops.empty()], [Ops.empty()], [Ops.empty()])
     for first in range(0, len(ids_a), _BLOCK_TENSORS):
         rows = first + np.flatnonzero(compared[first : first + _BLOCK_TENSORS])
-        (one, copies_of_one), (two, copies_of_two) = (side.rows(rows) for side in sides)
-        pairs = (one, two), (one, copies_of_one), (two, copies_of_two)
-        for found, pair in zip(chunks, pairs, strict=True):
-            found.append(match(*pair, {}, kind=COMPARE))
+        (first_a, further_a), (first_b, further_b) = (side.rows(rows) for side in sides)
+        pairs = (first_a, first_b), (first_a, further_a), (first_b, further_b)
+        for chunks_of_pair, pair in zip(chunks, pairs, strict=True):
+            chunks_of_pair.append(match(*pair, {}, kind=COMPARE))
     ops = Ops.joined([chunk for of_kind in chunks for chunk in of_kind])
     # Parameters that are read from their master weights join its group, so that its bytes are read once.
     for catalog, ids in ((a, ids_a), (b, ids_b)):
@@ -230,8 +231,8 @@ class _Side:
         stored = self.stored[chosen]
         lengths = self.first[stored + 1] - self.first[stored]
         within = numbered_within(lengths)
-        found = self.fragments[self.order[np.repeat(self.first[stored], lengths) + within]]
-        found["tensor"] = np.repeat(chosen, lengths)
-        found["file"] = found["file"] + self.first_file
-        first = found["replica"] == 0
-        return found[first], found[~first]
+        fragments = self.fragments[self.order[np.repeat(self.first[stored], lengths) + within]]
+        fragments["tensor"] = np.repeat(chosen, lengths)
+        fragments["file"] = fragments["file"] + self.first_file
+        first = fragments["replica"] == 0
+        return fragments[first], fragments[~first]

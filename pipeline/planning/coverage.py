@@ -194,14 +194,16 @@ def _copied_by(
         of_tensor.setdefault(int(row["tensor"]), []).append(row)
     for box in targets:
         tensor = int(box["tensor"])
-        for one in of_tensor.get(implied.get(tensor, tensor), ()):
-            low = np.maximum(box["offset"], one["offset"])
-            extents = np.minimum(box["offset"] + box["extents"], one["offset"] + one["extents"]) - low
-            if (extents <= 0).any() or box["dtype"] != one["dtype"]:
+        for source_box in of_tensor.get(implied.get(tensor, tensor), ()):
+            low = np.maximum(box["offset"], source_box["offset"])
+            extents = (
+                np.minimum(box["offset"] + box["extents"], source_box["offset"] + source_box["extents"]) - low
+            )
+            if (extents <= 0).any() or box["dtype"] != source_box["dtype"]:
                 continue
             op: np.void = np.zeros(1, dtype=OP)[0]
-            op["kind"], op["tensor"], op["source_tensor"] = MOVE, tensor, one["tensor"]
-            for side, row in (("target", box), ("source", one)):
+            op["kind"], op["tensor"], op["source_tensor"] = MOVE, tensor, source_box["tensor"]
+            for side, row in (("target", box), ("source", source_box)):
                 op[f"{side}_file"], op[f"{side}_dtype"] = row["file"], row["dtype"]
                 op[f"{side}_strides"] = row["strides"]
                 op[f"{side}_byte"] = row["byte_base"] + int(((low - row["offset"]) * row["strides"]).sum())
@@ -257,7 +259,7 @@ class _ByTensorAndFile:
         """Whether each box is part of a fragment, element for element and byte for byte."""
         keys = ops[tensor].astype(np.int64) * self._files + ops[f"{side}_file"]
         first, stop = (np.searchsorted(self._keys, keys, side=end) for end in ("left", "right"))
-        found = np.zeros(len(ops), dtype=bool)
+        held = np.zeros(len(ops), dtype=bool)
         ends = np.cumsum(stop - first)
         done = 0
         while done < len(ops):
@@ -268,9 +270,9 @@ class _ByTensorAndFile:
             op = np.repeat(np.arange(done, until), count)
             within = numbered_within(count)
             fragments = self.fragments[self._order[np.repeat(first[rows], count) + within]]
-            found[op[_part_of(ops[op], fragments, side)]] = True
+            held[op[_part_of(ops[op], fragments, side)]] = True
             done = until
-        return found
+        return held
 
 
 def _part_of(ops: Ops, fragments: Fragments, side: str) -> Flags:
@@ -296,9 +298,9 @@ def _check_sources(plan: Plan, copied: Ops, source: Catalog, problems: Problems)
         mixed = np.isin(tensor, list(plan.mixtures))
         wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)
         if wrong.any():
-            one = int(np.argmax(wrong))
+            first = int(np.argmax(wrong))
             problems.add(
-                f"{plan.tensors[int(tensor[one])].label} is made from {plan.tensors[int(read[one])].label}, which "
+                f"{plan.tensors[int(tensor[first])].label} is made from {plan.tensors[int(read[first])].label}, which "
                 "does not define it",
                 int(wrong.sum()) - 1,
             )
@@ -307,11 +309,11 @@ def _check_sources(plan: Plan, copied: Ops, source: Catalog, problems: Problems)
 def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
     """Check that every box lies where the fragments of source and target have its elements."""
     plan = values.plan
-    for side, tensor, files, found in (
+    for side, tensor, files, fragments in (
         ("target", "tensor", plan.target_files, values.by_target),
         ("source", "source_tensor", plan.source_files, values.by_source),
     ):
-        held = found.holds(ops, tensor, side)
+        held = fragments.holds(ops, tensor, side)
         if not held.all():
             row = ops[~held][:1].rows()[0]
             path = files[int(row[f"{side}_file"])].path
@@ -645,7 +647,7 @@ def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> 
     reach = np.clip(shapes[chosen["tensor"]] - chosen["offset"], 0, chosen["extents"])
     larger = (reach < chosen["extents"]).any(axis=1)
     chosen, reach = chosen[larger], reach[larger]
-    found = [_ranges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), PADDING)]
+    spans = [_ranges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), PADDING)]
     first = base[chosen["file"] - files.start] + chosen["byte_base"]
     for dim in range(MAX_DIMS):
         extents = np.where(np.arange(MAX_DIMS) < dim, reach, chosen["extents"])
@@ -657,8 +659,8 @@ def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> 
         boxes = _spans(
             begin, np.maximum(extents, 1), chosen["strides"], unit, kind, chosen["tensor"].astype(np.int64)
         )
-        found.append(boxes.chosen(some))
-    return _Spans(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        spans.append(boxes.chosen(some))
+    return _Spans(*(np.concatenate(column) for column in zip(*spans, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------- elements
@@ -666,20 +668,20 @@ def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> 
 
 def _distinct_elements(tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> Ints:
     """How many elements of each tensor lie in at least one of its boxes."""
-    found = np.zeros(len(source.tensors), dtype=np.int64)
+    counts = np.zeros(len(source.tensors), dtype=np.int64)
     order = np.argsort(tensors, kind="stable")
-    order = order[tensors[order] < len(found)]
+    order = order[tensors[order] < len(counts)]
     tensors = tensors[order].astype(np.int64)
     done = 0
     while done < len(order):
         stop = int(np.searchsorted(tensors, tensors[min(done + BATCH_BOXES, len(order)) - 1], side="right"))
         rows = order[done:stop]
-        _add_distinct(found, tensors[done:stop], offset[rows], extents[rows], source)
+        _add_distinct(counts, tensors[done:stop], offset[rows], extents[rows], source)
         done = stop
-    return found
+    return counts
 
 
-def _add_distinct(found: Ints, tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> None:
+def _add_distinct(counts: Ints, tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> None:
     """Count the elements of the boxes of some tensors, sorted by tensor, whose elements are laid end to end."""
     known = np.unique(tensors)
     shapes = [source.tensors[number].global_shape for number in known.tolist()]
@@ -701,4 +703,4 @@ def _add_distinct(found: Ints, tensors: Ints, offset: Ints, extents: Ints, sourc
         reach = np.maximum.accumulate(np.r_[low, runs.stop])[:-1]
         added = np.maximum(runs.stop - np.maximum(runs.start, reach), 0)
         counted = np.bincount(spans.owner[runs.span], weights=added, minlength=len(known))
-        found[known] += counted.astype(np.int64)
+        counts[known] += counted.astype(np.int64)

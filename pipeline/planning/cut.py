@@ -90,13 +90,13 @@ def torn(ops: Ops, owner: Ints, count: int, target: bool) -> Flags:
     With ``target``, in a target file; otherwise in a source file.
     """
     moves = ops["kind"] == MOVE
-    found = np.zeros((count, MAX_DIMS), dtype=bool)
+    interleaved = np.zeros((count, MAX_DIMS), dtype=bool)
     sides = [("target", moves)] if target else [("source", np.ones(len(ops), dtype=bool)), ("target", ~moves)]
     for side, chosen in sides:
         outer = outermost(ops, side)
         for dim in wide_dims(ops):
-            found[owner[chosen & (ops.along("extents", dim) > 1) & (outer != dim)], dim] = True
-    return found
+            interleaved[owner[chosen & (ops.along("extents", dim) > 1) & (outer != dim)], dim] = True
+    return interleaved
 
 
 def reach(ops: Ops, owner: Ints, count: int) -> tuple[Ints, Ints]:

@@ -163,8 +163,8 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
     return _Atoms(
         atoms,
         *(
-            _sums(_owners(found.number, atoms[rows]), found.nbytes, count)
-            for rows, found in ((moves, made), (op, read))
+            _sums(_owners(union.number, atoms[rows]), union.nbytes, count)
+            for rows, union in ((moves, made), (op, read))
         ),
     )
 
@@ -195,7 +195,7 @@ def _components(count: int, links: list[list[tuple[Ints | slice, Ints]]]) -> Int
     items and the link ``[([0, 1, 2, 3], [7, 8, 7, 9])]`` the result is ``[0, 1, 0, 2]``; a second link
     ``[([1, 3], [5, 5])]`` makes it ``[0, 1, 0, 1]``.
     """
-    found = np.arange(count)
+    component = np.arange(count)
     labels = [1 + max(int(common.max(initial=-1)) for _, common in link) for link in links]
     changed = True
     while changed:
@@ -203,18 +203,18 @@ def _components(count: int, links: list[list[tuple[Ints | slice, Ints]]]) -> Int
         for link, number in zip(links, labels, strict=True):
             lowest = np.full(number, count)
             for things, common in link:
-                np.minimum.at(lowest, common, found[things])
+                np.minimum.at(lowest, common, component[things])
             for things, common in link:
                 lower = lowest[common]
-                if np.array_equal(lower, found[things]):
+                if np.array_equal(lower, component[things]):
                     continue
                 changed = True
                 if isinstance(things, slice):
-                    found[things] = lower
+                    component[things] = lower
                 else:
-                    np.minimum.at(found, things, lower)
-        found = found[found]
-    return dense_numbers(found)
+                    np.minimum.at(component, things, lower)
+        component = component[component]
+    return dense_numbers(component)
 
 
 def _made_bytes(ops: Ops, owners: Ints) -> Ints:
@@ -253,20 +253,20 @@ def _cut_large(
     none = np.zeros(0, dtype=np.int64)
     if not len(ops):
         return ops, _Atoms(none, none, none), none, False
-    found = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
-    rank, pieces_rank = found.number, len(found.made)
+    measured = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
+    rank, pieces_rank = measured.number, len(measured.made)
     whole, done = ops, [Ops.empty()]
     kept: list[_Atoms] = []
     numbered, rereads = 0, False
-    used = np.full(len(found.made), MAX_DIMS)
+    used = np.full(len(measured.made), MAX_DIMS)
     while len(ops):
-        atoms = found.number
-        chosen, dims, rereading, counts, steps = _choose_cuts(ops, found, used, files, memory, together)
+        atoms = measured.number
+        chosen, dims, rereading, counts, steps = _choose_cuts(ops, measured, used, files, memory, together)
         if not kept and not chosen.any():
-            return ops, found, rank, False
+            return ops, measured, rank, False
         rereads |= bool((chosen & rereading).any())
         numbers = np.where(chosen, -1, np.cumsum(~chosen) - 1 + numbered)
-        sizes = found.made[~chosen], found.read[~chosen]
+        sizes = measured.made[~chosen], measured.read[~chosen]
         numbered += len(sizes[0])
         if not kept:  # nearly all ops stay as they are: these are not moved
             kept.append(_Atoms(numbers[atoms], *sizes))
@@ -288,7 +288,7 @@ def _cut_large(
             used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
             used[atoms] = dims[parents]
             del pieces, parents
-            found = _Atoms.measured(ops, atoms)
+            measured = _Atoms.measured(ops, atoms)
     number, made, read = (np.concatenate(column) for column in zip(*kept, strict=True))
     number[number < 0] = len(made)
     rank = np.concatenate([rank, np.full(len(number) - len(whole), pieces_rank)])
@@ -310,12 +310,12 @@ class _Cuts(NamedTuple):
 
 
 def _choose_cuts(
-    ops: Ops, found: _Atoms, used: Ints, files: FileSizes, memory: GroupMemory, together: Together | None
+    ops: Ops, measured: _Atoms, used: Ints, files: FileSizes, memory: GroupMemory, together: Together | None
 ) -> _Cuts:
     """How atoms that are too large are cut; ``used`` is the dim along which each was cut before, if it was."""
-    atoms, count = found.number, len(used)
+    atoms, count = measured.number, len(used)
     most = memory.most_bytes - memory.pass_bytes
-    size = np.where(found.made > 0, found.made, found.read)
+    size = np.where(measured.made > 0, measured.made, measured.read)
     least = memory.group_bytes // 2
     together_bytes = np.zeros(count, dtype=np.int64)
     if 2 * int(files.smallest_part.sum()) > least:
@@ -349,8 +349,8 @@ def _cut_dims(ops: Ops, atoms: Ints, large: Flags) -> _CutDims:
     rows = np.flatnonzero(large[atoms])
     if len(rows):
         number = np.cumsum(large) - 1
-        found = _cut_dims_of_all(ops[rows], number[atoms[rows]], int(number[-1]) + 1)
-        dim[large], rereads[large] = found
+        of_large = _cut_dims_of_all(ops[rows], number[atoms[rows]], int(number[-1]) + 1)
+        dim[large], rereads[large] = of_large
     return _CutDims(dim, rereads)
 
 
@@ -374,17 +374,17 @@ def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
     comparisons = op[len(ops) :]
     outer = np.concatenate([outermost(ops, "source"), outermost(ops[comparisons], "target")])
     order = np.argsort(stop - start, kind="stable")
-    found = np.zeros(count, dtype=np.int64)
-    found[atoms[op[order]]] = outer[order]  # ascending by length: the longest is assigned last
-    return found
+    widest = np.zeros(count, dtype=np.int64)
+    widest[atoms[op[order]]] = outer[order]  # ascending by length: the longest is assigned last
+    return widest
 
 
 def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
     """For each of ``count`` owners of ops and each dim, whether any of its ops has more than one element there."""
-    found = np.zeros((count, MAX_DIMS), dtype=bool)
+    extended = np.zeros((count, MAX_DIMS), dtype=bool)
     for dim in wide_dims(ops):
-        found[owners[ops.along("extents", dim) > 1], dim] = True
-    return found
+        extended[owners[ops.along("extents", dim) > 1], dim] = True
+    return extended
 
 
 def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints | int = 1) -> Pieces:

@@ -67,12 +67,12 @@ def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -
     alike = _first_alike(a, b)
     firsts = [np.flatnonzero(alike[side.tensor] == side.tensor) for side in (a, b)]
     blocks = by_tensor(*(side.tensor[rows] for side, rows in zip((a, b), firsts, strict=True)))
-    found = []
+    chunks = []
     for in_a, in_b in zip(*blocks, strict=True):
         at_a, at_b = firsts[0][in_a], firsts[1][in_b]
         i, j = meeting_intervals(a.intervals(at_a), b.intervals(at_b))
-        found.append((at_a[i], at_b[j]))
-    i, j = (np.concatenate([pairs[side] for pairs in found]) for side in (0, 1))
+        chunks.append((at_a[i], at_b[j]))
+    i, j = (np.concatenate([pairs[side] for pairs in chunks]) for side in (0, 1))
     i, j = _for_all(i, j, a, b, alike)
     return _Pairs(source, target, a.of_rows(i), b.of_rows(j), a.tensor[i])
 
@@ -153,20 +153,20 @@ def _packed(columns: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[np.uint64]]
     >>> [column.tolist() for column in _packed([np.array([1, 2]), np.array([7, 7]), np.array([3, 0])])]
     [[7, 8]]
     """
-    found: list[npt.NDArray[np.uint64]] = []
+    words: list[npt.NDArray[np.uint64]] = []
     room = 0
     for column in columns:
         if not len(column) or column.min() == column.max():
             continue
         bits = int(column.max()).bit_length()
         if bits > room:
-            found.append(column.astype(np.uint64))
+            words.append(column.astype(np.uint64))
             room = 64 - bits
         else:
-            found[-1] <<= np.uint64(bits)
-            found[-1] |= column.astype(np.uint64)
+            words[-1] <<= np.uint64(bits)
+            words[-1] |= column.astype(np.uint64)
             room -= bits
-    return found
+    return words
 
 
 def _for_all(i: Ints, j: Ints, a: _Side, b: _Side, alike: Ints) -> tuple[Ints, Ints]:
@@ -211,10 +211,10 @@ def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind
     return _described([(kind, _meeting(source, target, implied))])
 
 
-def _described(found: Sequence[tuple[int, _Pairs]]) -> Ops:
+def _described(pairs_by_kind: Sequence[tuple[int, _Pairs]]) -> Ops:
     """The ops of all pairs, kind by kind."""
     chunks = [Ops.empty()]
-    for kind, (source, target, i, j, source_tensor) in found:
+    for kind, (source, target, i, j, source_tensor) in pairs_by_kind:
         for first in range(0, len(i), _BLOCK_OPS):
             block = slice(first, first + _BLOCK_OPS)
             ops = _in_common(source[i[block]], target[j[block]])
@@ -351,16 +351,16 @@ def _difference(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> list[int]
 def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
     """Elements of each target box that lie within the source's tensor; the rest is zeros, by request."""
     columns = [np.ascontiguousarray(extents) for extents in tensors.shapes.T]
-    found = np.ones(len(target), dtype=np.int64)
+    volumes = np.ones(len(target), dtype=np.int64)
     done = 0
     for boxes in target.blocks():
-        inside = found[done : done + len(boxes)]
+        inside = volumes[done : done + len(boxes)]
         for dim, extents in enumerate(columns):
             if (boxes.single("offset", dim), boxes.single("extents", dim)) != (0, 1) or not extents.all():
                 reach = extents[boxes["tensor"]] - boxes.along("offset", dim)
                 inside *= np.clip(reach, 0, boxes.along("extents", dim))
         done += len(boxes)
-    return found
+    return volumes
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:
@@ -379,12 +379,12 @@ def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int,
 def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast]) -> None:
     pairs = moves["source_dtype"].astype(np.int64) * len(DTYPES) + moves["target_dtype"]
     for pair in np.flatnonzero(np.bincount(pairs)).tolist():
-        one, two = (DTYPES[number] for number in divmod(pair, len(DTYPES)))
-        if one != two and (one.name, two.name) not in {*_CASTS, *casts}:
+        stored, needed = (DTYPES[number] for number in divmod(pair, len(DTYPES)))
+        if stored != needed and (stored.name, needed.name) not in {*_CASTS, *casts}:
             tensor = tensors[int(moves["tensor"][np.argmax(pairs == pair)])]
             raise UnsupportedError(
-                f"{tensor.label}: stored as {one.name}, and the target needs {two.name}; the format does not define "
-                "this cast, and no option requests it"
+                f"{tensor.label}: stored as {stored.name}, and the target needs {needed.name}; the format does not "
+                "define this cast, and no option requests it"
             )
 
 

@@ -126,7 +126,7 @@ def _shared(gaps: _Gaps, blocks: Parts, made: Flags, smallest: Ints, largest_fil
 
 def _blocks(ops: Ops, owners: Ints, copied: Parts, smallest: Ints, largest_fill: Ints) -> Parts:
     """Ranges with values, joined if neighbours have one owner, and copied parts; sorted by file and start."""
-    found = [copied]
+    parts = [copied]
     for rows in by_owner(owners):
         moves = ops["kind"][rows] == MOVE
         start, stop = (side[moves] for side in hull(ops[rows], "target"))
@@ -138,8 +138,8 @@ def _blocks(ops: Ops, owners: Ints, copied: Parts, smallest: Ints, largest_fill:
         pieces = np.zeros(len(key), dtype=PART)
         pieces["group"], pieces["file"] = first + key % count, key // count
         pieces["start"], pieces["stop"], pieces["source_file"] = low, high, MADE
-        found.append(pieces)
-    pieces = in_file_order(np.concatenate(found))
+        parts.append(pieces)
+    pieces = in_file_order(np.concatenate(parts))
     before, after = pieces[:-1], pieces[1:]
     same = (before["file"] == after["file"]) & (before["group"] == after["group"])
     same &= (before["source_file"] == MADE) & (after["source_file"] == MADE)

@@ -588,7 +588,7 @@ def _label(plan: Plan, group: int) -> str:
 
 def plan_bands(ops: Ops, groups: Ints) -> Bands:
     """The source byte ranges that each group reads in each of its passes; ranges close together are joined."""
-    found = [np.zeros(0, dtype=BAND)]
+    chunks = [np.zeros(0, dtype=BAND)]
     for rows in by_owner(groups):
         block, first = ops[rows], int(groups[rows].min(initial=0))
         op, file, start, stop = source_ranges(block)
@@ -598,8 +598,8 @@ def plan_bands(ops: Ops, groups: Ints) -> Bands:
         bands = np.zeros(len(key), dtype=BAND)
         bands["group"], bands["file"] = first + key // files // passes, key % files
         bands["pass"], bands["start"], bands["stop"] = key // files % passes, low, high
-        found.append(bands)
-    return np.concatenate(found)
+        chunks.append(bands)
+    return np.concatenate(chunks)
 
 
 def largest_passes(bands: Bands, count: int) -> Ints:

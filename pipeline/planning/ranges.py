@@ -67,7 +67,7 @@ class Unions(NamedTuple):
 
 
 def unions(keys: Ints, start: Ints, stop: Ints) -> Unions:
-    """What :func:`label` gives, and the sizes of what overlaps.
+    """Number the ranges as :func:`label` does, and measure what those of each number cover together.
 
     >>> unions(np.array([0, 0, 0, 1]), np.array([0, 5, 3, 0]), np.array([5, 9, 4, 9])).nbytes
     array([5, 4, 9])
@@ -78,12 +78,12 @@ def unions(keys: Ints, start: Ints, stop: Ints) -> Unions:
     begin = np.flatnonzero(swept.opens)
     nbytes = swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin]
     # The memory of what was swept serves the numbers too: new pages cost more than a pass over known ones.
-    number, found = swept.reach, swept.end
+    number, labels = swept.reach, swept.end
     np.copyto(number, swept.opens)
     np.cumsum(number, out=number)
     number -= 1
-    found[swept.order] = number
-    return Unions(found, nbytes)
+    labels[swept.order] = number
+    return Unions(labels, nbytes)
 
 
 def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) -> Ints:

@@ -72,18 +72,18 @@ def parse_rates(text: str) -> Rates:
     UsageError
         If a name is unknown or a value is not a rate.
     """
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for entry in text.split(","):
         name, _, value = entry.strip().partition("=")
         if name == _LATENCY:
-            found["request_seconds"] = _seconds(value)
+            rates["request_seconds"] = _seconds(value)
         elif name in _RATES:
-            found[_RATES[name]] = float(parse_size(value))
+            rates[_RATES[name]] = float(parse_size(value))
         else:
             raise UsageError(
                 f"{entry.strip()!r} is not a rate; write NAME=RATE with {', '.join([*_RATES, _LATENCY])}"
             )
-    return Rates(**found)  # type: ignore[arg-type]
+    return Rates(**rates)  # type: ignore[arg-type]
 
 
 def _seconds(text: str) -> float:
