@@ -97,7 +97,8 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
         checkpoint.model.table.check_whole(checkpoint.model.config)
     check_dtypes(checkpoint.catalog.tensors)
     check_roles(files.store, checkpoint)
-    check_steps(files.store, checkpoint.job.lr_scheduler, checkpoint.model.table.scheduler_ahead)
+    ahead = checkpoint.model.table.scheduler_ahead if checkpoint.model.config else None
+    check_steps(files.store, checkpoint.job.lr_scheduler, ahead)
     held = sorted(file.path for file in checkpoint.catalog.files)
     apart = far_apart(held, files.store.modified(), files.sizes)
     return replace(checkpoint, unproven="; ".join(filter(None, (checkpoint.unproven, apart))))

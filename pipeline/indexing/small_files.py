@@ -93,14 +93,14 @@ class Disagreement:
 # ---------------------------------------------------------------------------------------- of one checkpoint
 
 
-def check_steps(store: Source, in_optimizer_files: Any, ahead: int = 0) -> None:
+def check_steps(store: Source, in_optimizer_files: Any, ahead: int | None = 0) -> None:
     """Refuse a checkpoint whose small files are of different steps.
 
     ``in_optimizer_files`` is the state of the learning-rate schedule in the optimizer files, ``None`` if there is none.
     In a checkpoint of the trainers, the schedule in ``scheduler.pdparams`` equals that in the optimizer files. The step
     of the schedule equals ``global_step``, except that only the latter counts skipped steps: fp16 steps whose gradients
     overflowed, and ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``). Some recipes begin their schedule one
-    step ``ahead``.
+    step ``ahead``, which is ``None`` where the model, and with it the recipe, is not known.
 
     Raises
     ------
@@ -125,13 +125,18 @@ def check_steps(store: Source, in_optimizer_files: Any, ahead: int = 0) -> None:
         if (
             type(global_step) is not int
             or type(step) is not int
-            or global_step <= step <= global_step + ahead
+            or global_step <= step <= global_step + (ahead or 0)
         ):
             continue
         if step > global_step or not _may_skip(store):
+            recipe = (
+                ", or, if the schedule of the recipe begins a step ahead, name the model with --config FILE"
+                if ahead is None and step == global_step + 1
+                else ""
+            )
             raise CheckpointError(
                 f"{path}: global_step is {global_step}, last_epoch in {where} is {step}: they are of different steps "
-                "or runs; use the files of a single checkpoint"
+                f"or runs; use the files of a single checkpoint{recipe}"
             )
 
 

@@ -117,6 +117,11 @@ def test_other_jobs_and_formats_hold_the_truth(source: str, target: str, tmp_pat
     oracle.assert_same_tensors(read_expert_parallel(made, _shapes(truth)), truth)
 
 
+def test_a_flex_checkpoint_without_its_config_is_told_how_its_schedule_can_be_ahead() -> None:
+    with pytest.raises(CheckpointError, match=r"last_epoch in scheduler.pdparams is 4.*--config FILE"):
+        paddle_reshard.plan(_case(FLEX) / "checkpoint-3", to="pp=2")
+
+
 @pytest.mark.parametrize("target", ["flex", "flex by rank"])
 def test_a_flex_checkpoint_has_the_keys_of_the_recipe(target: str, tmp_path: Path) -> None:
     """The optimizer saves a parameter of several modules under one key, weights have all."""
