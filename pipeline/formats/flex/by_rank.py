@@ -48,10 +48,10 @@ from paddle_reshard.pipeline.formats.flex.target import (
 from paddle_reshard.pipeline.formats.flex.writer import DataArray, file_name
 from paddle_reshard.pipeline.formats.jobs.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
+from paddle_reshard.pipeline.formats.writing import UNCUT, NewArray
 from paddle_reshard.pipeline.model.model import ModelTensor
-from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
+from paddle_reshard.pipeline.model.placement import ArrayKind
 
-_UNCUT = TensorCut(1, None)
 _STATES = {
     MODEL_STATE: (PARAM,),
     MASTER_WEIGHTS: (MASTER_WEIGHT,),
@@ -108,7 +108,7 @@ class PiecesOfRanks:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(
-            piece.box.elements * piece.dtype.itemsize
+            piece.box.elements * piece.array.dtype.itemsize
             for folder in self.folders
             for pieces in self.of_folder(folder)[0]
             for piece in pieces
@@ -164,7 +164,7 @@ class PiecesOfRanks:
         """A rank's piece; ``None`` if its range of the tensor is all padding."""
         cell = rank.cell
         _, stored = paddleformers_key(renumbered(tensor.key, self.shift), state)
-        number = find(self.index, tensor.tied_to or tensor.key, state)
+        number = find(self.index, tensor, state)
         dtype = self.checkpoint.catalog.tensors[number].dtype
         local, cut = cell.local_shapes[tensor.key], cell.cuts[tensor.key]
         flat = None if state in _OF_RANK else self._range(rank, tensor)
@@ -172,13 +172,13 @@ class PiecesOfRanks:
             return None
         whole = tensor.global_shape
         if is_per_parameter(state):
-            local, cut, flat, whole = (1,), _UNCUT, None, (1,)
+            local, cut, flat, whole = (1,), UNCUT, None, (1,)
         offset = [0] * len(local)
         if cut.tp > 1 and cut.dim is not None:
             offset[cut.dim] = cell.tp * local[cut.dim]
         box = Box(stored, whole, tuple(offset), local, flat, dtype.name)
         kind = ArrayKind(local, cut, dtype.itemsize, flat)
-        return DataArray(box, (stored,), stored, number, dtype, kind, cell.tp)
+        return DataArray(box, (stored,), stored, NewArray(number, dtype, kind, cell.tp))
 
     def _range(self, rank: _Rank, tensor: ModelTensor) -> tuple[int, int] | None:
         """The range of the flattened tp piece whose states a rank holds, without padding; ``None``: all of it."""

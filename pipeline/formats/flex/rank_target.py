@@ -85,7 +85,7 @@ class RankFlexTarget(HybridJob):
         small = small_flex_files(sizes, wanted, self.paddle_version, self.topology)
         return LaidOut(
             source.catalog,
-            add_literal_files(files.laid_out(), (*sidecars.written, *small)),
+            add_literal_files(files.target_files(), (*sidecars.written, *small)),
             sidecars.carried,
             sidecars.not_carried,
             remarks=_remarks(wanted, self),

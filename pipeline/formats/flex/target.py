@@ -9,25 +9,22 @@ same file. Keys and their order are those that the trainer writes on a single ca
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
-from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
-from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
-from paddle_reshard.pipeline.core.file_names import MODEL_META, SCHEDULER, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
-    Tensor,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
@@ -45,10 +42,9 @@ from paddle_reshard.pipeline.formats.flex.names import (
 )
 from paddle_reshard.pipeline.formats.flex.writer import DataArray, FlexFiles
 from paddle_reshard.pipeline.formats.model_meta import format_model_meta
+from paddle_reshard.pipeline.formats.writing import NewArray, SettledTarget, lacking, schedule_file
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizers import check_states
-from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
-from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 
 FILE_BYTES = 4 << 30
 """Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
@@ -60,11 +56,8 @@ STATES = (PARAM, *OF_OPTIMIZER, EMA_MASTER_WEIGHT, EMA_PARAM)
 
 
 @dataclass(frozen=True, slots=True)
-class FlexTarget:
+class FlexTarget(SettledTarget):
     """A dist checkpoint."""
-
-    of_average: ClassVar[bool] = False
-    decisions: ClassVar[tuple[Decision, ...]] = ()
 
     auto_parallel: bool = False
     """One folder with the nested keys of auto-parallel training; else PaddleFormers' FlexCheckpoint."""
@@ -84,10 +77,6 @@ class FlexTarget:
         if self.files is not None and self.files < 1:
             raise UsageError(f"--files {self.files}: at least one file is needed")
         paddle_release(self.paddle_version)
-
-    def target_for(self, source: Checkpoint) -> FlexTarget:
-        """The same: it leaves nothing open."""
-        return self
 
     def in_words(self) -> str:
         """The target in a line, for people."""
@@ -123,10 +112,6 @@ class FlexTarget:
         files = add_literal_files(layout_flex(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
 
-    def check_staged(self, staged: Staged) -> None:
-        """Read it as a source: its tensors must be those that were planned."""
-        check_tensors(staged, staged.index())
-
 
 def check_flex(model: Model) -> None:
     """Refuse a model whose tensors or keys no FlexCheckpoint can have.
@@ -152,27 +137,14 @@ def cannot_hold_lora(model: Model) -> str | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """An array of the target."""
 
     model_key: str
     """Structured key of its tensor; all arrays of a key are in the same file."""
     folder: str
-    path: tuple[str, ...]
-    """Path in the nested dict."""
-    stored_name: str
-    """Name of the tensor in ``StructuredToParameterName@@``."""
-    index: int
-    """Index into the tensors of the catalog."""
-    tensor: Tensor
-
-    def whole(self) -> DataArray:
-        """All of the tensor."""
-        shape = self.tensor.global_shape
-        box = Box(".".join(self.path), shape, (0,) * len(shape), shape, dtype=self.tensor.dtype.name)
-        kind = ArrayKind(shape, TensorCut(1, None), self.tensor.dtype.itemsize)
-        return DataArray(box, self.path, self.stored_name, self.index, self.tensor.dtype, kind)
+    nbytes: int
+    array: DataArray
 
 
 def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
@@ -183,14 +155,12 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
     PlanError
         If the source lacks a tensor, or a parameter name of auto-parallel training is not known.
     """
-    items = _auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted)
-    folders = [AUTO_FOLDER] if target.auto_parallel else paddleformers_folders(wanted)
-    by_folder = {folder: [item for item in items if item.folder == folder] for folder in folders}
+    items = list(_auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted))
     files = FlexFiles(paddle_release(target.paddle_version))
-    for folder, of_folder in by_folder.items():
-        shares = _split_by_bytes(of_folder, target.files)
-        files.add_folder(folder, [[item.whole() for item in share] for share in shares])
-    return files.laid_out()
+    for folder in [AUTO_FOLDER] if target.auto_parallel else paddleformers_folders(wanted):
+        of_folder = [item for item in items if item.folder == folder]
+        files.add_folder(folder, _split_by_bytes(of_folder, target.files))
+    return files.target_files()
 
 
 def paddleformers_folders(wanted: Checkpoint) -> list[str]:
@@ -211,11 +181,7 @@ def small_flex_files(
     The learning-rate schedule gets its own file if the source has it in optimizer files only. ``topology`` is that of
     the job that is to read them; ``None`` for auto-parallel training.
     """
-    files = []
-    if SCHEDULER not in paths and wanted.job.lr_scheduler is not None:
-        protocol = paddle_release(paddle_version).pickle_protocol
-        ((_, content),) = encode_pickle(wanted.job.lr_scheduler, protocol).literals
-        files.append((SCHEDULER, content))
+    files = schedule_file(paths, wanted, paddle_release(paddle_version).pickle_protocol)
     if topology is not None and any(tensor.trained for tensor in wanted.model.tensors):
         files += [(f"{SIGNAL_PREFIX}{rank}", b"1") for rank in range(topology.world_size)]
     if topology is not None and wanted.has_ema:
@@ -228,7 +194,7 @@ def small_flex_files(
 # ------------------------------------------------------------------------------------------- what is written
 
 
-def _flex_items(wanted: Checkpoint) -> list[_Item]:
+def _flex_items(wanted: Checkpoint) -> Iterator[_Item]:
     """Every tensor under its key; tied tensors and their states under each of their keys.
 
     The trainer writes the states of tied weights under the alphabetically first key if a single rank holds them (Paddle
@@ -237,30 +203,37 @@ def _flex_items(wanted: Checkpoint) -> list[_Item]:
     """
     index, elsewhere = wanted.catalog.index(), states_elsewhere(wanted.model)
     shift = wanted.model.table.written_shift(wanted.model.config)
-    items = []
     for state in STATES:
         for tensor in wanted.model.tensors:
             if is_written(tensor, state, index) and not (state in OF_OPTIMIZER and tensor.key in elsewhere):
                 folder, stored = paddleformers_key(renumbered(tensor.key, shift), state)
-                number = find(index, tensor.tied_to or tensor.key, state)
-                items.append(
-                    _Item(tensor.key, folder, (stored,), stored, number, wanted.catalog.tensors[number])
-                )
-    return items
+                yield _item(wanted, tensor, folder, (stored,), stored, find(index, tensor, state))
 
 
-def _auto_items(wanted: Checkpoint, target: FlexTarget) -> list[_Item]:
+def _auto_items(wanted: Checkpoint, target: FlexTarget) -> Iterator[_Item]:
     index, names = wanted.catalog.index(), _parameter_names(wanted, target)
-    items = []
     for state in (PARAM, *ACCUMULATORS, MASTER_WEIGHT):
         for tensor in wanted.model.tensors:
-            if not is_written(tensor, state, index) or (state != PARAM and tensor.tied_to is not None):
-                continue
-            path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
-            number = find(index, tensor.tied_to or tensor.key, state)
-            name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
-            items.append(_Item(tensor.key, AUTO_FOLDER, path, name, number, wanted.catalog.tensors[number]))
-    return items
+            if is_written(tensor, state, index) and (state == PARAM or tensor.tied_to is None):
+                path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
+                name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
+                yield _item(wanted, tensor, AUTO_FOLDER, path, name, find(index, tensor, state))
+
+
+def _item(
+    wanted: Checkpoint,
+    of_model: ModelTensor,
+    folder: str,
+    path: tuple[str, ...],
+    stored_name: str,
+    number: int,
+) -> _Item:
+    """All of the tensor with this number in the catalog."""
+    tensor = wanted.catalog.tensors[number]
+    shape = tensor.global_shape
+    box = Box(".".join(path), shape, (0,) * len(shape), shape, dtype=tensor.dtype.name)
+    array = DataArray(box, path, stored_name, NewArray.whole(number, tensor))
+    return _Item(of_model.key, folder, tensor.nbytes, array)
 
 
 def is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
@@ -285,17 +258,17 @@ def states_elsewhere(model: Model) -> frozenset[str]:
     return frozenset(key for keys in of_parameter.values() for key in sorted(keys)[1:])
 
 
-def find(index: Mapping[tuple[str, str], int], key: str, state: str) -> int:
-    """The index of a tensor that the target needs.
+def find(index: Mapping[tuple[str, str], int], tensor: ModelTensor, state: str) -> int:
+    """The number of a tensor that the target needs.
 
     Raises
     ------
     PlanError
         If the source does not have it.
     """
-    number = index.get((key, state))
-    if number is None:
-        raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
+    key = tensor.tied_to or tensor.key
+    if (number := index.get((key, state))) is None:
+        raise lacking(key, state)
     return number
 
 
@@ -326,16 +299,16 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
 # --------------------------------------------------------------------------------------------------- bytes
 
 
-def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[_Item]]:
-    """Divide items into files of consecutive keys; no file is empty unless there are no items."""
+def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[DataArray]]:
+    """The arrays of each of several files of consecutive keys; no file is empty unless there are no items."""
     sizes: dict[str, int] = {}
     for item in items:
-        sizes[item.model_key] = sizes.get(item.model_key, 0) + item.tensor.nbytes
+        sizes[item.model_key] = sizes.get(item.model_key, 0) + item.nbytes
     numbers = _fill(sizes.values(), FILE_BYTES if files is None else _capacity(list(sizes.values()), files))
     of_key = dict(zip(sizes, numbers, strict=True))
-    shares: list[list[_Item]] = [[] for _ in range(numbers[-1] + 1 if numbers else 1)]
+    shares: list[list[DataArray]] = [[] for _ in range(numbers[-1] + 1 if numbers else 1)]
     for item in items:
-        shares[of_key[item.model_key]].append(item)
+        shares[of_key[item.model_key]].append(item.array)
     return shares
 
 

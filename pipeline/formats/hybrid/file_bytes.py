@@ -13,18 +13,17 @@ import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.literals import Literals, LiteralTemplate
+from paddle_reshard.pipeline.core.literals import LiteralTemplate
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
 from paddle_reshard.pipeline.formats.jobs.cells import Cell
 from paddle_reshard.pipeline.formats.sharding import FlatSlice
+from paddle_reshard.pipeline.formats.writing import UNCUT, NewFiles, lacking
 from paddle_reshard.pipeline.model.model import ModelTensor
-from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.model.placement import ArrayKind
 from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, DictEntries, write_pickle
 
-_UNCUT = TensorCut(1, None)
 AddArray: TypeAlias = Callable[[str, FlatSlice | None, str | None], ArraySlot]
 """Takes the key of a parameter, a slice of its flattening or ``None`` for all of it, and the name of the array."""
 
@@ -71,19 +70,17 @@ class FileArrays:
         """Index of an array → bytes of its values, and of the zeros that follow them."""
 
 
-class FileBytes:
+class FileBytes(NewFiles):
     """Collects the files of a target."""
 
     def __init__(self, checkpoint: Checkpoint, pickle_protocol: int) -> None:
+        super().__init__()
         self.pickle_protocol = pickle_protocol
         self.tensors = checkpoint.catalog.tensors
         self.dtypes = checkpoint.catalog.tensors.dtypes.tolist()
         """Index of the dtype of each tensor."""
         self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
-        self.files: list[File] = []
-        self.literals = Literals()
         self.fills: list[tuple[int, int, int]] = []
-        self.placements = Placements()
 
     def has(self, tensor: ModelTensor, state: str) -> bool:
         """Whether the source has a state of a tensor."""
@@ -102,7 +99,7 @@ class FileBytes:
         def add(key: str, flat: FlatSlice | None, name: str | None) -> ArraySlot:
             number = find(identity[key])
             if number is None:
-                raise PlanError(f"{key} ({state}): the target needs it, the source does not have it")
+                raise lacking(key, state)
             of_dtype = dtypes[number]
             kind = ("", None, of_dtype) if per_parameter else (key, flat, of_dtype)
             alike = known.get(kind)
@@ -118,7 +115,7 @@ class FileBytes:
 
     def _alike(self, cell: Cell, key: str, flat: FlatSlice | None, of_dtype: int) -> _Alike:
         dtype = DTYPES[of_dtype]
-        shape, cut = (cell.local_shapes[key], cell.cuts[key]) if key else ((1,), _UNCUT)
+        shape, cut = (cell.local_shapes[key], cell.cuts[key]) if key else ((1,), UNCUT)
         kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat))
         if flat is None:
             return _Alike(kind, dtype.code, shape, None)
@@ -127,11 +124,6 @@ class FileBytes:
         lacking = stop - start - elements
         padding = (elements * dtype.itemsize, lacking * dtype.itemsize) if lacking > 0 else None
         return _Alike(kind, dtype.code, (stop - start,), padding)
-
-    def add_literal(self, path: str, content: bytes) -> None:
-        """Add a file that contains no tensor values."""
-        self.files.append(File(path, len(content)))
-        self.literals.add(len(self.files) - 1, 0, content)
 
     def lay_out(
         self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
@@ -67,12 +68,10 @@ class HybridWriter:
         saving = 1 if self.target.expert_axis == "dp" else self.topology.dp
         for rank in range(self.topology.world_size // saving if self.checkpoint.has_optimizer else 0):
             self.bytes.add_literal(f"{SIGNAL_PREFIX}{rank}", b"1")
-        return TargetFiles(
-            tuple(self.bytes.files),
-            self.bytes.literals,
-            tuple(self.bytes.fills),
-            self.bytes.placements.fragments(),
-            {self.planner.name(cell): cell.names for cell in described},
+        return replace(
+            self.bytes.target_files(),
+            fills=tuple(self.bytes.fills),
+            parameter_names={self.planner.name(cell): cell.names for cell in described},
         )
 
     def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFileLayout]:

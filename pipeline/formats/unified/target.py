@@ -7,21 +7,15 @@ each kind (``load_save_single_card.py``); tensor-parallel ranks write a file eac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
-from paddle_reshard.pipeline.checkpoint.staged import check_tensors
-from paddle_reshard.pipeline.core.catalog import File, FragmentRow, fragment_row, fragment_rows
-from paddle_reshard.pipeline.core.errors import PlanError, UsageError
-from paddle_reshard.pipeline.core.file_names import SCHEDULER
-from paddle_reshard.pipeline.core.geometry import row_major_strides
-from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.unified.name import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
@@ -32,9 +26,9 @@ from paddle_reshard.pipeline.formats.unified.names import (
     index_name,
     optimizer_key,
 )
-from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.formats.writing import NewArray, NewFiles, SettledTarget, lacking, schedule_file
+from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.model.weights import TAGS
-from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 from paddle_reshard.storage.files.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 METADATA = {"format": "np"}
@@ -44,12 +38,10 @@ _NUMPY_TAGS = TAGS | {"bfloat16": "U16"}
 
 
 @dataclass(frozen=True, slots=True)
-class UnifiedTarget:
+class UnifiedTarget(SettledTarget):
     """A unified checkpoint."""
 
     format: ClassVar[str] = UNIFIED
-    of_average: ClassVar[bool] = False
-    decisions: ClassVar[tuple[Decision, ...]] = ()
 
     files: int = 1
     """Files of each kind, as that many tensor-parallel ranks write them. The default is 1, because a job on one card
@@ -58,10 +50,6 @@ class UnifiedTarget:
     def __post_init__(self) -> None:
         if self.files < 1:
             raise UsageError(f"--files {self.files}: a checkpoint has at least one file of each kind")
-
-    def target_for(self, source: Checkpoint) -> UnifiedTarget:
-        """The same: it leaves nothing open."""
-        return self
 
     def in_words(self) -> str:
         """The target in a line, for people."""
@@ -75,9 +63,6 @@ class UnifiedTarget:
         """What is asked of it."""
         return {"format": self.format, "files": self.files}
 
-    def cannot_hold_lora(self, model: Model) -> None:
-        """The format holds none at all."""
-
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
@@ -85,22 +70,13 @@ class UnifiedTarget:
         missing = "which keys the trainer expects in a unified checkpoint"
         wanted.model.table.check_known(wanted.model.config, missing)
         sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology(dp=self.files))
-        written = (*sidecars.written, *small_unified_files(sizes, wanted))
+        written = (*sidecars.written, *schedule_file(sizes, wanted))
         files = add_literal_files(layout_unified(wanted, self), written)
         return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
 
-    def check_staged(self, staged: Staged) -> None:
-        """Read it as a source: its tensors must be those that were planned."""
-        check_tensors(staged, staged.index())
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An array of the target."""
-
-    key: str
-    tensor: int
-    """Index into the tensors of the catalog."""
+_Entry = tuple[str, int]
+"""Key of an array of the target, and the number of its tensor in the catalog."""
 
 
 def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
@@ -113,10 +89,8 @@ def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
     PlanError
         If the source lacks a tensor.
     """
-    tensors = wanted.catalog.tensors
-    index = {(tensor.key, tensor.state): number for number, tensor in enumerate(tensors)}
-    contents = _Contents(wanted.model, index, alone=target.files == 1)
-    writer = _Writer(tensors, _NUMPY_TAGS if wanted.model.table.convention == "paddlenlp" else TAGS, target)
+    contents = _Contents(wanted, alone=target.files == 1)
+    writer = _Writer(wanted, target.files)
     writer.add(MODEL, list(contents.parameters()), {})
     if any(tensor.trained for tensor in wanted.model.tensors):
         masters = list(contents.master_weights())
@@ -124,29 +98,29 @@ def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
         writer.add(OPTIMIZER, list(contents.states()), {**facts, "master_weights": bool(masters)})
         if masters:
             writer.add(MASTER_WEIGHTS, masters, {})
-    return writer.target_files()
+    return writer.new.target_files()
 
 
 class _Contents:
     """What goes into the files of each kind, in the trainer's order."""
 
-    def __init__(self, model: Model, index: dict[tuple[str, str], int], alone: bool) -> None:
-        self.model, self.index = model, index
+    def __init__(self, wanted: Checkpoint, alone: bool) -> None:
+        self.index, self.tensors = wanted.catalog.index(), wanted.model.tensors
         self.keys: dict[str, list[str]] = {}
-        for tensor in model.tensors:
+        for tensor in self.tensors:
             self.keys.setdefault(tensor.tied_to or tensor.key, []).append(tensor.key)
         if alone:  # on a single card the trainer looks keys up by parameter name; the last key wins
             self.keys = {identity: keys[-1:] for identity, keys in self.keys.items()}
-        self.identities = [tensor for tensor in model.tensors if tensor.tied_to is None]
+        self.identities = [tensor for tensor in self.tensors if tensor.tied_to is None]
 
     def _entry(self, key: str, tensor: ModelTensor, state: str) -> _Entry:
         number = self.index.get((tensor.tied_to or tensor.key, state))
         if number is None:
-            raise PlanError(f"{tensor.key} ({state}): the target needs it, the source does not have it")
-        return _Entry(key, number)
+            raise lacking(tensor.key, state)
+        return key, number
 
     def parameters(self) -> Iterator[_Entry]:
-        for tensor in self.model.tensors:
+        for tensor in self.tensors:
             if not tensor.missing:
                 yield self._entry(tensor.key, tensor, PARAM)
 
@@ -163,62 +137,38 @@ class _Contents:
         for tensor in masters:
             for key in self.keys[tensor.key]:
                 yield self._entry(key, tensor, MASTER_WEIGHT)
-        for tensor in self.model.tensors if masters else ():
+        for tensor in self.tensors if masters else ():
             if tensor.dtype.name == "float32" and not tensor.missing:
                 yield self._entry(tensor.key, tensor, PARAM)
 
 
 class _Writer:
-    """Collects files, literals and fragments."""
+    """Lays out the files of each kind."""
 
-    def __init__(self, tensors: Sequence[Tensor], tags: dict[str, str], target: UnifiedTarget) -> None:
-        self.tensors, self.tags, self.target = tensors, tags, target
-        self.files: list[File] = []
-        self.literals = Literals()
-        self.rows: list[FragmentRow] = []
+    def __init__(self, wanted: Checkpoint, files: int) -> None:
+        self.tensors, self.files = wanted.catalog.tensors, files
+        self.tags = _NUMPY_TAGS if wanted.model.table.convention == "paddlenlp" else TAGS
+        self.new = NewFiles()
 
     def add(self, kind: str, entries: Sequence[_Entry], facts: dict[str, object]) -> None:
         """All files of one kind, and its index."""
-        blocks = split_by_bytes([self.tensors[e.tensor].nbytes for e in entries], self.target.files)
-        names = [file_name(kind, number, len(blocks)) for number in range(len(blocks))]
+        held = [(key, number, self.tensors[number]) for key, number in entries]
+        sizes = [tensor.nbytes for _, _, tensor in held]
+        blocks = split_by_bytes(sizes, self.files)
         weight_map: dict[str, str] = {}
-        for name, block in zip(names, blocks, strict=True):
-            chosen = [entries[number] for number in block]
-            self._add_file(name, chosen)
-            weight_map |= {entry.key: name for entry in chosen}
-        total_bytes = sum(self.tensors[entry.tensor].nbytes for entry in entries)
-        content = format_index(Index(weight_map, {"total_size": total_bytes}, facts))
-        self.literals.add(len(self.files), 0, content)
-        self.files.append(File(index_name(kind), len(content)))
-
-    def _add_file(self, name: str, entries: Sequence[_Entry]) -> None:
-        slots = []
-        for number, entry in enumerate(entries):
-            tensor = self.tensors[entry.tensor]
-            slots.append(TensorSlot(number, entry.key, self.tags[tensor.dtype.name], tensor.global_shape))
-        encoded = encode_safetensors(slots, METADATA)
-        file = len(self.files)
-        for offset, content in encoded.literals:
-            self.literals.add(file, offset, content)
-        for slot, byte_offset, _ in encoded.slots:
-            number = entries[slot].tensor
-            tensor = self.tensors[number]
-            shape = tensor.global_shape
-            strides = row_major_strides(shape, tensor.dtype.itemsize)
-            origin = (0,) * len(shape)
-            self.rows.append(fragment_row(number, file, tensor.dtype, 0, byte_offset, origin, shape, strides))
-        self.files.append(File(name, encoded.size_bytes))
-
-    def target_files(self) -> TargetFiles:
-        return TargetFiles(tuple(self.files), self.literals, (), fragment_rows(self.rows))
-
-
-def small_unified_files(paths: Collection[str], wanted: Checkpoint) -> list[tuple[str, bytes]]:
-    """The file of the learning-rate schedule, if the source (with files ``paths``) has it in optimizer files only."""
-    if SCHEDULER in paths or wanted.job.lr_scheduler is None:
-        return []
-    ((_, content),) = encode_pickle(wanted.job.lr_scheduler).literals
-    return [(SCHEDULER, content)]
+        for number, block in enumerate(blocks):
+            name = file_name(kind, number, len(blocks))
+            of_file = [held[entry] for entry in block]
+            slots = [
+                TensorSlot(slot, key, self.tags[tensor.dtype.name], tensor.global_shape)
+                for slot, (key, _, tensor) in enumerate(of_file)
+            ]
+            arrays = [NewArray.whole(index, tensor) for _, index, tensor in of_file]
+            self.new.add_encoded(name, encode_safetensors(slots, METADATA), arrays)
+            weight_map |= {key: name for key, _, _ in of_file}
+        self.new.add_literal(
+            index_name(kind), format_index(Index(weight_map, {"total_size": sum(sizes)}, facts))
+        )
 
 
 def split_by_bytes(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
