@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 start = time.perf_counter()
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the command line does
 
 import paddle_reshard  # noqa: E402
 from benchmarks.measure import warm_memory  # noqa: E402

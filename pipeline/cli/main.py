@@ -6,6 +6,7 @@ Exit status: 0 success, 1 refused or failed, 2 wrong usage, 128 + n after signal
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Final
@@ -65,5 +66,8 @@ def cli() -> None:
 def main() -> None:
     """Entry point of ``paddle-reshard``."""
     occupy_standard_files()
+    # NumPy's OpenBLAS, which nothing here asks to compute, starts a thread for each further processor. Each spins for
+    # 50 ms before it sleeps.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with handled_signals():
         cli()

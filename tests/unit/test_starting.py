@@ -140,6 +140,20 @@ def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_a_command_starts_no_threads_for_linear_algebra() -> None:
+    ask = """
+import atexit, os
+from paddle_reshard.pipeline.cli.main import main
+atexit.register(lambda: print("threads:", len(os.listdir("/proc/self/task"))))
+main()
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", ask, "inspect", str(DEMO)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert "threads: 1\n" in done.stdout
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_loads_no_further_command(command: str) -> None:
     declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
