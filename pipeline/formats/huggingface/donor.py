@@ -158,12 +158,9 @@ def _joined(catalog: Catalog, added: Sequence[ModelTensor], donor: HuggingFaceDo
             raise CheckpointError(
                 f"{tensor.key}: a tensor of {donor.location} with a key that cannot be copied; it is another model"
             )
-        _, dtype, path, byte_offset = donor.tensors[tensor.key]
-        shape = tensor.global_shape
+        shape, dtype, path, base = donor.tensors[tensor.key]
         strides = row_major_strides(shape, dtype.itemsize)
-        rows.append(
-            fragment_row(number, numbers[path], dtype, 0, byte_offset, (0,) * len(shape), shape, strides)
-        )
+        rows.append(fragment_row(number, numbers[path], dtype, 0, base, (0,) * len(shape), shape, strides))
     return replace(
         catalog,
         tensors=Tensors([*catalog.tensors, *(Tensor(t.key, PARAM, t.dtype, t.global_shape) for t in added)]),

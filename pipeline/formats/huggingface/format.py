@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
-from paddle_reshard.pipeline.formats.huggingface.choices import EMA, EXPORTED_STATES, FLOATING, QUANTISATIONS
-from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
+from paddle_reshard.pipeline.core.choices import Dtype, ModelState, Quantised
+from paddle_reshard.pipeline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.model.model import Model
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
+HUGGINGFACE: Final = "huggingface"
+EMA: Final = "ema"
+FLOATING: Final = get_args(Dtype)
+"""What the values can be stored as; others (integers, booleans) keep their dtype."""
+_FLAGS = {None: False, False: False, True: True, "false": False, "true": True}
+"""A flag, or its value after a ``--target``."""
 _OPTIONS: Mapping[str, FormatOption] = {
     "state": FormatOption(
         "the parameters, or their moving average, which is stored in float32 and rounded to the "
         "dtype of the parameters. Default: param.",
-        EXPORTED_STATES,
+        get_args(ModelState),
     ),
     "dtype": FormatOption(
         "output dtype of floating-point tensors (except those that the model keeps in float32), "
@@ -32,7 +38,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
     "quantize": FormatOption(
         "quantise the linear layers of the decoder: fp8 is 8-bit floats (e4m3) with a scale for each block of "
         "128 x 128 elements, as DeepSeek-V3 is published, from the master weights if there are any. Default: no.",
-        QUANTISATIONS,
+        get_args(Quantised),
     ),
     "max_shard_size": FormatOption(
         "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
@@ -58,15 +64,16 @@ class HuggingFaceFormat(Format):
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the headers: the model is found by the rule tables."""
-        from paddle_reshard.pipeline.formats.huggingface.index import index_huggingface
+        from paddle_reshard.pipeline.formats.huggingface.source import index_huggingface
 
         return index_huggingface(files, tables, missing is not None and missing.drops_mtp)
 
     def index_as(self, files: SourceFiles, model: Model) -> Catalog:
         """The parameters of a model that is known already."""
-        from paddle_reshard.pipeline.formats.huggingface.index import index_parameters
+        from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
+        from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface
 
-        return index_parameters(files, model)
+        return read_huggingface(model, files.safetensors, files.headers, files.weight_index(WEIGHT_INDEX))
 
     def read_donor(self, files: SourceFiles) -> Donor:
         """A model whose tensors and small files complete a target."""
@@ -76,10 +83,18 @@ class HuggingFaceFormat(Format):
 
     def request(self, asked: Mapping[str, Any]) -> HuggingFaceTarget:
         """State, dtypes and size of files; nothing of it depends on the source."""
-        from paddle_reshard.pipeline.formats.huggingface.request import parse_huggingface
+        from paddle_reshard.pipeline.core.tensors import dtype_named
+        from paddle_reshard.pipeline.core.units import parse_size
+        from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
 
-        names = ("state", "dtype", "max_shard_size", "card", "quantize")
-        return parse_huggingface(*(asked.get(name) for name in names))
+        given = {name: asked[name] for name in ("state", "quantize") if asked.get(name)}
+        if dtype := asked.get("dtype"):
+            given["dtype"] = dtype_named(dtype)
+        if size := asked.get("max_shard_size"):
+            given["max_shard_bytes"] = parse_size(size)
+        if (card := asked.get("card")) not in _FLAGS:
+            raise UsageError(f"card is {card!r}; known: true, false")
+        return HuggingFaceTarget(card=_FLAGS[card], **given)
 
 
 FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers, LoRA for peft")

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from paddle_reshard.pipeline.core.catalog import FragmentRow, fragment_row
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
+from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.model.forms import Span, form_of, spans_of
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.entries import Config
@@ -42,6 +44,20 @@ class Part:
     shape: Shape
     boxes: tuple[PartBox, ...]
     keep_float32: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def rows(
+        self, tensor: int, file: int, dtype: DType, byte_offset: int, replica: int = 0
+    ) -> Iterator[FragmentRow]:
+        """Its boxes as fragments, where the array lies at this offset of a file."""
+        for box in self.boxes:
+            strides = [stride * dtype.itemsize for stride in box.strides]
+            base = byte_offset + box.first_element * dtype.itemsize
+            yield fragment_row(tensor, file, dtype, replica, base, box.offset, box.extents, strides)
 
 
 def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
@@ -71,21 +87,17 @@ def tensor_parts(tensor: ModelTensor, model: Model) -> tuple[Part, ...]:
 
 def parts_by_form(tensor: ModelTensor, form: HuggingFaceForm, model: Model) -> tuple[Part, ...]:
     """The parts of a tensor with the given form."""
-    own_dim = _has_own_dim(tensor, form)
+    # Whether the first dim counts experts and nothing else.
+    own_dim = int(form.stacked is not None and len(tensor.rule.shape or ()) == 3)
     dims = len(tensor.global_shape) - own_dim
     if dims == 0 or (form.transposed and dims not in (2, 3 - own_dim)):
         raise RuleError(tensor.key, f"a tensor of shape {tensor.global_shape} cannot become {form.keys[0]}")
     spans = spans_of(form, model.config, tensor.key, tensor.global_shape[-1])
     return tuple(
-        _part(tensor, form, key, rows, of_part)
-        for rows, spellings in _stacked(form, model.config, tensor, own_dim)
-        for key, of_part in zip(spellings, spans, strict=True)
+        _part(form, key, rows, own_dim, of_part)
+        for rows in _experts(form, model.config, tensor, own_dim)
+        for key, of_part in zip(rows.keys, spans, strict=True)
     )
-
-
-def _has_own_dim(tensor: ModelTensor, form: HuggingFaceForm) -> bool:
-    """Whether the first dim of a tensor counts experts and nothing else."""
-    return form.stacked is not None and len(tensor.rule.shape or ()) == 3
 
 
 class _ExpertRows(NamedTuple):
@@ -93,23 +105,16 @@ class _ExpertRows(NamedTuple):
 
     first: int
     leading: Shape
+    keys: list[str]
+    """Of its parts."""
 
 
-def _stacked(
-    form: HuggingFaceForm, config: Config, tensor: ModelTensor, own_dim: bool
-) -> list[tuple[_ExpertRows, list[str]]]:
-    """Where each expert is if several are stacked, else the whole, and the keys of its parts.
-
-    ``own_dim``: whether the first dim counts experts alone.
-    """
-    shape = tensor.global_shape
+def _experts(form: HuggingFaceForm, config: Config, tensor: ModelTensor, own_dim: int) -> list[_ExpertRows]:
+    """Every expert if several are stacked, else the whole as one."""
+    shape, rule = tensor.global_shape, tensor.rule
     if form.stacked is None:
-        return [
-            (
-                _ExpertRows(0, shape[:-1]),
-                [tensor.rule.fill_in(spelled, tensor.key) for spelled in form.tensors],
-            )
-        ]
+        keys = [rule.fill_in(spelled, tensor.key) for spelled in form.tensors]
+        return [_ExpertRows(0, shape[:-1], keys)]
     (experts,) = evaluate_sizes([form.stacked], config, tensor.key)
     rows, rest = divmod(shape[0], experts) if experts > 0 else (0, 1)
     if rest or len(shape) != 2 + own_dim or (own_dim and rows != 1):
@@ -117,24 +122,19 @@ def _stacked(
             tensor.key,
             f"its shape {shape} is not that of {experts} experts ({form.stacked}), one after the other",
         )
+    parts = range(len(form.tensors))
     return [
-        (
-            _ExpertRows(expert * rows, (rows, *shape[1:-1])),
-            [tensor.rule.fill_in(form.key_of(part, expert), tensor.key) for part in range(len(form.tensors))],
+        _ExpertRows(
+            expert * rows,
+            (rows, *shape[1:-1]),
+            [rule.fill_in(form.key_of(part, expert), tensor.key) for part in parts],
         )
         for expert in range(experts)
     ]
 
 
-def _part(
-    tensor: ModelTensor,
-    form: HuggingFaceForm,
-    key: str,
-    rows: _ExpertRows,
-    spans: Sequence[Span],
-) -> Part:
-    first, leading = rows
-    own_dims = int(_has_own_dim(tensor, form))
+def _part(form: HuggingFaceForm, key: str, rows: _ExpertRows, own_dims: int, spans: Sequence[Span]) -> Part:
+    first, leading, _ = rows
     shape = (*leading[own_dims:], sum(span.extent for span in spans))
     strides = row_major_strides(shape, 1)
     if form.transposed:
@@ -156,8 +156,3 @@ def _part(
 def swapped(shape: Shape) -> Shape:
     """A shape, or strides, with the last two dims swapped."""
     return (*shape[:-2], *reversed(shape[-2:]))
-
-
-def part_elements(part: Part) -> int:
-    """Number of elements."""
-    return prod(part.shape)

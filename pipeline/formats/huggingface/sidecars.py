@@ -35,7 +35,7 @@ def plan_huggingface_sidecars(
     def reason(path: str) -> str | None:
         if path == CARD and card is not None:
             return "replaced by the model card that --card writes"
-        return "state of the training job, not of the model" if is_training_state(path) else None
+        return of_training(path)
 
     config, remarks = exported_config(wanted.model.config, dtype)
     if wanted.history.completion is not None:
@@ -53,6 +53,11 @@ def plan_huggingface_sidecars(
         content = model_card(wanted, config, card)
         sidecars = replace(sidecars, written=(*sidecars.written, (CARD, content)))
     return replace(sidecars, remarks=remarks)
+
+
+def of_training(path: str) -> str | None:
+    """Why an export does not carry a file, if it belongs to the training job."""
+    return "state of the training job, not of the model" if is_training_state(path) else None
 
 
 def donated_files(completion: Completion | None, carried: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -2,33 +2,33 @@
 
 A Hugging Face checkpoint does not state which library will train the model, nor which tensors that library fuses. If
 the model is known from another checkpoint, its parameters are read (:func:`read_huggingface`). Otherwise rule tables
-determine the model (:func:`huggingface_checkpoint`): ``config.json`` or ``--rules`` gives the library, and the config
+determine the model (:func:`index_huggingface`): ``config.json`` or ``--rules`` gives the library, and the config
 gives the fused tensors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.checkpoint import DROPPED_MTP, Checkpoint
+from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.catalog import (
     Catalog,
     File,
     FragmentRow,
     check_catalog,
-    fragment_row,
     fragment_rows,
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
-from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
+from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
-from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
+from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, swapped, tensor_parts
 from paddle_reshard.pipeline.model.completeness import check_complete
 from paddle_reshard.pipeline.model.ernie import ernie_table, is_ernie_layout
@@ -50,20 +50,12 @@ def read_huggingface(
     sizes: Mapping[str, int],
     payloads: Mapping[str, SafetensorsPayload],
     index: Index | None,
-    planned: Callable[[ModelTensor, Part], DType] | None,
+    planned: Callable[[ModelTensor, Part], DType] | None = None,
 ) -> Catalog:
     """A catalog of the parameters of ``model``; their state is ``param``.
 
-    Parameters
-    ----------
-    sizes
-        Path → size in bytes, of the files in ``payloads``.
-    payloads
-        Path → header of every ``.safetensors`` file.
-    index
-        ``model.safetensors.index.json``, where there is one.
-    planned
-        Returns the dtype with which a part of a tensor must be stored; ``None``: any.
+    ``payloads`` is the header of every ``.safetensors`` file by its path, ``index`` the contents of
+    ``model.safetensors.index.json``, ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any.
 
     Raises
     ------
@@ -82,16 +74,15 @@ def read_huggingface(
             if planned is not None and dtype != (wanted := planned(tensor, part)):
                 detail = f"stored as {dtype.name}, planned as {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
-            rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, 0)
+            rows += part.rows(len(tensors), numbers[path], dtype, byte_offset)
         twins = [t for t in model.tensors if t.tied_to == tensor.key and t.is_alias]
         for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
             (part,) = tensor_parts(twin, model)
             path, dtype, byte_offset = _find(part, held, payloads)
             if dtype != of_tensor:
-                raise CoverageError(
-                    part.key, f"stored as {dtype.name}, but tied to a tensor of another dtype", (path,)
-                )
-            rows += _rows(part, len(tensors), numbers[path], dtype, byte_offset, copy)
+                detail = f"stored as {dtype.name}, but tied to a tensor of another dtype"
+                raise CoverageError(part.key, detail, (path,))
+            rows += part.rows(len(tensors), numbers[path], dtype, byte_offset, copy)
         aliases = tuple(t.key for t in twins)
         tensors.append(Tensor(tensor.key, PARAM, of_tensor, tensor.global_shape, aliases))
     if held:
@@ -110,44 +101,49 @@ def _common_dtype(tensor: ModelTensor, parts: Sequence[Part], dtypes: Sequence[D
     return dtypes[0]
 
 
-def _rows(
-    part: Part, tensor: int, file: int, dtype: DType, byte_offset: int, replica: int
-) -> Iterator[FragmentRow]:
-    for box in part.boxes:
-        strides = [stride * dtype.itemsize for stride in box.strides]
-        base = byte_offset + box.first_element * dtype.itemsize
-        yield fragment_row(tensor, file, dtype, replica, base, box.offset, box.extents, strides)
-
-
 def _stored_twice(twin: ModelTensor, held: Mapping[str, str]) -> bool:
     """Whether a tied tensor is also stored under its own key, as PaddleFormers does."""
     form = twin.rule.huggingface
     return form is not None and len(form.keys) == 1 and twin.rule.fill_in(form.keys[0], twin.key) in held
 
 
-def huggingface_checkpoint(
-    sizes: Mapping[str, int],
-    payloads: Mapping[str, SafetensorsPayload],
-    index: Index | None,
-    config: Config,
-    tables: RuleTables,
-) -> Checkpoint:
-    """Interpret a checkpoint, with a model that is determined by rule tables.
+def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -> Checkpoint:
+    """A checkpoint of weights only, with a model that rule tables determine.
 
-    Takes the arguments of :func:`read_huggingface`, ``config.json``, and the tables to choose from.
+    With ``drops_mtp`` without layers of multi-token prediction that are numbered after the decoder layers.
 
     Raises
     ------
     CheckpointError, RuleError
         Naming the tensor that has no row in the tables, is missing, or has another shape.
     """
-    model, stored = _models(payloads, config, tables)
+    headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
+    dropped: list[str] = []
+    if drops_mtp:
+        headers, index, dropped = without_mtp_layers(headers, index, config, tables)
+    model, stored = _models(headers, config, tables)
+    catalog = read_huggingface(stored, files.safetensors, headers, index, None)
+    if MANIFEST not in files.sizes:
+        _check_told(model)
     return Checkpoint(
         format=HUGGINGFACE,
-        catalog=read_huggingface(stored, sizes, payloads, index, None),
-        own_files=frozenset([*payloads, *([WEIGHT_INDEX] if index is not None else [])]),
+        catalog=catalog,
+        own_files=frozenset([*headers, *([WEIGHT_INDEX] if index is not None else [])]),
         model=model,
+        not_carried=tuple((key, DROPPED_MTP) for key in dropped),
     )
+
+
+def _check_told(model: Model) -> None:
+    """Refuse a model of which the library's own exports hold something else than their headers say."""
+    for tensor in model.tensors:
+        form = tensor.rule.huggingface
+        if form is not None and form.exported_as is not None:
+            raise RuleError(
+                tensor.key,
+                f"{form.exported_as}, which nothing in the files tells; convert the training checkpoint with --format "
+                f"huggingface (an export of this program is known by its {MANIFEST})",
+            )
 
 
 def _models(
@@ -174,18 +170,10 @@ def _models(
         of_files = ernie_table(table, config) if in_ernie_layout else table
         matches = matches_of(stored, of_files, config)
         if unknown := [key for key, match in matches.items() if match is None]:
-            what = (
-                f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face "
-                "checkpoint; add one to a copy of the table and pass it with --rules FILE"
-            )
-            if _mtp_layers(table, config).match(unknown[0]):
-                what = (
-                    f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
-                    f"convert without them with --drop {MTP}"
-                )
-            failures.append((len(unknown), RuleError(unknown[0], what)))
-            continue
-        fitting[f"{table.family} ({table.convention})"] = table, of_files, _logical(stored, matches, config)
+            failures.append((len(unknown), _no_row(unknown[0], table, config)))
+        else:
+            named = f"{table.family} ({table.convention})"
+            fitting[named] = table, of_files, _logical(stored, matches, config)
     if not fitting:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(fitting) > 1:
@@ -198,6 +186,21 @@ def _models(
     model = read_model(tensors, table, config)
     check_complete(model)
     return model, read_model(tensors, of_files, config)
+
+
+def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:
+    """Why a table does not have a key."""
+    if _mtp_layers(table, config).match(key):
+        return RuleError(
+            key,
+            f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
+            f"convert without them with --drop {MTP}",
+        )
+    return RuleError(
+        key,
+        f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face checkpoint; add "
+        "one to a copy of the table and pass it with --rules FILE",
+    )
 
 
 def without_mtp_layers(

@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
-from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
+from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.lora import without_base
 from paddle_reshard.pipeline.checkpoint.quantised import SCALES, fp8_config
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation, QuantisedFile, ScaleFile
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import configured_apart
-from paddle_reshard.pipeline.core.catalog import Catalog, File, FragmentRow, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
-from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import (
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
@@ -32,15 +31,18 @@ from paddle_reshard.pipeline.core.tensors import (
     DType,
     dtype_named,
 )
-from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.formats.huggingface import peft
-from paddle_reshard.pipeline.formats.huggingface.choices import EMA, FLOATING
+from paddle_reshard.pipeline.formats.huggingface.format import EMA, FLOATING, HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.fp8 import QUANTIZE, is_quantised, remarks, scale_slots
-from paddle_reshard.pipeline.formats.huggingface.index import index_parameters
-from paddle_reshard.pipeline.formats.huggingface.name import HUGGINGFACE
-from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, part_elements
+from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
-from paddle_reshard.pipeline.formats.huggingface.sidecars import donated_files, plan_huggingface_sidecars
+from paddle_reshard.pipeline.formats.huggingface.sidecars import (
+    donated_files,
+    of_training,
+    plan_huggingface_sidecars,
+)
+from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface
+from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, lacking
 from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.weights import TAGS
@@ -57,11 +59,10 @@ METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
-class HuggingFaceTarget:
+class HuggingFaceTarget(SettledTarget):
     """A Hugging Face checkpoint."""
 
     format: ClassVar[str] = HUGGINGFACE
-    decisions: ClassVar[tuple[Decision, ...]] = ()
 
     state: str = PARAM
     """``param``: the parameters. ``ema``: their exponential moving average."""
@@ -79,9 +80,13 @@ class HuggingFaceTarget:
         """Whether it exports the moving average."""
         return self.state == EMA
 
-    def target_for(self, source: Checkpoint) -> HuggingFaceTarget:
-        """The same: it leaves nothing open."""
-        return self
+    def __post_init__(self) -> None:
+        if self.quantize is not None and self.dtype not in (None, dtype_named("bfloat16")):
+            raise UsageError(
+                f"--quantize {self.quantize} needs the remaining tensors in bfloat16, not --dtype {self.dtype.name}"
+            )
+        if self.max_shard_bytes < 1:
+            raise UsageError(f"--max-shard-size {self.max_shard_bytes} holds nothing")
 
     def in_words(self) -> str:
         """The target in a line, for people."""
@@ -106,9 +111,6 @@ class HuggingFaceTarget:
             QUANTIZE: self.quantize,
         }
 
-    def cannot_hold_lora(self, model: Model) -> None:
-        """Every adapter that peft can describe."""
-
     def lay_out(
         self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
     ) -> LaidOut:
@@ -116,7 +118,10 @@ class HuggingFaceTarget:
         if wanted.model.has_lora:
             return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
         wanted = configured_apart(wanted)
-        laid_out = layout_huggingface(source.catalog, wanted, self)
+        exported = list(_exported(wanted, self, model_parts(wanted.model)))
+        laid_out = layout_huggingface(source.catalog, exported, self)
+        kept = [entry.part.key for entry in exported if not entry.quantised and len(entry.part.shape) == 2]
+        modules = [key.removesuffix(".weight") for key in kept]
         sidecars = plan_huggingface_sidecars(
             sizes,
             folders,
@@ -124,17 +129,15 @@ class HuggingFaceTarget:
             source.source_config,
             self.dtype,
             self.facts() if self.card else None,
-            laid_out.quantization_config,
+            None if self.quantize is None else fp8_config(modules),
         )
-        files = add_literal_files(laid_out.files, sidecars.written)
-        return LaidOut(
-            laid_out.catalog,
-            files,
-            sidecars.carried,
-            (*sidecars.not_carried, *_unused(wanted.model)),
-            laid_out.states_not_carried,
-            (*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
-            donated_files(wanted.history.completion, sidecars.carried),
+        return replace(
+            laid_out,
+            files=add_literal_files(laid_out.files, sidecars.written),
+            carried=sidecars.carried,
+            not_carried=(*sidecars.not_carried, *_unused(wanted.model)),
+            remarks=(*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
+            donated=donated_files(wanted.history.completion, sidecars.carried),
         )
 
     def _lay_out_adapter(
@@ -153,22 +156,16 @@ class HuggingFaceTarget:
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
 
         def reason(path: str) -> str | None:
-            if path == LORA_CONFIG:
-                return f"replaced by {peft.CONFIG}"
-            return "state of the training job, not of the model" if is_training_state(path) else None
+            return f"replaced by {peft.CONFIG}" if path == LORA_CONFIG else of_training(path)
 
-        base: dict[str, Any] = {}  # config.json describes the base model; adapters do not have one
-        sidecars = classify_sidecars(
-            [path for path in sizes if path != CONFIG], folders, wanted.own_files, reason, base, base
-        )
-        written = [(path, content) for path, content in sidecars.written if path != CONFIG]
-        files = add_literal_files(laid_out.files, [*written, (peft.CONFIG, config)])
-        not_carried = [
-            *sidecars.not_carried,
-            *([(CONFIG, "it describes the base model")] if CONFIG in sizes else []),
-        ]
-        return LaidOut(
-            laid_out.catalog, files, sidecars.carried, tuple(not_carried), laid_out.states_not_carried
+        # config.json describes the base model; adapters do not have one
+        sidecars = classify_sidecars(sizes, folders, wanted.own_files, reason, {}, {})
+        of_base = [(CONFIG, "it describes the base model")] if CONFIG in sizes else []
+        return replace(
+            laid_out,
+            files=add_literal_files(laid_out.files, [*sidecars.written, (peft.CONFIG, config)]),
+            carried=sidecars.carried,
+            not_carried=(*sidecars.not_carried, *of_base),
         )
 
     def _check_adapter(self, staged: Staged) -> None:
@@ -188,7 +185,9 @@ class HuggingFaceTarget:
         if staged.wanted.model.has_lora:
             self._check_adapter(staged)
             return
-        index_parameters(staged.files, staged.wanted.model, self.dtype_of)
+        files = staged.files
+        index = files.weight_index(WEIGHT_INDEX)
+        read_huggingface(staged.wanted.model, files.safetensors, files.headers, index, self.dtype_of)
 
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
         """The dtype of a tensor of the target; of a quantised one, the dtype to which it is dequantised."""
@@ -196,20 +195,6 @@ class HuggingFaceTarget:
         if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
             return tensor.dtype
         return self.dtype
-
-
-@dataclass(frozen=True)
-class HuggingFaceFiles:
-    """The files of the target, and the tensors of the source that they need."""
-
-    catalog: Catalog
-    """The tensors of the source that are exported, or needed for the export, in the order of the files."""
-    files: TargetFiles
-    states_not_carried: tuple[str, ...]
-    """States of the source that are not exported at all."""
-    quantization_config: Mapping[str, Any] | None = None
-    """Entry of ``config.json``, if weights are quantised."""
-    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +217,11 @@ class _Exported:
     @property
     def nbytes(self) -> int:
         """Size as stored."""
-        return part_elements(self.part) * (1 if self.quantised else self.dtype.itemsize)
+        return self.part.elements * (1 if self.quantised else self.dtype.itemsize)
 
 
-def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceTarget) -> HuggingFaceFiles:
-    """Lay out all tensor files of the target, and its index.
-
-    ``wanted`` is the source with all requested changes applied, such as another size of the vocabulary.
-
-    Raises
-    ------
-    PlanError
-        If the source lacks the state, or the rule table has no form for a tensor.
-    """
-    exported = list(_exported(wanted, target, model_parts(wanted.model)))
+def layout_huggingface(source: Catalog, exported: Sequence[_Exported], target: HuggingFaceTarget) -> LaidOut:
+    """Lay out all tensor files of the target, and its index."""
     shards = _shards(exported, target.max_shard_bytes)
     if len(shards) > MAX_TARGET_FILES:
         raise UsageError(
@@ -258,12 +234,8 @@ def layout_huggingface(source: Catalog, wanted: Checkpoint, target: HuggingFaceT
     if not quantised:
         raise UnsupportedError(f"--quantize {target.quantize}: no tensor of this model can be quantised")
     states = {source.tensors.identity(entry.tensor)[1] for entry in exported if entry.quantised}
-    kept = [entry.part.key for entry in exported if not entry.quantised and len(entry.part.shape) == 2]
-    return replace(
-        _files_of(source, shards, _names(len(shards) + 1)),
-        quantization_config=fp8_config([key.removesuffix(".weight") for key in kept]),
-        remarks=remarks(quantised, states, target.quantize),
-    )
+    laid_out = _files_of(source, shards, _names(len(shards) + 1))
+    return replace(laid_out, remarks=remarks(quantised, states, target.quantize))
 
 
 def _unused(model: Model) -> Iterator[tuple[str, str]]:
@@ -284,9 +256,7 @@ def _unknown_to_readers(model: Model) -> tuple[str, ...]:
     )
 
 
-def _files_of(
-    source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]
-) -> HuggingFaceFiles:
+def _files_of(source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]) -> LaidOut:
     """Files of these tensors, and an index if there are several files.
 
     ``names`` are those of the files; one more, of the file of scales, if tensors are quantised.
@@ -294,15 +264,12 @@ def _files_of(
     quantised = [entry.part for shard in shards for entry in shard if entry.quantised]
     scales = encode_safetensors(scale_slots(quantised), METADATA)
     scales_at = {quantised[slot].key: byte_offset for slot, byte_offset, _ in scales.slots}
-    files: list[File] = []
-    literals = Literals()
+    new = NewFiles()
     rows: list[tuple[int, _Exported, int]] = []
     quantised_files: dict[str, QuantisedFile] = {}
     for number, (name, shard) in enumerate(zip(names, shards, strict=not quantised)):
         slots = [TensorSlot(i, e.part.key, e.tag, e.part.shape) for i, e in enumerate(shard)]
         encoded = encode_safetensors(slots, METADATA)
-        for offset, content in encoded.literals:
-            literals.add(number, offset, content)
         stored = [(shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
         weights = [
             (at, entry.part.shape, scales_at[entry.part.key], entry.part.key)
@@ -311,23 +278,22 @@ def _files_of(
         ]
         described = QuantisedFile.of(encoded.size_bytes, weights, names[-1])
         rows += [(number, entry, described.planned_at(at)) for entry, at in stored]
-        files.append(File(name, described.planned_bytes))
+        new.add_encoded(name, replace(encoded, size_bytes=described.planned_bytes, slots=()), ())
         if weights:
             quantised_files[name] = described
     catalog, numbers = _chosen(source, [e.tensor for _, e, _ in rows])
-    fragments = fragment_rows([row for f, e, at in rows for row in _fragments(f, e, at, numbers[e.tensor])])
     if len(names) > 1:
-        index = _index(names, shards, sum(nbytes for _, _, nbytes in scales.slots))
-        literals.add(len(files), 0, index)
-        files.append(File(WEIGHT_INDEX, len(index)))
+        new.add_literal(WEIGHT_INDEX, _index(names, shards, sum(nbytes for _, _, nbytes in scales.slots)))
     scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
-    quantisation = Quantisation(quantised_files, {names[-1]: scale_file} if quantised else {})
-    casts = _casts(source, [e for _, e, _ in rows])
-    return HuggingFaceFiles(
-        catalog,
-        TargetFiles(tuple(files), literals, (), fragments, {}, casts, quantisation),
-        tuple(sorted(source.tensors.states - catalog.tensors.states)),
+    files = replace(
+        new.target_files(),
+        fragments=fragment_rows(
+            [row for file, e, at in rows for row in e.part.rows(numbers[e.tensor], file, e.dtype, at)]
+        ),
+        casts=_casts(source, [e for _, e, _ in rows]),
+        quantised=Quantisation(quantised_files, {names[-1]: scale_file} if quantised else {}),
     )
+    return LaidOut(catalog, files, (), (), tuple(sorted(source.tensors.states - catalog.tensors.states)))
 
 
 def _exported(
@@ -357,7 +323,7 @@ def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[s
     for candidate in choice:
         if (tensor.tied_to or tensor.key, candidate) in index:
             return candidate
-    raise PlanError(f"{tensor.key} ({choice[0]}): the target needs it, the source does not have it")
+    raise lacking(tensor.key, choice[0])
 
 
 def _shards(exported: Sequence[_Exported], max_shard_bytes: int) -> list[list[_Exported]]:
@@ -397,14 +363,6 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]], scale_by
 def _casts(source: Catalog, exported: Sequence[_Exported]) -> frozenset[Cast]:
     pairs = {(source.tensors[e.tensor].dtype.name, e.dtype.name) for e in exported}
     return frozenset((stored, wanted) for stored, wanted in pairs if {stored, wanted} <= set(FLOATING))
-
-
-def _fragments(file: int, entry: _Exported, byte_offset: int, tensor: int) -> Iterator[FragmentRow]:
-    size = entry.dtype.itemsize
-    for box in entry.part.boxes:
-        strides = [stride * size for stride in box.strides]
-        base = byte_offset + box.first_element * size
-        yield fragment_row(tensor, file, entry.dtype, 0, base, box.offset, box.extents, strides)
 
 
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:
