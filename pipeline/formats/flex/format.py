@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
@@ -14,7 +14,6 @@ from paddle_reshard.pipeline.checkpoint.format import (
     FormatOption,
 )
 from paddle_reshard.pipeline.core.choices import MUON
-from paddle_reshard.pipeline.formats.flex.name import AUTO_PARALLEL, FLEX
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.formats.flex.target import FlexTarget
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
+FLEX: Final = "flex"
+AUTO_PARALLEL: Final = "auto-parallel"
 _OPTIONS: Mapping[str, FormatOption] = {
     "files": FormatOption("maximum number of data files per folder. Default: as many as hold 4 GiB each."),
     "paddle_version": FormatOption(
@@ -113,22 +114,7 @@ class DistFormat(Format):
         """Number of files, version of Paddle and names; with a topology, its job too."""
         from paddle_reshard.pipeline.formats.flex.request import parse_by_rank, parse_flex
 
-        if not asked.get("to"):
-            given = {name for name in ("sharding_strategy", "layout") if asked.get(name)}
-            return parse_flex(
-                self.auto_parallel,
-                asked.get("files"),
-                asked.get("paddle_version"),
-                asked.get("target_meta"),
-                given,
-            )
-        return parse_by_rank(
-            asked["to"],
-            asked.get("sharding_strategy"),
-            asked.get("layout"),
-            asked.get("files"),
-            asked.get("paddle_version"),
-        )
+        return parse_by_rank(asked) if asked.get("to") else parse_flex(self.auto_parallel, asked)
 
 
 FORMATS = (

@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.formats.flex.by_rank import PiecesOfRanks
-from paddle_reshard.pipeline.formats.flex.name import FLEX
+from paddle_reshard.pipeline.formats.flex.format import FLEX
 from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, check_flex, small_flex_files
 from paddle_reshard.pipeline.formats.flex.writer import FlexFiles
 from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target

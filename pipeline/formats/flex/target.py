@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
 from paddle_reshard.pipeline.formats.flex.boxes import Box
-from paddle_reshard.pipeline.formats.flex.name import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.formats.flex.format import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.formats.flex.names import (
     AUTO_FOLDER,
     EMA_STATE,

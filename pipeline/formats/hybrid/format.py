@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
@@ -14,7 +14,6 @@ from paddle_reshard.pipeline.checkpoint.format import (
     FormatOption,
 )
 from paddle_reshard.pipeline.core.choices import ADAMW_MINI
-from paddle_reshard.pipeline.formats.hybrid.name import HYBRID, HYBRID_PLAIN
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.formats.hybrid.request import HybridRequest
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
+HYBRID: Final = "hybrid"
+HYBRID_PLAIN: Final = "hybrid-plain"
 _OPTIONS: Mapping[str, FormatOption] = {
     "to": FormatOption(
         "topology of the target job as axis=size,…: tp, pp, vpp, sharding, ep, dp; omitted axes "
@@ -100,16 +101,9 @@ class HybridFormat(Format):
 
     def request(self, asked: Mapping[str, Any]) -> HybridRequest:
         """Topology, sharding strategy, layout, names and Paddle version of the target job."""
-        from paddle_reshard.pipeline.formats.hybrid.request import parse_hybrid
+        from paddle_reshard.pipeline.formats.hybrid.request import HybridRequest
 
-        return parse_hybrid(
-            self.sharded_saving,
-            asked.get("to"),
-            asked.get("sharding_strategy"),
-            asked.get("layout"),
-            asked.get("target_meta"),
-            asked.get("paddle_version"),
-        )
+        return HybridRequest.of(asked, sharded_saving=self.sharded_saving)
 
 
 FORMATS = (

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.format import Entries
-from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
-from paddle_reshard.pipeline.formats.hybrid.name import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
-from paddle_reshard.pipeline.formats.jobs.request import JobRequest, layout_options
+from paddle_reshard.pipeline.formats.jobs.request import JobRequest
 
 
 @dataclass(frozen=True)
@@ -33,27 +29,3 @@ class HybridRequest(JobRequest):
     def target_for(self, source: Checkpoint) -> HybridTarget:
         """The target; settings not requested come from the source or the trainer's defaults."""
         return self.job_for(source, partial(HybridTarget, sharded_saving=self.sharded_saving))
-
-
-def parse_hybrid(
-    sharded_saving: bool,
-    to: str | Mapping[str, int] | Topology | None,
-    strategy: str | None,
-    layout: Entries | None,
-    names: Mapping[str, Mapping[str, str]] | None,
-    paddle_version: str | None = None,
-) -> HybridRequest:
-    """A target job of a topology; ``None``: as :class:`JobRequest` and :class:`LayoutOptions` say.
-
-    Raises
-    ------
-    UsageError
-    """
-    return HybridRequest(
-        Topology.of(to or ""),
-        strategy,
-        layout_options(layout),
-        names,
-        DEFAULT_PADDLE if paddle_version is None else paddle_version,
-        sharded_saving,
-    )

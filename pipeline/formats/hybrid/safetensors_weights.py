@@ -15,7 +15,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.formats.hybrid.name import HYBRID
+from paddle_reshard.pipeline.formats.hybrid.format import HYBRID
 from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS
 from paddle_reshard.pipeline.formats.hybrid.source import read_hybrid
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta

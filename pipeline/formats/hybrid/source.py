@@ -41,7 +41,7 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
     merged_names,
     number_experts,
 )
-from paddle_reshard.pipeline.formats.hybrid.name import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.formats.hybrid.ranks import HALF_DTYPES, Ranks, StoredCell, sort_ranks

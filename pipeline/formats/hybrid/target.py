@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, Rule
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
-from paddle_reshard.pipeline.formats.hybrid.name import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.formats.jobs.checks import check_job
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob

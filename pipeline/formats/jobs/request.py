@@ -10,8 +10,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.format import Entries
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.limits import MAX_BUFFER_MB, MAX_ELEMENTS
-from paddle_reshard.pipeline.core.suggest import did_you_mean
-from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
 from paddle_reshard.pipeline.formats.jobs.checks import check_target, default_strategy
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
@@ -19,6 +18,7 @@ from paddle_reshard.pipeline.formats.sharding import DEFAULT_SEGMENT_ELEMENTS, S
 from paddle_reshard.storage.documents.typed_json import Bounds, EntryError, typed
 
 Job = TypeVar("Job", bound=HybridJob)
+_Request = TypeVar("_Request", bound="JobRequest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,26 @@ class JobRequest:
     """Paddle version that will read it, one of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
 
     def __post_init__(self) -> None:
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise UsageError(
-                f"unknown sharding strategy {self.strategy!r}; known: {', '.join(STRATEGIES)}"
-                f"{did_you_mean(self.strategy, STRATEGIES)}"
-            )
         paddle_release(self.paddle_version)
+
+    @classmethod
+    def of(cls: type[_Request], asked: Mapping[str, Any], **own: Any) -> _Request:
+        """The request of a format's options, as :meth:`Format.request` takes them, and of ``own`` fields.
+
+        Raises
+        ------
+        UsageError
+            If a value is invalid.
+        """
+        layout: Entries | None = asked.get("layout")
+        return cls(
+            topology=Topology.of(asked.get("to") or ""),
+            strategy=asked.get("sharding_strategy"),
+            layout=LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where),
+            names=asked.get("target_meta"),
+            paddle_version=asked.get("paddle_version") or DEFAULT_PADDLE,
+            **own,
+        )
 
     def job_for(
         self,
@@ -157,14 +171,3 @@ class JobRequest:
             source.job.expert_axis == "tp" or source.job.topology is None or source.job.topology.tp == 1
         )
         return "tp" if (by_default if asked is None else asked) else None
-
-
-def layout_options(layout: Entries | None) -> LayoutOptions:
-    """The settings in a file, or the defaults.
-
-    Raises
-    ------
-    UsageError
-        If an entry is unknown or a value is invalid.
-    """
-    return LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
-from paddle_reshard.pipeline.formats.unified.name import UNIFIED
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
     from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
     from paddle_reshard.pipeline.formats.unified.target import UnifiedTarget
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
+
+UNIFIED: Final = "unified"
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,10 @@ class UnifiedFormat(Format):
 
     def request(self, asked: Mapping[str, Any]) -> UnifiedTarget:
         """Number of files; nothing of it depends on the source."""
-        from paddle_reshard.pipeline.formats.unified.request import parse_unified
+        from paddle_reshard.pipeline.formats.unified.target import UnifiedTarget
 
-        return parse_unified(asked.get("files"))
+        files = asked.get("files")
+        return UnifiedTarget() if files is None else UnifiedTarget(files)
 
 
 FORMAT = UnifiedFormat(UNIFIED, "unified checkpoint")

@@ -46,7 +46,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.formats.padding import padded_elements
 from paddle_reshard.pipeline.formats.sharding import Parameter, cut_buffer, not_of_these_ranks, read_buffers
-from paddle_reshard.pipeline.formats.unified.name import UNIFIED
+from paddle_reshard.pipeline.formats.unified.format import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
