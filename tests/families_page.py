@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from paddle_reshard.pipeline.cli.families import HEADINGS, rows
+from paddle_reshard.pipeline.cli.commands.families import HEADINGS, rows
 from paddle_reshard.pipeline.model.rules.families import families
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 

@@ -37,14 +37,14 @@ COMMANDS: Final[Mapping[str, str]] = {
     "verify": "verify",
     "watch": "watch",
 }
-"""Command → the module of this folder that declares a function of the same name."""
+"""Command → the module of ``commands`` that declares a function of the same name."""
 
 
 class CommandsOnDemand(Mapping[str, click.Command]):
     """The commands by name. A command is imported, with its options, when it is looked up."""
 
     def __getitem__(self, name: str) -> click.Command:
-        command: click.Command = getattr(import_module(f"{__package__}.{COMMANDS[name]}"), name)
+        command: click.Command = getattr(import_module(f"{__package__}.commands.{COMMANDS[name]}"), name)
         return command
 
     def __iter__(self) -> Iterator[str]:

@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from paddle_reshard.pipeline.cli import conversion
 from paddle_reshard.pipeline.cli import main as cli
+from paddle_reshard.pipeline.cli.commands import conversion
 from tests.conftest import REPO
 
 SCHEMAS = Path(__file__).parent / "schemas"

@@ -12,8 +12,8 @@ import pytest
 from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
 from paddle_reshard.clusters.ray.environment import chosen_variables
 from paddle_reshard.clusters.ray.jobs import JobRequest, entrypoint_of, metadata_of
-from paddle_reshard.pipeline.cli import conversion
-from paddle_reshard.pipeline.cli.elsewhere import OF_ONE_PROCESS, Request
+from paddle_reshard.pipeline.cli.commands import conversion
+from paddle_reshard.pipeline.cli.commands.elsewhere import OF_ONE_PROCESS, Request
 from paddle_reshard.pipeline.cli.options import Option
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.request.options import Decides

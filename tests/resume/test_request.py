@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from paddle_reshard.pipeline.cli.conversion import convert as convert_command
+from paddle_reshard.pipeline.cli.commands.conversion import convert as convert_command
 from paddle_reshard.pipeline.cli.options import decides
 from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.cli.conversion import convert
-from paddle_reshard.pipeline.cli.elsewhere import Request
+from paddle_reshard.pipeline.cli.commands.conversion import convert
+from paddle_reshard.pipeline.cli.commands.elsewhere import Request
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts

@@ -98,7 +98,7 @@ def test_inspecting_a_local_checkpoint_loads_what_its_format_needs(options: tupl
     assert "pipeline.examine.inspection" in ours
     assert not ours & {
         "clusters",
-        "pipeline.cli.conversion",  # the options of other commands
+        "pipeline.cli.commands.conversion",  # the options of other commands
         "pipeline.request.parse",
         "pipeline.core.mixture",
         "pipeline.indexing.optimizer_steps",
@@ -156,9 +156,9 @@ main()
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_loads_no_further_command(command: str) -> None:
-    declaring = {f"paddle_reshard.pipeline.cli.{module}" for module in COMMANDS.values()}
-    shared = {"paddle_reshard.pipeline.cli.conversion"} if command in ("submit", "watch") else set()
-    own = f"paddle_reshard.pipeline.cli.{COMMANDS[command]}"
+    declaring = {f"paddle_reshard.pipeline.cli.commands.{module}" for module in COMMANDS.values()}
+    shared = {"paddle_reshard.pipeline.cli.commands.conversion"} if command in ("submit", "watch") else set()
+    own = f"paddle_reshard.pipeline.cli.commands.{COMMANDS[command]}"
     assert loaded(command, "--help") & declaring == {own, *shared}
 
 

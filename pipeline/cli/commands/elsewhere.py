@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import click
 from click.core import ParameterSource
 
-from paddle_reshard.pipeline.cli.conversion import convert
+from paddle_reshard.pipeline.cli.commands.conversion import convert
 from paddle_reshard.pipeline.cli.options import WITHOUT_VARIABLES, all_of, decides, given
 from paddle_reshard.pipeline.core.choices import UPLOADS
 from paddle_reshard.pipeline.core.errors import UsageError

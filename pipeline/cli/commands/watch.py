@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from paddle_reshard.pipeline.cli.command import command_of, running
-from paddle_reshard.pipeline.cli.conversion import convert
-from paddle_reshard.pipeline.cli.elsewhere import REPORT, ForConvert, Request, absolute, job_options
+from paddle_reshard.pipeline.cli.commands.conversion import convert
+from paddle_reshard.pipeline.cli.commands.elsewhere import REPORT, ForConvert, Request, absolute, job_options
 from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option, notify_option
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say

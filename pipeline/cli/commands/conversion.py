@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.cards import print_cards
 from paddle_reshard.pipeline.cli.command import answer, running
-from paddle_reshard.pipeline.cli.estimates import estimate_options, print_estimates
+from paddle_reshard.pipeline.cli.commands.cards import print_cards
+from paddle_reshard.pipeline.cli.commands.estimates import estimate_options, print_estimates
 from paddle_reshard.pipeline.cli.json_output import coverage_data, plan_data, simulations_data
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
