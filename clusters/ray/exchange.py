@@ -74,7 +74,7 @@ def _share(
                 for part, offset, content in work.literals
                 if parts[part]
             ),
-        ),
+        ).to_send(),
     )
 
 

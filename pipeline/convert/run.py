@@ -45,7 +45,7 @@ from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.pipeline.request.parse import RunSettings
 from paddle_reshard.pipeline.request.record import session_record
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -365,7 +365,7 @@ def _move(
     writer = QuantisingWriter(stored, quantised.files) if quantised else stored
     done = _Done.before(plan, records)
     observe(Progress(done.resumed_bytes, before=True, groups=done.resumed_groups))
-    with closing(engine.run(plan_work(plan, done.units), source, writer)) as batches:
+    with closing(engine.run(Works(plan, done.units), source, writer)) as batches:
         for reports in batches:
             outputs.note([_record(report) for report in reports])
             for report in reports:

@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.plan import Plan
-from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.groups_ended import groups_ended
@@ -38,7 +38,7 @@ def run_reads(
     """The reports of the groups of a plan of sums, which write nothing."""
     engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     observe(StepStarted("reading", plan.read_bytes, plan.groups, plan.budget_bytes))
-    with closing(engine.run(plan_work(plan), source, NoTarget())) as batches:
+    with closing(engine.run(Works(plan), source, NoTarget())) as batches:
         for reports in batches:
             yield from reports
             for ended in groups_ended(plan, reports):

@@ -10,8 +10,9 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
-from typing import Any, NamedTuple, overload
+from itertools import accumulate
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -96,7 +97,7 @@ class _Reader:
         return block
 
 
-class Literals(Sequence[Literal]):
+class Literals(Iterable[Literal]):
     """Literals in the order in which they were added.
 
     They are not changed once they belong to a target or a plan; a plan clears them when it has run.
@@ -143,29 +144,11 @@ class Literals(Sequence[Literal]):
     def __len__(self) -> int:
         return sum(len(template.offsets) for _, template in self._runs)
 
-    @overload
-    def __getitem__(self, at: int) -> Literal: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[Literal]: ...
-
-    def __getitem__(self, at: int | slice) -> Literal | list[Literal]:
-        if isinstance(at, slice):
-            first, stop, step = at.indices(len(self))
-            if step != 1:
-                return [self[number] for number in range(first, stop, step)]
-            return list(islice(self._from(first), max(stop - first, 0)))
-        return next(self._from(range(len(self))[at]))
-
     def __iter__(self) -> Iterator[Literal]:
-        return self._from(0)
-
-    def _from(self, first: int) -> Iterator[Literal]:
         reader = _Reader(self._content)
         for file, template in self._runs:
-            if first < len(template.offsets):
-                yield from _of_file(file, template, reader, first)
-            first = max(0, first - len(template.offsets))
+            if template.offsets:
+                yield from _of_file(file, template, reader)
 
     def clear(self) -> None:
         """Remove all literals and free their memory."""
@@ -252,9 +235,9 @@ class Literals(Sequence[Literal]):
         return LiteralsByFile(self._runs, self._content)
 
 
-def _of_file(file: int, template: LiteralTemplate, reader: _Reader, first: int) -> Iterator[Literal]:
-    """The literals of a file from number ``first`` on. Contents that lie together are read at once."""
-    offsets, starts, stops = (column[first:] for column in template)
+def _of_file(file: int, template: LiteralTemplate, reader: _Reader) -> Iterator[Literal]:
+    """The literals of a file. Contents that lie together are read at once."""
+    offsets, starts, stops = template
     begin = starts[0]
     if stops[-1] - begin <= BLOCK_BYTES and stops[:-1] == starts[1:]:
         text = reader.read(begin, stops[-1])
@@ -273,8 +256,9 @@ class LiteralsByFile:
         self._reader = _Reader(content, CACHED_BLOCKS)
         self._kept: dict[int, LiteralTemplate] = {}
         for file, template in runs:
-            known = self._kept.get(file)
-            self._kept[file] = _in_order(template if known is None else _both(known, template))
+            if file in self._kept:
+                template = LiteralTemplate(*map(add, self._kept[file], template))
+            self._kept[file] = _in_order(template)
 
     def of_ranges(self, ranges: Iterable[tuple[int, int, int]]) -> LiteralSlices:
         """The parts of literals within ranges ``(file, first byte, one past the last)``; a literal may span several.
@@ -282,31 +266,23 @@ class LiteralsByFile:
         A literal of 10 bytes at offset 100 and the ranges [96, 104) and [104, 112) give two slices: bytes 0:4 at offset
         4 of the first range, and bytes 4:10 at offset 0 of the second.
         """
-        slices = LiteralSlices(self._content)
+        slices: list[_Slice] = []
         for number, (file, start, stop) in enumerate(ranges):
-            template = self._kept.get(file)
-            if template is None:
+            if file not in self._kept:
                 continue
-            first = bisect_right(template.offsets, start)
-            while first and template.offsets[first - 1] + _length(template, first - 1) > start:
+            offsets, starts, stops = self._kept[file]
+            first = bisect_right(offsets, start)
+            while first and offsets[first - 1] + stops[first - 1] - starts[first - 1] > start:
                 first -= 1
-            for index in range(first, bisect_left(template.offsets, stop)):
-                offset, begin = template.offsets[index], template.starts[index]
-                low, high = max(offset, start), min(offset + _length(template, index), stop)
-                slices.add(number, low - start, begin + low - offset, begin + high - offset)
-        return slices
+            for index in range(first, bisect_left(offsets, stop)):
+                offset, begin = offsets[index], starts[index]
+                low, high = max(offset, start), min(offset + stops[index] - begin, stop)
+                slices.append((number, low - start, begin + low - offset, begin + high - offset))
+        return LiteralSlices(self._content, slices)
 
     def read(self, slices: LiteralSlices) -> Iterator[Literal]:
         """The contents of ``slices``, from blocks that are shared by all such calls of one thread."""
         return slices.read_by(self._reader)
-
-
-def _length(template: LiteralTemplate, index: int) -> int:
-    return template.stops[index] - template.starts[index]
-
-
-def _both(first: LiteralTemplate, second: LiteralTemplate) -> LiteralTemplate:
-    return LiteralTemplate(*(a + b for a, b in zip(first, second, strict=True)))
 
 
 def _in_order(template: LiteralTemplate) -> LiteralTemplate:
@@ -317,56 +293,36 @@ def _in_order(template: LiteralTemplate) -> LiteralTemplate:
     return LiteralTemplate(*(array("q", np.array(column)[order].tobytes()) for column in template))
 
 
-class LiteralSlices(Sequence[Literal]):
+_Slice = tuple[int, int, int, int]
+"""Number of a range, byte offset in it, and the first byte of the text and one past the last."""
+
+
+class LiteralSlices(Iterable[Literal]):
     """Parts of literals: number of a range, byte offset in it, and bytes; in the order of the ranges.
 
     They share the text of the original literals; only their own bytes are pickled.
     """
 
-    __slots__ = ("_content", "_numbers", "_offsets", "_starts", "_stops")
+    __slots__ = ("_content", "_slices")
 
-    def __init__(self, content: _Text) -> None:
-        self._content = content
-        self._numbers, self._offsets = array("q"), array("q")
-        self._starts, self._stops = array("q"), array("q")
-
-    def add(self, number: int, offset: int, start: int, stop: int) -> None:
-        """Add bytes ``[start, stop)`` of the text."""
-        self._numbers.append(number)
-        self._offsets.append(offset)
-        self._starts.append(start)
-        self._stops.append(stop)
+    def __init__(self, content: _Text, slices: Sequence[_Slice]) -> None:
+        self._content, self._slices = content, slices
 
     def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, at: int) -> Literal: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[Literal]: ...
-
-    def __getitem__(self, at: int | slice) -> Literal | list[Literal]:
-        return list(self)[at]
+        return len(self._slices)
 
     def __iter__(self) -> Iterator[Literal]:
         return self.read_by(_Reader(self._content))
 
     def read_by(self, reader: _Reader) -> Iterator[Literal]:
         """Number of the range, offset in it and content of each slice, by a reader that may have blocks already."""
-        for number, offset, start, stop in zip(
-            self._numbers, self._offsets, self._starts, self._stops, strict=True
-        ):
-            yield number, offset, reader.read(start, stop)
+        return ((number, offset, reader.read(start, stop)) for number, offset, start, stop in self._slices)
 
-    def number(self, index: int) -> int:
-        """The number of the range of the slice at ``index``."""
-        return self._numbers[index]
-
-    def within(self, most_bytes: int) -> int:
-        """How many of the first slices have at most ``most_bytes`` together."""
-        sizes = np.array(self._stops, dtype=np.int64) - np.array(self._starts, dtype=np.int64)
-        return int(np.searchsorted(np.cumsum(sizes), most_bytes, side="right"))
+    def first_beyond(self, most_bytes: int) -> int | None:
+        """The range of the first slice with which they have more than ``most_bytes``; ``None`` if they do not."""
+        ends = list(accumulate(stop - start for *_, start, stop in self._slices))
+        index = bisect_right(ends, most_bytes)
+        return None if index == len(ends) else self._slices[index][0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Literals, (tuple(self),)
+        return tuple, (tuple(self),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape
@@ -165,6 +166,10 @@ class Tensor:
             )
         if any(extent < 0 for extent in self.global_shape):
             raise CheckpointError(f"{self.label}: negative extent in shape {self.global_shape}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without a dict of fields, which takes three times as long: workers are sent very many tensors."""
+        return Tensor, (self.key, self.state, self.dtype, self.global_shape, self.aliases)
 
     @property
     def label(self) -> str:

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.planning.compare import SIDE_A, SIDE_B, Comparison,
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.pipeline.request.inputs import given_inputs
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import DiffOptions
@@ -254,7 +254,7 @@ def _measured(
     pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
     observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
     parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
-    with closing(engine.measure(plan_work(plan), pair, tolerance)) as reports:
+    with closing(engine.measure(Works(plan), pair, tolerance)) as reports:
         for report in reports:
             for number, statistics in report.statistics:
                 parts[number].append((report.group, statistics))

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
-from paddle_reshard.pipeline.planning.match import match
+from paddle_reshard.pipeline.planning.match import match, source_side
 from paddle_reshard.pipeline.planning.ops import (
     CHECK,
     HOLD,
@@ -129,13 +129,7 @@ def master_checks_of_loaded(whole: Catalog, loaded: Fragments) -> MasterChecks |
 
 def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
     """The ``fragments`` cut to the boxes; fragments of tensors without a box stay whole."""
-    ops = match(fragments, boxes, {})
-    inside = Fragments.empty(len(ops))
-    for column in ("tensor", "offset", "extents"):
-        inside[column] = ops[column]
-    inside["byte_base"] = ops["source_byte"]
-    for column in ("file", "dtype", "strides"):
-        inside[column] = ops[f"source_{column}"]
+    inside = source_side(match(fragments, boxes, {}))
     untouched = fragments[~np.isin(fragments["tensor"], boxes["tensor"])]
     return Fragments.joined([inside, untouched])
 

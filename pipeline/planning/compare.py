@@ -5,8 +5,9 @@ An implied parameter counts as the cast of its master weight; padding is ignored
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import Tensor
+from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.checks import master_checks
 from paddle_reshard.pipeline.planning.match import match, source_tensors
 from paddle_reshard.pipeline.planning.ops import COMPARE, DIFFER, Ops
@@ -64,30 +65,11 @@ def plan_comparison(
     subset
         Whether ``b`` may lack tensors that ``a`` has.
     """
-    ids_a = _chosen(a.tensors, states)
-    partner = _partners(a.tensors, b.tensors)[ids_a]
-    ids_b = _chosen(b.tensors, states)
-    lone = ids_b[~np.isin(ids_b, partner)]
-    differences = [
-        Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist() if not subset
-    ]
-    differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
-    same = partner >= 0
-    for i in np.flatnonzero(same).tolist():
-        id_a, id_b = int(ids_a[i]), int(partner[i])
-        if a.tensors.dtype(id_a) != b.tensors.dtype(id_b) or a.tensors.shape(id_a) != b.tensors.shape(id_b):
-            differences.append(_unlike(a.tensors[id_a], b.tensors[id_b]))
-            same[i] = False
-    ids_a, ids_b = ids_a[same], partner[same]
-    order = a.tensors.order(ids_a)
-    ids_a, ids_b = ids_a[order], ids_b[order]
-    tensors = Tensors(a.tensors[tensor] for tensor in ids_a.tolist())
+    same = None if states is None else {state: state for state in states}
+    common = _in_common(a.tensors, b.tensors, same, subset=subset)
     if not settings.compare_replicas:
         a, b = (replace(side, fragments=side.fragments[side.fragments["replica"] == 0]) for side in (a, b))
-    ops = _comparisons(a, b, ids_a, ids_b)
-    files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
-    plan = plan_comparisons(ops, tensors, files, settings)
-    return Comparison(tuple(sorted(differences, key=lambda d: d.tensor)), plan, len(tensors))
+    return _planned(_comparisons(a, b, common), a, b, common, settings)
 
 
 def plan_differences(
@@ -98,43 +80,58 @@ def plan_differences(
     ``states`` maps states of ``a`` to the states of ``b`` that they are compared with; ``None`` for all, each with the
     same. Dtypes may differ, shapes may not.
     """
-    ids_a = _chosen(a.tensors, None if states is None else states.keys())
-    partners = [_partner(a.tensors, number, b.tensors, states) for number in ids_a.tolist()]
-    partner = np.array(partners, dtype=np.int64)
-    ids_b = _chosen(b.tensors, None if states is None else set(states.values()))
-    lone = ids_b[~np.isin(ids_b, partner)]
-    differences = [Difference(a.tensors[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist()]
-    differences += [Difference(b.tensors[i].label, ONLY_IN_B) for i in lone.tolist()]
-    same = partner >= 0
-    for i in np.flatnonzero(same).tolist():
-        tensor_a, tensor_b = a.tensors[int(ids_a[i])], b.tensors[int(partner[i])]
-        if tensor_a.global_shape != tensor_b.global_shape:
-            differences.append(_unlike(tensor_a, tensor_b))
-            same[i] = False
-    ids_a, ids_b = ids_a[same], partner[same]
-    order = a.tensors.order(ids_a)
-    ids_a, ids_b = ids_a[order], ids_b[order]
-    tensors = Tensors(a.tensors[tensor] for tensor in ids_a.tolist())
+    common = _in_common(a.tensors, b.tensors, states, any_dtype=True)
     chunks = [Ops.empty()]
-    sides = _Side(a, ids_a, 0), _Side(b, ids_b, len(a.files))
-    for first in range(0, len(ids_a), _BLOCK_TENSORS):
-        rows = np.arange(first, min(first + _BLOCK_TENSORS, len(ids_a)))
+    sides = _Side(a, common.a, 0), _Side(b, common.b, len(a.files))
+    for first in range(0, len(common.a), _BLOCK_TENSORS):
+        rows = np.arange(first, min(first + _BLOCK_TENSORS, len(common.a)))
         side_a, side_b = (side.rows(rows)[0] for side in sides)
         chunks.append(match(side_a, side_b, {}, kind=DIFFER))
-    files = _prefixed(SIDE_A, a.files) + _prefixed(SIDE_B, b.files)
-    plan = plan_comparisons(Ops.joined(chunks), tensors, files, settings)
-    others = ((n, b.tensors.dtype(tensor)) for n, tensor in enumerate(ids_b.tolist()))
-    measured = {n: dtype for n, dtype in others if dtype != tensors.dtype(n)}
-    return Comparison(
-        tuple(sorted(differences, key=lambda d: d.tensor)), replace(plan, measured=measured), len(tensors)
-    )
+    comparison = _planned(Ops.joined(chunks), a, b, common, settings)
+    pairs = zip(a.tensors.dtypes[common.a].tolist(), b.tensors.dtypes[common.b].tolist(), strict=True)
+    measured = {n: DTYPES[of_b] for n, (of_a, of_b) in enumerate(pairs) if of_a != of_b}
+    return replace(comparison, plan=replace(comparison.plan, measured=measured))
 
 
-def _partner(a: Tensors, number: int, b: Tensors, states: Mapping[str, str] | None) -> int:
-    """The number of the tensor that a tensor of ``a`` is compared with, or -1."""
-    key, state = a.identity(number)
-    found = b.find(key, state if states is None else states[state])
-    return -1 if found is None else found
+class _Common(NamedTuple):
+    """Tensors that two sides have in common, by key and state, and how the others differ."""
+
+    a: Ints
+    b: Ints
+    """The numbers of the same tensors on the second side."""
+    differences: list[Difference]
+
+
+def _in_common(
+    a: Tensors, b: Tensors, states: Mapping[str, str] | None, subset: bool = False, any_dtype: bool = False
+) -> _Common:
+    ids_a = _chosen(a, states)
+    ids_b = _chosen(b, None if states is None else states.values())
+    identities = map(a.identity, ids_a.tolist())
+    numbers = (b.find(key, state if states is None else states[state]) for key, state in identities)
+    partner = np.array([-1 if number is None else number for number in numbers], dtype=np.int64)
+    lone = ids_b[~np.isin(ids_b, partner)]
+    differences = [Difference(a[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist() if not subset]
+    differences += [Difference(b[i].label, ONLY_IN_B) for i in lone.tolist()]
+    same = partner >= 0
+    for i in np.flatnonzero(same).tolist():
+        id_a, id_b = int(ids_a[i]), int(partner[i])
+        if a.shape(id_a) != b.shape(id_b) or not (any_dtype or a.dtype(id_a) == b.dtype(id_b)):
+            sides = ((a[id_a], "A"), (b[id_b], "B"))
+            unlike = (f"{tensor.dtype.name} {tensor.global_shape} in {side}" for tensor, side in sides)
+            differences.append(Difference(a[id_a].label, ", ".join(unlike)))
+            same[i] = False
+    ids_a, ids_b = ids_a[same], partner[same]
+    order = a.order(ids_a)
+    return _Common(ids_a[order], ids_b[order], sorted(differences, key=lambda d: d.tensor))
+
+
+def _planned(ops: Ops, a: Catalog, b: Catalog, common: _Common, settings: PlanSettings) -> Comparison:
+    tensors = Tensors(a.tensors[number] for number in common.a.tolist())
+    sides = ((SIDE_A, a.files), (SIDE_B, b.files))
+    files = tuple(File(side + file.path, file.size_bytes) for side, files in sides for file in files)
+    plan = plan_comparisons(ops, tensors, files, settings)
+    return Comparison(tuple(common.differences), plan, len(tensors))
 
 
 def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison:
@@ -157,26 +154,9 @@ def _chosen(tensors: Tensors, states: Collection[str] | None) -> Ints:
     return np.fromiter(numbers, dtype=np.int64)
 
 
-def _partners(a: Tensors, b: Tensors) -> Ints:
-    """For each tensor of ``a`` the number of the same tensor in ``b``, or -1."""
-    numbers = (b.find(*a.identity(number)) for number in range(len(a)))
-    return np.fromiter((-1 if number is None else number for number in numbers), dtype=np.int64, count=len(a))
-
-
-def _unlike(tensor_a: Tensor, tensor_b: Tensor) -> Difference:
-    sides = (
-        f"{tensor.dtype.name} {tensor.global_shape} in {side}"
-        for tensor, side in ((tensor_a, "A"), (tensor_b, "B"))
-    )
-    return Difference(tensor_a.label, ", ".join(sides))
-
-
-def _prefixed(side: str, files: Iterable[File]) -> tuple[File, ...]:
-    return tuple(File(side + file.path, file.size_bytes) for file in files)
-
-
-def _comparisons(a: Catalog, b: Catalog, ids_a: Ints, ids_b: Ints) -> Ops:
+def _comparisons(a: Catalog, b: Catalog, common: _Common) -> Ops:
     """Ops that compare the common tensors of ``a`` and ``b``, and the copies within each side."""
+    ids_a, ids_b, _ = common
     compared = ~(_follows_from_master(a, ids_a) & _follows_from_master(b, ids_b))
     sides = _Side(a, ids_a, 0), _Side(b, ids_b, len(a.files))
     chunks: tuple[list[Ops], ...] = ([Ops.empty()], [Ops.empty()], [Ops.empty()])

@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import Together
 from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
-from paddle_reshard.pipeline.planning.cut import Pieces, cut, outermost, reach, torn
+from paddle_reshard.pipeline.planning.cut import cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes, unions
@@ -59,6 +59,22 @@ class _Atoms(NamedTuple):
     def measured(cls, ops: Ops, number: Ints) -> _Atoms:
         return cls(number, _made_bytes(ops, number), _read_bytes(ops, number))
 
+    @classmethod
+    def joined(cls, several: list[_Atoms]) -> _Atoms:
+        """All of these, one after the other; a number below 0 is that of an op that is left out."""
+        before = np.cumsum([0, *(len(atoms.made) for atoms in several)])
+        numbers = (
+            np.where(atoms.number < 0, before[-1], atoms.number + first)
+            for atoms, first in zip(several, before[:-1], strict=True)
+        )
+        made, read = (np.concatenate([atoms[side] for atoms in several]) for side in (1, 2))
+        return cls(np.concatenate(list(numbers)), made, read)
+
+    def only(self, chosen: Flags) -> _Atoms:
+        """Some of them; ops of the others get the number -1."""
+        number = np.where(chosen, np.cumsum(chosen) - 1, -1)
+        return _Atoms(number[self.number], self.made[chosen], self.read[chosen])
+
     def renumbered(self, new: Ints) -> _Atoms:
         """The same atoms, of which each has another number."""
         made, read = np.empty_like(self.made), np.empty_like(self.read)
@@ -97,11 +113,7 @@ def group_ops(
         rank = np.zeros(len(probes) + len(ops), dtype=np.int64)
     if len(probes):
         alone = _Atoms.measured(probes, np.arange(len(probes)))
-        atoms = _Atoms(
-            np.concatenate([alone.number, atoms.number + len(probes)]),
-            np.concatenate([alone.made, atoms.made]),
-            np.concatenate([alone.read, atoms.read]),
-        )
+        atoms = _Atoms.joined([alone, atoms])
         ops = Ops.joined([probes, ops])
     if together is not None:
         atoms = _Atoms.measured(ops, _kept_together(ops, atoms.number, together))
@@ -250,49 +262,34 @@ def _cut_large(
     ⌈200 / 32⌉ = 7 stretches: six of ⌈800 / 7⌉ = 115 rows (28.75 MiB) and one of 110. In a target stored column by
     column each stretch would be 115 scattered elements of every column: such an atom is cut along its columns instead.
     """
-    none = np.zeros(0, dtype=np.int64)
     if not len(ops):
+        none = np.zeros(0, dtype=np.int64)
         return ops, _Atoms(none, none, none), none, False
     measured = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
     rank, pieces_rank = measured.number, len(measured.made)
-    whole, done = ops, [Ops.empty()]
-    kept: list[_Atoms] = []
-    numbered, rereads = 0, False
-    used = np.full(len(measured.made), MAX_DIMS)
+    cuts = _choose_cuts(ops, measured, np.full(pieces_rank, MAX_DIMS), files, memory, together)
+    if not cuts.chosen.any():
+        return ops, measured, rank, False
+    # Nearly all ops stay as they are: these are not moved.
+    kept, rereads = [measured.only(~cuts.chosen)], cuts.rereads
+    large = np.flatnonzero(cuts.chosen[rank])
+    large = large[order_of(rank[large])]
+    whole, ops, atoms = ops, ops[large], rank[large]
+    rank[large] = pieces_rank + 1
+    done = [Ops.empty()]
     while len(ops):
-        atoms = measured.number
-        chosen, dims, rereading, counts, steps = _choose_cuts(ops, measured, used, files, memory, together)
-        if not kept and not chosen.any():
-            return ops, measured, rank, False
-        rereads |= bool((chosen & rereading).any())
-        numbers = np.where(chosen, -1, np.cumsum(~chosen) - 1 + numbered)
-        sizes = measured.made[~chosen], measured.read[~chosen]
-        numbered += len(sizes[0])
-        if not kept:  # nearly all ops stay as they are: these are not moved
-            kept.append(_Atoms(numbers[atoms], *sizes))
-            large = np.flatnonzero(chosen[atoms])
-            large = large[order_of(atoms[large])]
-            ops, atoms = ops[large], atoms[large]
-            rank[large] = pieces_rank + 1
-        else:
-            keep = ~chosen[atoms]
-            kept.append(_Atoms(numbers[atoms[keep]], *sizes))
-            atoms = atoms[~keep]
-            enough, ops = ops.split(keep)
-            done.append(enough)
-        if len(ops):
-            pieces = _cut_evenly(ops, atoms, np.where(chosen, dims, 0), counts, steps)
-            parents = atoms[pieces.origin]
-            ops = pieces.ops
-            atoms = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
-            used = np.zeros(int(atoms.max()) + 1, dtype=np.int64)
-            used[atoms] = dims[parents]
-            del pieces, parents
-            measured = _Atoms.measured(ops, atoms)
-    number, made, read = (np.concatenate(column) for column in zip(*kept, strict=True))
-    number[number < 0] = len(made)
-    rank = np.concatenate([rank, np.full(len(number) - len(whole), pieces_rank)])
-    return Ops.joined([whole, *done]), _Atoms(number, made, read), rank, rereads
+        ops, atoms, parents, _ = _cut_evenly(ops, atoms, cuts.dim, cuts.stretches, cuts.steps)
+        measured = _Atoms.measured(ops, atoms)
+        cuts = _choose_cuts(ops, measured, cuts.dim[parents], files, memory, together)
+        rereads |= cuts.rereads
+        stays = ~cuts.chosen[atoms]
+        kept.append(measured._replace(number=atoms[stays]).only(~cuts.chosen))
+        atoms = atoms[~stays]
+        enough, ops = ops.split(stays)
+        done.append(enough)
+    joined = _Atoms.joined(kept)
+    rank = np.concatenate([rank, np.full(len(joined.number) - len(whole), pieces_rank)])
+    return Ops.joined([whole, *done]), joined, rank, rereads
 
 
 class _Cuts(NamedTuple):
@@ -300,9 +297,9 @@ class _Cuts(NamedTuple):
 
     chosen: Flags
     dim: Ints
-    """``MAX_DIMS`` if it cannot be cut."""
-    rereads: Flags
-    """Whether bytes would be read several times."""
+    """Along which it is cut; 0 if it is not."""
+    rereads: bool
+    """Whether bytes will be read several times."""
     stretches: Ints
     """Into about how many."""
     steps: Ints
@@ -321,40 +318,33 @@ def _choose_cuts(
     if 2 * int(files.smallest_part.sum()) > least:
         together_bytes = _smallest_together(ops, atoms, files, count)
     goal = np.clip(2 * together_bytes, least, max(most, 1))
-    kind = _cut_dims(ops, atoms, size > goal)
+    dim, rereads = _cut_dims(ops, atoms, size > goal)
     # A second dim, or one that makes bytes be read again, is a last resort.
-    again = (used < MAX_DIMS) & (kind.dim != used) | kind.rereads
-    chosen = (kind.dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
+    again = (used < MAX_DIMS) & (dim != used) | rereads
+    chosen = (dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
     steps = np.ones(count, dtype=np.int64)
     if together is not None:
         steps[atoms[unit_of(ops, together) >= 0]] = together.rows
         low, high = reach(ops, atoms, count)
-        chosen &= (high - low)[np.arange(count), np.where(chosen, kind.dim, 0)] > steps
-    goal = np.where(kind.rereads, max(most, 1), goal)
-    return _Cuts(chosen, kind.dim, kind.rereads, -(-size // np.maximum(goal, 1)), steps)
+        chosen &= (high - low)[np.arange(count), np.where(chosen, dim, 0)] > steps
+    stretches = -(-size // np.maximum(np.where(rereads, max(most, 1), goal), 1))
+    return _Cuts(chosen, np.where(chosen, dim, 0), bool((chosen & rereads).any()), stretches, steps)
 
 
-class _CutDims(NamedTuple):
-    """How each atom can be cut."""
+def _cut_dims(ops: Ops, atoms: Ints, large: Flags) -> tuple[Ints, Flags]:
+    """The dim along which each ``large`` atom can be cut, ``MAX_DIMS`` if it cannot, or is not large.
 
-    dim: Ints
-    """``MAX_DIMS`` if it cannot be cut."""
-    rereads: Flags
-    """Whether the pieces would interleave in a source file, so that bytes are read several times."""
-
-
-def _cut_dims(ops: Ops, atoms: Ints, large: Flags) -> _CutDims:
-    """How each atom that is ``large`` can be cut; the others are not looked at."""
+    And whether its pieces would interleave in a source file, so that bytes are read several times.
+    """
     dim, rereads = np.full(len(large), MAX_DIMS), np.zeros(len(large), dtype=bool)
     rows = np.flatnonzero(large[atoms])
     if len(rows):
         number = np.cumsum(large) - 1
-        of_large = _cut_dims_of_all(ops[rows], number[atoms[rows]], int(number[-1]) + 1)
-        dim[large], rereads[large] = of_large
-    return _CutDims(dim, rereads)
+        dim[large], rereads[large] = _cut_dims_of_all(ops[rows], number[atoms[rows]], int(number[-1]) + 1)
+    return dim, rereads
 
 
-def _cut_dims_of_all(ops: Ops, atoms: Ints, count: int) -> _CutDims:
+def _cut_dims_of_all(ops: Ops, atoms: Ints, count: int) -> tuple[Ints, Flags]:
     possible = _extends(ops, atoms, count) & ~torn(ops, atoms, count, target=True)
     harmless = possible & ~torn(ops, atoms, count, target=False)
     first = np.where(possible.any(axis=1), possible.argmax(axis=1), MAX_DIMS)
@@ -365,7 +355,7 @@ def _cut_dims_of_all(ops: Ops, atoms: Ints, count: int) -> _CutDims:
         writes = np.zeros(count, dtype=bool)
         writes[atoms[ops["kind"] == MOVE]] = True
         best = np.where(rereads & ~writes, _widest_dims(ops, atoms, count), best)
-    return _CutDims(best.astype(np.int64), rereads)
+    return best.astype(np.int64), rereads
 
 
 def _widest_dims(ops: Ops, atoms: Ints, count: int) -> Ints:
@@ -387,8 +377,14 @@ def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
     return extended
 
 
-def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints | int = 1) -> Pieces:
-    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches, each a ``multiple`` long."""
+def _cut_evenly(
+    ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints | int = 1
+) -> tuple[Ops, Ints, Ints, Ints]:
+    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches, each a ``multiple`` long.
+
+    Returns the pieces; the new owner of each, as many as there are stretches; the old owner of each new one; and the op
+    that each piece was cut from.
+    """
     along = dim[owners]
     start = ops.along_each("offset", along)
     low, high = np.full(len(dim), np.iinfo(np.int64).max), np.zeros(len(dim), dtype=np.int64)
@@ -396,7 +392,12 @@ def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints |
     np.maximum.at(high, owners, start + ops.along_each("extents", along))
     step = np.maximum(1, -(-np.maximum(high - low, 1) // np.maximum(count, 1)))
     step = -(-step // multiple) * multiple
-    return cut(ops, along, low[owners], step[owners])
+    pieces = cut(ops, along, low[owners], step[owners])
+    parents = owners[pieces.origin]
+    new = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+    old = np.zeros(int(new.max()) + 1, dtype=np.int64)
+    old[new] = parents
+    return pieces.ops, new, old, pieces.origin
 
 
 def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> Ints:
@@ -583,10 +584,9 @@ def _cut_for_reading(ops: Ops, groups: Ints, most: Ints) -> tuple[Ops, Ints, Int
         numbered += int(kept.max(initial=-1)) + 1
         ops, groups, clusters = ops[~keep], groups[~keep], clusters[~keep]
         if len(ops):
-            pieces = _cut_evenly(ops, clusters, possible.argmax(axis=1), -(-size // wanted))
-            parents = clusters[pieces.origin]
-            ops, groups = pieces.ops, groups[pieces.origin]
-            clusters = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
+            dims = possible.argmax(axis=1)
+            ops, clusters, _, origin = _cut_evenly(ops, clusters, dims, -(-size // wanted))
+            groups = groups[origin]
     return (
         Ops.joined([ops for ops, _, _ in done]),
         np.concatenate([groups for _, groups, _ in done]),

@@ -211,6 +211,17 @@ def match(source: Fragments, target: Fragments, implied: Mapping[int, int], kind
     return _described([(kind, _meeting(source, target, implied))])
 
 
+def source_side(ops: Ops) -> Fragments:
+    """What ops read from their source, as fragments of their tensors."""
+    fragments = Fragments.empty(len(ops))
+    for column in ("tensor", "offset", "extents"):
+        fragments[column] = ops[column]
+    fragments["byte_base"] = ops["source_byte"]
+    for column in ("file", "dtype", "strides"):
+        fragments[column] = ops[f"source_{column}"]
+    return fragments
+
+
 def _described(pairs_by_kind: Sequence[tuple[int, _Pairs]]) -> Ops:
     """The ops of all pairs, kind by kind."""
     chunks = [Ops.empty()]

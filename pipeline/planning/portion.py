@@ -8,7 +8,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.planning.match import match, source_tensors
+from paddle_reshard.pipeline.planning.match import match, source_side, source_tensors
 
 
 def source_of(catalog: Catalog, boxes: Fragments) -> Catalog:
@@ -33,13 +33,8 @@ def source_of(catalog: Catalog, boxes: Fragments) -> Catalog:
         return replace(catalog, fragments=fragments)
     wanted = boxes.copy()
     wanted["tensor"] = needed
-    ops = match(fragments[~first], _distinct(wanted), {})
-    copies = Fragments.empty(len(ops))
-    copies["tensor"], copies["replica"], copies["byte_base"] = ops["tensor"], 1, ops["source_byte"]
-    for column in ("offset", "extents"):
-        copies[column] = ops[column]
-    for column in ("file", "dtype", "strides"):
-        copies[column] = ops[f"source_{column}"]
+    copies = source_side(match(fragments[~first], _distinct(wanted), {}))
+    copies["replica"] = 1
     return replace(catalog, fragments=Fragments.joined([fragments[first], copies]))
 
 

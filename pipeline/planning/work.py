@@ -5,21 +5,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
-from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literal, LiteralSlices
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
-from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
+
+V = TypeVar("V")
 
 GROUPS_AT_A_TIME = 2
 """Groups that a cluster worker runs at a time, if its memory allows: a group waits for storage half of the time."""
@@ -42,10 +43,10 @@ class GroupWork:
     parts: Parts
     ops: Ops
     """A view of the plan's ops."""
-    literals: Sequence[Literal]
+    literals: Iterable[Literal]
     """``(index into parts, byte offset in the part, bytes)``, sorted by part."""
-    tensors: Mapping[int, Tensor]
-    """Tensor number → tensor, at least for the tensors in ``ops``."""
+    tensors: Mapping[int, Tensor] | Sequence[Tensor]
+    """By tensor number, at least the tensors in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
     allow_master_drift: bool = False
@@ -54,7 +55,7 @@ class GroupWork:
     summed: Mapping[int, tuple[int, int]] | None = None
     """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, at least for the tensors in ``ops``."""
     measured: Mapping[int, DType] | None = None
-    """As in the plan. Differences are measured in the process that plans, so batches lack it."""
+    """As in the plan."""
 
     @property
     def label(self) -> str:
@@ -62,6 +63,11 @@ class GroupWork:
         if len(self.ops):
             return self.tensors[int(self.ops["tensor"][0])].label
         return self.target_paths[int(self.parts["file"][0])] if len(self.parts) else "nothing"
+
+    def to_send(self) -> GroupWork:
+        """The same, of all tensors only those in ``ops``; differences are measured in the process that plans."""
+        tensors = {number: self.tensors[number] for number in distinct(self.ops["tensor"]).tolist()}
+        return replace(self, tensors=tensors, measured=None)
 
 
 class Works(Iterable[GroupWork]):
@@ -104,36 +110,37 @@ class Works(Iterable[GroupWork]):
 
     def work(self, group: int) -> GroupWork:
         """One group."""
-        parts = self.plan.parts[self._part_first[group] : self._part_first[group + 1]]
-        return self._as_one(group, group + 1, self._literals.of_ranges(_ranges(parts)))
+        return self._as_one(group, group + 1, self._literals_of(group, group + 1))
 
-    def _as_one(self, first: int, stop: int, literals: Sequence[Literal]) -> GroupWork:
+    def _as_one(self, first: int, stop: int, literals: Iterable[Literal]) -> GroupWork:
         """The groups from ``first`` up to ``stop``, whose parts have these literals, as if they were one."""
         plan = self.plan
         ops = plan.ops[self._op_first[first] : self._op_first[stop]]
         bands = plan.bands[self._band_first[first] : self._band_first[stop]]
         parts = plan.parts[self._part_first[first] : self._part_first[stop]]
-        tensors = distinct(ops["tensor"])
+        copied = parts["source_file"][parts["source_file"] != MADE]
+        tensors = distinct(ops["tensor"]).tolist() if plan.mixtures or plan.summed else ()
         return GroupWork(
             group=first,
-            source_paths=_paths(plan.source_files, _sources(bands, parts)),
+            source_paths=_paths(plan.source_files, np.concatenate([bands["file"], copied])),
             target_paths=_paths(plan.target_files, parts["file"]),
             bands=bands,
             parts=parts,
             ops=ops,
             literals=literals,
-            tensors=_Chosen(plan.tensors, tensors),
+            tensors=plan.tensors,
             peak_bytes=int(plan.group_peaks[first:stop].max()),
             allow_replica_drift=plan.allow_replica_drift,
             allow_master_drift=plan.allow_master_drift,
-            mixtures=_mixtures(plan, tensors),
-            summed=_summed(plan, tensors),
+            mixtures=_only(tensors, plan.mixtures),
+            summed=None if plan.summed is None else _only(tensors, plan.summed),
             measured=plan.measured,
         )
 
     def _literals_of(self, first: int, stop: int) -> LiteralSlices:
         parts = self.plan.parts[self._part_first[first] : self._part_first[stop]]
-        return self._literals.of_ranges(_ranges(parts))
+        columns = (parts[name].tolist() for name in ("file", "start", "stop"))
+        return self._literals.of_ranges(zip(*columns, strict=True))
 
     def _end_of_batch(self, groups: range) -> tuple[int, LiteralSlices]:
         """One past the last group of a batch that begins with ``groups``, and the literals of its parts."""
@@ -145,10 +152,10 @@ class Works(Iterable[GroupWork]):
         )
         stop = max(stop, first + 1)
         literals = self._literals_of(first, stop)
-        if (enough := literals.within(MOST_LITERAL_BYTES)) == len(literals) or stop == first + 1:
+        if (too_much := literals.first_beyond(MOST_LITERAL_BYTES)) is None or stop == first + 1:
             return stop, literals
         # The group of the first literal that is too much waits for the next batch.
-        part = self._part_first[first] + literals.number(enough)
+        part = self._part_first[first] + too_much
         stop = max(first + 1, int(np.searchsorted(self._part_first, part, side="right")) - 1)
         return stop, self._literals_of(first, stop)
 
@@ -161,11 +168,8 @@ class Works(Iterable[GroupWork]):
             tuple((at[first : stop + 1] - at[first]).tolist())
             for at in (self._op_first, self._band_first, self._part_first)
         )
-        tensors = tuple((number, _packed(self.plan.tensors[number])) for number in whole.tensors)
         peaks = tuple(self.plan.group_peaks[first:stop].tolist())
-        return WorkBatch(
-            range(first, stop), replace(whole, tensors={}, measured=None), firsts, tensors, peaks
-        )
+        return WorkBatch(range(first, stop), whole.to_send(), firsts, peaks)
 
 
 @dataclass(frozen=True)
@@ -174,22 +178,19 @@ class WorkBatch(Iterable[GroupWork]):
 
     groups: range
     whole: GroupWork
-    """All of them as if they were one, without its tensors."""
+    """All of them as if they were one."""
     firsts: tuple[tuple[int, ...], ...]
     """Index of the first op, band and part of each group, and one past the last of all."""
-    tensors: tuple[tuple[int, _Packed], ...]
     peaks: tuple[int, ...]
 
     def __iter__(self) -> Iterator[GroupWork]:
-        whole = replace(self.whole, tensors={number: _unpacked(packed) for number, packed in self.tensors})
-        literal_parts = [part for part, _, _ in whole.literals]
+        whole, all_literals = self.whole, tuple(self.whole.literals)
+        literal_parts = [part for part, _, _ in all_literals]
         for index, group in enumerate(self.groups):
             (op, op_stop), (band, band_stop), (part, part_stop) = (
                 at[index : index + 2] for at in self.firsts
             )
-            literals = whole.literals[
-                bisect_left(literal_parts, part) : bisect_left(literal_parts, part_stop)
-            ]
+            literals = all_literals[bisect_left(literal_parts, part) : bisect_left(literal_parts, part_stop)]
             yield replace(
                 whole,
                 group=group,
@@ -201,71 +202,9 @@ class WorkBatch(Iterable[GroupWork]):
             )
 
 
-_Packed = tuple[str, str, int, Shape, tuple[str, ...]]
-"""A tensor as plain values, which are much smaller and faster to send than objects."""
-
-
-def _packed(tensor: Tensor) -> _Packed:
-    return tensor.key, tensor.state, DTYPES.index(tensor.dtype), tensor.global_shape, tensor.aliases
-
-
-def _unpacked(packed: _Packed) -> Tensor:
-    key, state, dtype, shape, aliases = packed
-    return Tensor(key, state, DTYPES[dtype], shape, aliases)
-
-
-def plan_work(plan: Plan, done: Collection[int] = ()) -> Works:
-    """All groups of a plan except those ``done``, in order.
-
-    Raises
-    ------
-    PlanError
-        If the plan was run before and its ops were released.
-    """
-    return Works(plan, done)
-
-
 def _paths(files: Sequence[File], numbers: Ints) -> dict[int, str]:
     return {number: files[number].path for number in distinct(numbers).tolist()}
 
 
-def _ranges(parts: Parts) -> Iterator[tuple[int, int, int]]:
-    return zip(parts["file"].tolist(), parts["start"].tolist(), parts["stop"].tolist(), strict=True)
-
-
-def _mixtures(plan: Plan, tensors: Ints) -> dict[int, Mixture]:
-    return {t: plan.mixtures[t] for t in tensors.tolist() if t in plan.mixtures} if plan.mixtures else {}
-
-
-def _summed(plan: Plan, tensors: Ints) -> dict[int, tuple[int, int]] | None:
-    return None if plan.summed is None else {t: plan.summed[t] for t in tensors.tolist() if t in plan.summed}
-
-
-def _sources(bands: Bands, parts: Parts) -> Ints:
-    copied = parts["source_file"][parts["source_file"] != MADE]
-    return np.concatenate([bands["file"], copied])
-
-
-class _Chosen(Mapping[int, Tensor]):
-    """The tensors of one group, looked up in the plan; pickled as a ``dict`` of only these tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor], numbers: Ints) -> None:
-        self._tensors, self._numbers = tensors, numbers
-
-    def __getitem__(self, number: int) -> Tensor:
-        if number not in self:
-            raise KeyError(number)
-        return self._tensors[number]
-
-    def __contains__(self, number: object) -> bool:
-        index = int(np.searchsorted(self._numbers, number))  # type: ignore[call-overload]
-        return index < len(self._numbers) and self._numbers[index] == number
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._numbers.tolist())
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+def _only(chosen: Iterable[int], of_tensors: Mapping[int, V]) -> dict[int, V]:
+    return {number: of_tensors[number] for number in chosen if number in of_tensors}

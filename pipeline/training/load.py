@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import LoadOptions
@@ -247,7 +247,7 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
         return replace(run_group(work, needed, writer, mover), read_bytes=needed.read_bytes)
 
     if all(tensor.on_host for tensor in live):
-        reports = InlineEngine(plan.budget_bytes).each(plan_work(plan), do)
+        reports = InlineEngine(plan.budget_bytes).each(Works(plan), do)
     else:
         reports = _run_in_this_thread(plan, do)
     with closing(reports):
@@ -259,6 +259,6 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
 def _run_in_this_thread(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
     """Run all groups in the calling thread, which has set the device of the tensors."""
     space = Workspace(plan.peak_bytes)
-    for work in plan_work(plan):
+    for work in Works(plan):
         space.clear(work.peak_bytes)
         yield do(work, space)

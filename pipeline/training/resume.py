@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, Tenso
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.pipeline.training.tensors import HostMemory, MemoryWriter
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.run_group import run_group
@@ -101,7 +101,7 @@ def read_average(
         raise CheckpointError(f"{store.location}: contains no average of the weights to continue from")
     plan = _plan(checkpoint, wanted, rank, len(memory))
     target = MemoryWriter({MEMORY: HostMemory(memory, memory)})
-    for work in plan_work(plan):
+    for work in Works(plan):
         run_group(work, store, target)
 
 

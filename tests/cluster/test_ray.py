@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.events import WorkerAssigned, ignore_events
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GroupWork, Works, plan_work
+from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
@@ -101,7 +101,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
 def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
     events: list[object] = []
     report = conversion.run(engine(exchange=exchange, observe=events.append))
-    several = sum(len(work.bands) > 1 for work in plan_work(conversion.plan.plan))
+    several = sum(len(work.bands) > 1 for work in Works(conversion.plan.plan))
     assert several > 20
     assert exchanged == ([2] * several if exchange == "always" else [])
     carried = sum(file.size_bytes for file in conversion.plan.plan.carried)
@@ -265,7 +265,7 @@ def test_a_worker_killed_while_writing_is_replaced(
 def test_a_group_that_always_kills_its_worker_is_named(
     conversion: Conversion, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    works = list(plan_work(conversion.plan.plan))
+    works = list(Works(conversion.plan.plan))
     work = works[10]
     band = work.bands[0]
     path, place = work.source_paths[int(band["file"])], int(band["start"]) + 1
@@ -379,7 +379,7 @@ def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> Non
     writer = LocalTarget(tmp_path / "T", overwrite=False)
     with writer as target:
         begun, _ = target.begin([], Identity("plan", "version", "source", {}))
-        works = plan_work(conversion.plan.plan)
+        works = Works(conversion.plan.plan)
         source = Watched(conversion.plan.store, notes, seconds=0.5)
         with pytest.raises(
             TargetError, match="none"
@@ -463,7 +463,7 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
 
 def test_no_groups_need_no_cluster(plan: Plan) -> None:
     conversion = plan(group_bytes=64 << 20)
-    works = plan_work(conversion.plan.plan, range(conversion.inline.groups))
+    works = Works(conversion.plan.plan, range(conversion.inline.groups))
     assert list(engine().run(works, None, None)) == []
 
 

@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.planning.work import GroupWork, plan_work
+from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.run_group import run_group
@@ -411,10 +411,10 @@ def test_groups_in_any_order_write_every_byte_once(
             checkpoint, files = lay_out(start, target, buffer_bytes)
 
             whole = Recorder(files, source)
-            whole.run(list(plan_work(plan_in_groups(checkpoint, files, BUDGET_BYTES, 4_096))))
+            whole.run(list(Works(plan_in_groups(checkpoint, files, BUDGET_BYTES, 4_096))))
 
             plan = plan_in_groups(checkpoint, files, group_bytes, gap_bytes)
-            works = list(plan_work(plan))
+            works = list(Works(plan))
             event(f"groups: 10^{len(str(len(works)))}")
             shuffle.shuffle(works)
             recorder = Recorder(files, source)

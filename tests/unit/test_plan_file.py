@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_h
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.planning.work import Works
 
 
 @pytest.fixture(scope="module")
@@ -183,4 +183,4 @@ def test_a_plan_after_its_run_is_described_as_before(plan: Plan) -> None:
         assert getattr(carried_out, fact) == getattr(plan, fact), fact
     assert plan.payload_bytes > 0
     with pytest.raises(PlanError, match="plan the conversion again"):
-        next(plan_work(carried_out))
+        next(Works(carried_out))

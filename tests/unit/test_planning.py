@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.planning.work import plan_work
+from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.compare_group import compare_group
 from paddle_reshard.tasks.run_group import run_group
@@ -160,7 +160,7 @@ def run(plan: Plan, source: Files, target: Files, shapes: Sequence[tuple[int, ..
     random = np.random.default_rng(0)
     values = [random.random(shape, dtype=np.float32) for shape in shapes]
     memory = Memory(source.contents(values), plan)
-    for work in reversed(list(plan_work(plan))):
+    for work in reversed(list(Works(plan))):
         report = run_group(work, memory, memory)
         made = sum(r.nbytes for r in report.receipts) - report.copied_bytes
         assert made <= work.peak_bytes
@@ -308,7 +308,7 @@ def test_large_tensors_are_compared_within_the_budget(
     values[1_999, 4_999] += 1
     contents |= {f"B/{path}": content for path, content in b.contents([values]).items()}
     memory = Memory(contents, plan)
-    reports = [compare_group(work, memory) for work in plan_work(plan)]
+    reports = [compare_group(work, memory) for work in Works(plan)]
     assert sum(report.compared_elements for report in reports) == prod(LARGE)
     assert memory.read_bytes == sum(report.read_bytes for report in reports) == plan.read_bytes
     (difference,) = [d for report in reports for d in report.differences]
@@ -382,7 +382,7 @@ def test_a_changed_bit_is_found_wherever_it_is(
             changed.flat[at] ^= 0x80000000 if at == 0 else 1 << int(random.integers(32))
         two = {f"B/{path}": content for path, content in b.contents([changed.view("<f4")]).items()}
         memory = Memory(one | two, plan)
-        reports = [compare_group(work, memory) for work in plan_work(plan)]
+        reports = [compare_group(work, memory) for work in Works(plan)]
         assert sum(report.compared_elements for report in reports) == bits.size
         found = [d.detail for report in reports for d in report.differences]
         indices = [tuple(map(int, np.unravel_index(at, shape))) for at in change]
@@ -397,7 +397,7 @@ def test_a_tensor_that_differs_everywhere_is_reported_once_for_two_files_and_a_g
     values = np.zeros(shape, dtype=np.float32)
     contents = {f"A/{path}": content for path, content in a.contents([values]).items()}
     contents |= {f"B/{path}": content for path, content in b.contents([values + 1]).items()}
-    for work in plan_work(plan):
+    for work in Works(plan):
         found = compare_group(work, Memory(contents, plan)).differences
         assert len({(d.path_a, d.path_b) for d in found}) == len(found) == 2
 
