@@ -18,7 +18,7 @@ boxes in a file, and not on its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,12 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments, hulls
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, meeting_pairs
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.core.tensors import DTYPES
-from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, OP, Ops
+from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 
@@ -48,7 +47,6 @@ LARGEST_WINDOW = 1 << 28
 SMALLEST_WINDOW = 1 << 14
 PAIRS = 1 << 18
 """Number of pairs of boxes and fragments looked at in one go."""
-_SIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 
 
 @dataclass
@@ -162,8 +160,9 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
         return Ops.empty()
     written = _ByFile(target.fragments, len(plan.target_files))
     stored = _ByFile(source.fragments, len(plan.source_files))
-    rows = [row for part in parts for row in _copied_by(part, written, stored, source.implied)]
-    return Ops.of_rows(np.array(rows, dtype=OP)) if rows else Ops.empty()
+    read_from = np.arange(len(source.tensors))
+    read_from[list(source.implied)] = list(source.implied.values())
+    return Ops.joined([_copied_by(part, written, stored, read_from) for part in parts])
 
 
 class _ByFile:
@@ -171,7 +170,7 @@ class _ByFile:
 
     def __init__(self, fragments: Fragments, files: int) -> None:
         self.fragments = fragments
-        start, stop = _hulls(fragments)
+        start, stop = hulls(fragments)
         self._order = np.lexsort((start, fragments["file"]))
         self._first = np.searchsorted(fragments["file"][self._order], np.arange(files + 1))
         self._start, self._stop = start[self._order], stop[self._order]
@@ -183,67 +182,48 @@ class _ByFile:
         return self.fragments[self._order[of_file][meets]]
 
 
-def _copied_by(
-    part: np.void, written: _ByFile, stored: _ByFile, implied: Mapping[int, int]
-) -> Iterator[np.void]:
+def _copied_by(part: np.void, written: _ByFile, stored: _ByFile, read_from: Ints) -> Ops:
+    """The boxes that a part copies; ``read_from`` is the tensor that holds the values of each."""
     start, stop, from_ = int(part["start"]), int(part["stop"]), int(part["source_start"])
-    targets = written.meeting(int(part["file"]), start, stop).rows()
-    sources = stored.meeting(int(part["source_file"]), from_, from_ + stop - start).rows()
-    of_tensor: dict[int, list[np.void]] = {}
-    for row in sources:
-        of_tensor.setdefault(int(row["tensor"]), []).append(row)
-    for box in targets:
-        tensor = int(box["tensor"])
-        for source_box in of_tensor.get(implied.get(tensor, tensor), ()):
-            low = np.maximum(box["offset"], source_box["offset"])
-            extents = (
-                np.minimum(box["offset"] + box["extents"], source_box["offset"] + source_box["extents"]) - low
-            )
-            if (extents <= 0).any() or box["dtype"] != source_box["dtype"]:
-                continue
-            op: np.void = np.zeros(1, dtype=OP)[0]
-            op["kind"], op["tensor"], op["source_tensor"] = MOVE, tensor, source_box["tensor"]
-            for side, row in (("target", box), ("source", source_box)):
-                op[f"{side}_file"], op[f"{side}_dtype"] = row["file"], row["dtype"]
-                op[f"{side}_strides"] = row["strides"]
-                op[f"{side}_byte"] = row["byte_base"] + int(((low - row["offset"]) * row["strides"]).sum())
-            op["offset"], op["extents"] = low, extents
-            if (clipped := _clipped(op, start, stop)) is not None and (
-                clipped["target_byte"] - start == clipped["source_byte"] - from_
-            ):
-                yield clipped
+    target = written.meeting(int(part["file"]), start, stop)
+    source = stored.meeting(int(part["source_file"]), from_, from_ + stop - start)
+    i, j = meeting_pairs(
+        Boxes(read_from[target["tensor"]], target["offset"], target["extents"]),
+        Boxes(source["tensor"], source["offset"], source["extents"]),
+    )
+    target, source = target[i], source[j]
+    low = np.maximum(target["offset"], source["offset"])
+    ends = (side["offset"] + side["extents"] for side in (target, source))
+    ops = Ops.empty(len(target))
+    ops["kind"], ops["tensor"], ops["source_tensor"] = MOVE, target["tensor"], source["tensor"]
+    ops["offset"], ops["extents"] = low, np.minimum(*ends) - low
+    for side, boxes in (("target", target), ("source", source)):
+        for column in ("file", "dtype", "strides"):
+            ops[f"{side}_{column}"] = boxes[column]
+        ops[f"{side}_byte"] = boxes["byte_base"] + ((low - boxes["offset"]) * boxes["strides"]).sum(axis=1)
+    ops = _clipped(ops[target["dtype"] == source["dtype"]], start, stop)
+    return ops[ops["target_byte"] - start == ops["source_byte"] - from_]
 
 
-def _clipped(op: np.void, start: int, stop: int) -> np.void | None:
-    """The slabs, along the slowest dim, of a box whose bytes lie in ``[start, stop)`` of its target."""
-    strides = np.where(op["extents"] > 1, op["target_strides"], -1)
-    dim = int(strides.argmax())
-    step = max(int(strides[dim]), 1)
-    inner = [other for other in range(MAX_DIMS) if other != dim]
-    length = int(_SIZES[op["target_dtype"]])
-    length += int(((op["extents"][inner] - 1) * op["target_strides"][inner]).sum())
-    first = max(0, -((int(op["target_byte"]) - start) // step))
-    last = min(int(op["extents"][dim]), (stop - int(op["target_byte"]) - length) // step + 1)
-    if first >= last:
-        return None
+def _clipped(ops: Ops, start: int, stop: int) -> Ops:
+    """The slabs of boxes, along the slowest dim of each, whose bytes lie in ``[start, stop)`` of the target."""
+    extents, strides, byte = ops["extents"].copy(), ops["target_strides"], ops["target_byte"]
+    rows, dim = np.arange(len(ops)), np.where(extents > 1, strides, -1).argmax(axis=1)
+    count, step = extents[rows, dim], np.maximum(strides[rows, dim], 1)
+    extents[rows, dim] = 1
+    length = ITEMSIZES[ops["target_dtype"]] + ((extents - 1) * strides).sum(axis=1)
+    first = np.maximum(0, -((byte - start) // step))
+    kept = np.minimum(count, (stop - byte - length) // step + 1) - first
+    extents[rows, dim] = kept
+    offset = ops["offset"].copy()
+    offset[rows, dim] += first
     for side in ("source", "target"):
-        op[f"{side}_byte"] += first * op[f"{side}_strides"][dim]
-        reach = (
-            (np.where(np.arange(MAX_DIMS) == dim, last - first, op["extents"]) - 1) * op[f"{side}_strides"]
-        ).sum()
-        op[f"{side}_stop"] = op[f"{side}_byte"] + reach + _SIZES[op[f"{side}_dtype"]]
-    op["offset"][dim] += first
-    op["extents"][dim] = last - first
-    return op
+        ops[f"{side}_byte"] = ops[f"{side}_byte"] + first * ops[f"{side}_strides"][rows, dim]
+    ops["offset"], ops["extents"] = offset, extents
+    return ops[kept > 0]
 
 
 # -------------------------------------------------------------------------------------------- fragments and boxes
-
-
-def _hulls(fragments: Fragments) -> tuple[Ints, Ints]:
-    start = fragments["byte_base"].astype(np.int64)
-    reach = ((fragments["extents"] - 1) * fragments["strides"]).sum(axis=1)
-    return start, start + reach + _SIZES[fragments["dtype"]]
 
 
 class _ByTensorAndFile:
@@ -318,14 +298,10 @@ def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
             row = ops[~held][:1].rows()[0]
             path = files[int(row[f"{side}_file"])].path
             problems.add(
-                f"{plan.tensors[int(row[tensor])].label}: elements at {_ints(row['offset'])} of extents "
-                f"{_ints(row['extents'])} are not at byte {row[f'{side}_byte']} of {path}",
+                f"{plan.tensors[int(row[tensor])].label}: elements at {tuple(row['offset'].tolist())} of extents "
+                f"{tuple(row['extents'].tolist())} are not at byte {row[f'{side}_byte']} of {path}",
                 int((~held).sum()) - 1,
             )
-
-
-def _ints(values: Ints) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
 
 
 # -------------------------------------------------------------------------------------------------- groups
@@ -387,43 +363,40 @@ def _check_groups(plan: Plan, problems: Problems) -> None:
     """Check that every op writes into a part of its group, and reads from a band of its group and pass."""
     ops, groups = plan.ops, plan.op_groups.astype(np.int64)
     moves = ops["kind"] == MOVE
-    made = plan.parts[plan.parts["source_file"] == MADE]
+    parts, bands = plan.parts[plan.parts["source_file"] == MADE], plan.bands
     files = max(len(plan.target_files), len(plan.source_files), 1)
-    passes = 1 + max(int(ops["pass"].max(initial=0)), int(plan.bands["pass"].max(initial=0)))
-    written = _within(
-        groups[moves] * files + ops["target_file"][moves],
-        ops["target_byte"][moves],
-        ops["target_stop"][moves],
-        made["group"].astype(np.int64) * files + made["file"],
-        made["start"],
-        made["stop"],
+    passes = 1 + max(int(ops["pass"].max(initial=0)), int(bands["pass"].max(initial=0)))
+    of_part, of_band = (
+        parts["group"].astype(np.int64),
+        bands["group"].astype(np.int64) * passes + bands["pass"],
     )
-    bands = plan.bands
-    read = _within(
-        (groups * passes + ops["pass"]) * files + ops["source_file"],
-        ops["source_byte"],
-        ops["source_stop"],
-        (bands["group"].astype(np.int64) * passes + bands["pass"]) * files + bands["file"],
-        bands["start"],
-        bands["stop"],
-    )
-    compared = _within(  # a comparison has a source file on both sides
-        ((groups * passes + ops["pass"]) * files + ops["target_file"])[~moves],
-        ops["target_byte"][~moves],
-        ops["target_stop"][~moves],
-        (bands["group"].astype(np.int64) * passes + bands["pass"]) * files + bands["file"],
-        bands["start"],
-        bands["stop"],
-    )
-    for rows, inside, what in (
-        (np.flatnonzero(moves), written, "writes outside of the parts of its group"),
-        (np.arange(len(ops)), read, "reads outside of the bands of its group"),
-        (np.flatnonzero(~moves), compared, "reads outside of the bands of its group"),
+    of_pass = groups * passes + ops["pass"]
+    for chosen, side, owners, ranges, owners_of_ranges, what in (
+        (moves, "target", groups, parts, of_part, "writes outside of the parts"),
+        (moves | True, "source", of_pass, bands, of_band, "reads outside of the bands"),
+        (
+            ~moves,
+            "target",
+            of_pass,
+            bands,
+            of_band,
+            "reads outside of the bands",
+        ),  # a comparison has two sources
     ):
+        rows = np.flatnonzero(chosen)
+        inside = _within(
+            (owners * files + ops[f"{side}_file"])[rows],
+            ops[f"{side}_byte"][rows],
+            ops[f"{side}_stop"][rows],
+            owners_of_ranges * files + ranges["file"],
+            ranges["start"],
+            ranges["stop"],
+        )
         if not inside.all():
             row = int(rows[np.argmin(inside)])
             label = plan.tensors[int(ops["tensor"][row])].label
-            problems.add(f"{label}: a box of group {groups[row]} {what}", int((~inside).sum()) - 1)
+            problem = f"{label}: a box of group {groups[row]} {what} of its group"
+            problems.add(problem, int((~inside).sum()) - 1)
 
 
 def _within(keys: Ints, start: Ints, stop: Ints, of_keys: Ints, low: Ints, high: Ints) -> Flags:
@@ -481,6 +454,10 @@ def _spans(first: Ints, extents: Ints, strides: Ints, unit: Ints, kind: Ints, ow
         counts[joins, dim] = 1
         open_ &= single | joins
     return _Spans(first.astype(np.int64), unit, counts, steps, kind, owner)
+
+
+def _joined(several: Iterable[_Spans]) -> _Spans:
+    return _Spans(*(np.concatenate(columns) for columns in zip(*several, strict=True)))
 
 
 def _ranges(first: Ints, sizes: Ints, kind: int) -> _Spans:
@@ -547,51 +524,45 @@ def _runs_within(spans: _Spans, rows: Ints, low: int, high: int) -> _Runs:
 
 def _sweep_files(values: _Values, files: range, sizes: Ints, problems: Problems) -> Ints:
     """Sweep over some files, laid end to end; returns the bytes of each kind."""
-    plan, target = values.plan, values.target
-    base = np.cumsum(sizes[files.start : files.stop]) - sizes[files.start : files.stop]
-    size = int(sizes[files.start : files.stop].sum())
+    sizes = sizes[files.start : files.stop]
+    laid = _Files(values.plan, files, np.cumsum(sizes) - sizes)
+    size = int(sizes.sum())
+    spans = _written(values, laid, problems)
+    outside = (spans.first < 0) | (spans.stops > size)
+    if outside.any():
+        what = laid.what(spans, int(np.argmax(outside)))
+        problems.add(f"{what} lies outside of its file", int(outside.sum()) - 1)
+        spans = spans.chosen(~outside)
+    spans = spans.chosen(np.argsort(spans.first, kind="stable"))
+    bytes_of = np.zeros(len(KINDS), dtype=np.int64)
+    for low, high, runs in _windows(spans, size):
+        _check_runs(laid, spans, runs, low, high, problems)
+        lengths = np.bincount(spans.kind[runs.span], weights=runs.stop - runs.start, minlength=len(KINDS))
+        bytes_of += lengths.astype(np.int64)
+    return bytes_of
+
+
+def _written(values: _Values, laid: _Files, problems: Problems) -> _Spans:
+    """Everything that is written to some files: the boxes of values, literals and padding."""
+    plan, files, base = laid
     ops, kinds = values.of_files(files)
     _check_boxes(values, ops, problems)
     last = np.ones(len(ops), dtype=bool)
     for tensor, mixture in plan.mixtures.items():  # every step writes to the same bytes
         last &= (ops["tensor"] != tensor) | (ops["source_tensor"] == mixture.terms[-1].tensor)
     ops, kinds = ops[last], kinds[last]
-    boxes = _spans(
-        base[ops["target_file"] - files.start] + ops["target_byte"],
-        ops["extents"],
-        ops["target_strides"],
-        _SIZES[ops["target_dtype"]],
-        kinds,
-        ops["tensor"].astype(np.int64),
-    )
+    first = base[ops["target_file"] - files.start] + ops["target_byte"]
+    unit, owner = ITEMSIZES[ops["target_dtype"]], ops["tensor"].astype(np.int64)
+    boxes = _spans(first, ops["extents"], ops["target_strides"], unit, kinds, owner)
     literals = plan.literals
     chosen = (literals.files >= files.start) & (literals.files < files.stop)
-    written = _ranges(
-        base[literals.files[chosen] - files.start] + literals.offsets[chosen], literals.sizes[chosen], LITERAL
+    begin = base[literals.files[chosen] - files.start] + literals.offsets[chosen]
+    written = _ranges(begin, literals.sizes[chosen], LITERAL)
+    fills = np.array([fill for fill in values.target.fills if fill[0] in files], dtype=np.int64).reshape(
+        -1, 3
     )
-    fills = np.array([fill for fill in target.fills if fill[0] in files], dtype=np.int64).reshape(-1, 3)
     padding = _ranges(base[fills[:, 0] - files.start] + fills[:, 1], fills[:, 2], PADDING)
-    beyond = _beyond(target.fragments, values.source, files, base)
-    columns = (np.concatenate(column) for column in zip(boxes, written, padding, beyond, strict=True))
-    spans = _Spans(*columns)
-    outside = (spans.first < 0) | (spans.stops > size)
-    if outside.any():
-        problems.add(_outside(plan, spans.chosen(outside)), int(outside.sum()) - 1)
-        spans = spans.chosen(~outside)
-    spans = spans.chosen(np.argsort(spans.first, kind="stable"))
-    described = _Files(plan, files, base)
-    bytes_of = np.zeros(len(KINDS), dtype=np.int64)
-    for low, high, runs in _windows(spans, size):
-        _check_runs(described, spans, runs, low, high, problems)
-        lengths = np.bincount(spans.kind[runs.span], weights=runs.stop - runs.start, minlength=len(KINDS))
-        bytes_of += lengths.astype(np.int64)
-    return bytes_of
-
-
-def _outside(plan: Plan, spans: _Spans) -> str:
-    kind = int(spans.kind[0])
-    whose = f" of {plan.tensors[int(spans.owner[0])].label}" if kind in (VALUE, COPIED) else ""
-    return f"{KINDS[kind]}{whose} lies outside of its file"
+    return _joined([boxes, written, padding, *_beyond(values.target.fragments, values.source, files, base)])
 
 
 class _Files(NamedTuple):
@@ -637,7 +608,7 @@ def _some(wrong: Flags) -> list[int]:
     return np.flatnonzero(wrong)[:MOST_OF_A_WINDOW].tolist()
 
 
-def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> _Spans:
+def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> Iterator[_Spans]:
     """What of the target's boxes extends beyond the source's tensors: zeros, because a larger vocabulary was requested.
 
     A box of (8, 6) of which (5, 6) are inside gives one box of (3, 6).
@@ -647,7 +618,6 @@ def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> 
     reach = np.clip(shapes[chosen["tensor"]] - chosen["offset"], 0, chosen["extents"])
     larger = (reach < chosen["extents"]).any(axis=1)
     chosen, reach = chosen[larger], reach[larger]
-    spans = [_ranges(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), PADDING)]
     first = base[chosen["file"] - files.start] + chosen["byte_base"]
     for dim in range(MAX_DIMS):
         extents = np.where(np.arange(MAX_DIMS) < dim, reach, chosen["extents"])
@@ -655,12 +625,8 @@ def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> 
         some = (extents > 0).all(axis=1)
         begin = first + reach[:, dim] * chosen["strides"][:, dim]
         kind = np.full(len(chosen), PADDING, dtype=np.int64)
-        unit = _SIZES[chosen["dtype"]]
-        boxes = _spans(
-            begin, np.maximum(extents, 1), chosen["strides"], unit, kind, chosen["tensor"].astype(np.int64)
-        )
-        spans.append(boxes.chosen(some))
-    return _Spans(*(np.concatenate(column) for column in zip(*spans, strict=True)))
+        unit, owner = ITEMSIZES[chosen["dtype"]], chosen["tensor"].astype(np.int64)
+        yield _spans(begin, np.maximum(extents, 1), chosen["strides"], unit, kind, owner).chosen(some)
 
 
 # --------------------------------------------------------------------------------------------------- elements
@@ -684,11 +650,9 @@ def _distinct_elements(tensors: Ints, offset: Ints, extents: Ints, source: Catal
 def _add_distinct(counts: Ints, tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> None:
     """Count the elements of the boxes of some tensors, sorted by tensor, whose elements are laid end to end."""
     known = np.unique(tensors)
-    shapes = [source.tensors[number].global_shape for number in known.tolist()]
     elements = source.tensors.elements[known]
-    strides = np.zeros((len(known), MAX_DIMS), dtype=np.int64)
-    for row, shape in enumerate(shapes):
-        strides[row, : len(shape)] = row_major_strides(shape, 1)
+    inner = source.tensors.shapes[known][:, :0:-1]  # without the slowest dim, fastest first
+    strides = np.c_[np.cumprod(inner, axis=1)[:, ::-1], np.ones(len(known), dtype=np.int64)]
     number = np.searchsorted(known, tensors)
     base = np.cumsum(elements) - elements
     first = base[number] + (offset * strides[number]).sum(axis=1)
