@@ -220,6 +220,8 @@ def test_a_node_is_told_what_to_run(tmp_path: Path) -> None:
     )
     done = CliRunner().invoke(cli, words.stdout.splitlines()[1:])
     assert done.exit_code == 0, done.output
-    assert manifest_of(tmp_path / "local" / "checkpoint-3")["portion"]["ranks"] == "2-3"
+    local = tmp_path / "local" / "checkpoint-3"
+    assert manifest_of(local)["portion"]["ranks"] == "2-3"
+    assert done.output.endswith(f"--resume_from_checkpoint {local}\n")
     convert(flex, tmp_path / "ranks", format="flex", to="tp=2,sharding=2")
     assert launch(tmp_path / "ranks").node_command == ""
