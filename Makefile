@@ -189,4 +189,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .corpus .demo .docs .package .lowest .parity .bench .s3 .chaos .orchestrators build dist *.egg-info
+	rm -rf $(VENV) .corpus .demo .disk .docs .package .lowest .parity .bench .s3 .chaos .orchestrators build dist *.egg-info

@@ -9,13 +9,15 @@ import mmap
 import os
 import pickle
 import random
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import paddle_reshard
 from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.storage.aligned import SECTOR_BYTES, memory_for, memory_in_huge_pages
 from paddle_reshard.storage.local import direct as direct_module
@@ -32,12 +34,27 @@ from paddle_reshard.storage.local.mounts import file_system
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.local.target import LocalTarget, LocalWriter
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
+from tests import oracle
+from tests.conftest import REPO
+from tests.storage.contents import ONE_CARD, middle
 
 PAGE = mmap.PAGESIZE
 SIZE = 3 * SMALLEST_BYTES + 5 * PAGE + 77
 CONTENT = random.Random(1).randbytes(SIZE)
 BYPASSING = getattr(os, "O_DIRECT", 0)
 MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture()
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder on the disk of the repository, unless ``--basetemp`` is on one with direct writes: memory has none."""
+    if direct_writes(tmp_path) is not None:
+        yield tmp_path
+        return
+    parent = REPO / ".disk"
+    parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture()
@@ -146,6 +163,23 @@ def test_only_pages_that_lie_wholly_in_a_part_bypass_the_cache(tmp_path: Path) -
         (tmp_path / "s").write_bytes(CONTENT)
         writer.copy_part(CopyRange("a", 3, SIZE - 3, "s", 3), LocalSource(tmp_path, names=["s"]))
         assert not any(_cached(tmp_path / ".t.reshard" / "files" / "a")[unit:first])
+
+
+def test_a_conversion_to_a_disk_is_the_truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if direct_writes(tmp_path) is None:
+        pytest.skip(f"{tmp_path} is on {file_system(tmp_path.stat().st_dev)}")
+    pwrite, written = os.pwrite, {True: 0, False: 0}
+
+    def counted(descriptor: int, buffer: memoryview, byte_offset: int) -> int:
+        count = pwrite(descriptor, buffer, byte_offset)
+        written[bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & BYPASSING)] += count
+        return count
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    paddle_reshard.convert(middle(), tmp_path / "one", **ONE_CARD)
+    assert written[True] > written[False] > 0
+    truth = oracle.read_truth(middle().parent / "truth.safetensors")
+    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "one", oracle.shapes_of(truth)), truth)
 
 
 def test_what_the_cache_holds_of_a_half_written_file_is_replaced(writer: LocalWriter, tmp_path: Path) -> None:
