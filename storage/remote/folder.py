@@ -130,12 +130,6 @@ class FsspecFolder:
 
     def check_options(self) -> None:
         """Refuse a scheme without a driver, and options that the driver does not accept."""
-        try:
-            self._connect()
-        except (TypeError, KeyError, ValueError) as error:
-            raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
-
-    def _connect(self) -> None:
         for scheme in (link.partition("://")[0] for link in self.url.split("::")):
             try:
                 fsspec.get_filesystem_class(scheme)
@@ -143,14 +137,14 @@ class FsspecFolder:
                 raise UnsupportedError(f"{scheme}://: {_missing_driver(scheme)}") from error
             except ValueError as error:
                 raise UnsupportedError(f"{scheme}:// is not a scheme that fsspec knows") from error
+        try:
+            self._connect()
+        except (TypeError, KeyError, ValueError) as error:
+            raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
+
+    def _connect(self) -> None:
         with _Translated(self, ""):
             self.open()
-
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether several threads may make requests."""
-        concurrent: bool = self.open()[0].async_impl
-        return concurrent
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -257,7 +251,7 @@ class FsspecFolder:
         After the first failure no further calls are started.
         """
         items = list(items)
-        if len(items) < 2 or not self.is_concurrent:
+        if len(items) < 2 or not self.open()[0].async_impl:
             return [function(item) for item in items]
         with _threads(at_a_time) as pool:
             futures = [pool.submit(function, item) for item in items]

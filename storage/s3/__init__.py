@@ -21,5 +21,5 @@ def _import_botocore() -> None:
             del os.environ[_CRT]
 
 
-require("botocore", "s3", "a store that speaks S3")
+require("s3fs", "s3", "a store that speaks S3")
 _import_botocore()

@@ -1,6 +1,8 @@
-"""botocore's own client: bodies are read into buffers of the caller, and sent from them.
+"""botocore's own client, made of the options and credentials that s3fs understands.
 
-Only public names of botocore are used (docs/decisions/031-botocore-makes-the-requests.md).
+s3fs makes its requests through aiobotocore, in an event loop that copies every body several times. The client beneath
+takes a tenth of that: bodies are read into buffers of the caller, and sent from them. Only public names of both
+packages are used (docs/decisions/031-botocore-makes-the-requests.md).
 """
 
 from __future__ import annotations
@@ -21,30 +23,17 @@ from botocore.exceptions import BotoCoreError, ClientError, UnseekableStreamErro
 from botocore.parsers import ResponseParserError
 from botocore.session import Session
 from fsspec.utils import tokenize
+from s3fs.errors import translate_boto_error
 from urllib3.exceptions import HTTPError
 
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.s3.connections import Connections, authorities
-from paddle_reshard.storage.s3.options import S3Options, read_options
 from paddle_reshard.storage.s3.reads import Reads, fill
 
 logger = logging.getLogger(__name__)
 
-_CONFIG = {
-    # As s3fs has it.
-    "connect_timeout": 5,
-    "read_timeout": 15,
-    # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
-    "retries": {"total_max_attempts": 1},
-    "request_checksum_calculation": "when_required",
-    "response_checksum_validation": "when_required",
-    "max_pool_connections": 128,
-    # Without it, botocore would sign URLs as S3 did at first, for no region.
-    "signature_version": "s3v4",
-    # It does not know that buffers can be sent.
-    "parameter_validation": False,
-}
 _CHECKSUM = "ChecksumCRC64NVME"
 _HEADERS = {"Range": "Range", "IfMatch": "If-Match"}
 """Parameter of a read → its header."""
@@ -57,8 +46,8 @@ class Client:
 
     Parameters
     ----------
-    options
-        Say how requests are made.
+    file_system
+        A file system of s3fs: what it was given says how requests are made. It makes none itself.
 
     Raises
     ------
@@ -66,8 +55,8 @@ class Client:
         If botocore does not understand the options.
     """
 
-    def __init__(self, options: S3Options) -> None:
-        self.options = options
+    def __init__(self, file_system: Any) -> None:
+        self.file_system = file_system
         self.botocore, credentials, verify = self._make({})
         self._connections = Connections(self.botocore, verify)
         self._reads = Reads(self.botocore, credentials, self._connections)
@@ -78,11 +67,16 @@ class Client:
 
     def _make(self, s3: Mapping[str, Any]) -> tuple[Any, Any, bool | str]:
         """A client of botocore with these options for S3, its credentials, and whom it trusts."""
-        given = self.options
-        config = {**_CONFIG, "user_agent": f"paddle-reshard/{__version__}", **given.config_kwargs}
+        given = self.file_system
+        if given.session is not None:
+            raise UsageError("storage options: session: give a profile, or key, secret and token instead")
+        config = {
+            "connect_timeout": given.connect_timeout,
+            "read_timeout": given.read_timeout,
+            **given.config_kwargs,
+        }
+        config.setdefault("user_agent", f"paddle-reshard/{__version__}")
         config["s3"] = {**(config.get("s3") or {}), **s3}
-        # Copies: botocore changes what it is given.
-        config = {name: dict(value) if isinstance(value, dict) else value for name, value in config.items()}
         own = {
             "endpoint_url": given.endpoint_url,
             "aws_access_key_id": given.key,
@@ -94,7 +88,7 @@ class Client:
         if given.anon:
             options = {name: value for name, value in options.items() if not name.startswith("aws_")}
             config["signature_version"] = botocore.UNSIGNED
-        session = Session(**given.session_kwargs)
+        session = Session(**given.kwargs)
         # Nobody asks when a file was changed, and to parse it takes most of the time of a listing.
         session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
         made = session.create_client("s3", config=Config(**config), **options)
@@ -160,14 +154,14 @@ class Client:
         try:
             answer: dict[str, Any] = _repeated_elsewhere(getattr(client, method), chosen)
         except ClientError as error:
-            raise _refusal(error) from error
+            raise translate_boto_error(error) from error
         except (ResponseParserError, ValueError) as error:
             raise DamagedBody(f"the answer to {method} is not well-formed: {error}") from error
         return answer
 
     def _of_every_request(self, method: str) -> dict[str, Any]:
         """What the user wants of every request, as far as this kind has it."""
-        wanted = self.options.of_every_request
+        wanted = {**self.file_system.s3_additional_kwargs, **self.file_system.req_kw}
         if not wanted:
             return wanted
         model = self.botocore.meta.service_model.operation_model(
@@ -202,7 +196,7 @@ class Client:
             try:
                 answer = self._reads.read(buffer, bucket, key, headers)
             except ClientError as error:
-                raise _refusal(error) from error
+                raise translate_boto_error(error) from error
             if answer is not None:
                 return answer
         with self._answered({"Bucket": bucket, "Key": key, **asked}) as told:
@@ -260,11 +254,6 @@ class Client:
         return self._connections.send(request)
 
 
-def _refusal(error: ClientError) -> OSError:
-    """What the store says, as an error; its code is that of the cause."""
-    return OSError(error.response.get("Error", {}).get("Message") or str(error))
-
-
 def _repeated_elsewhere(method: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Make a request, and once more if botocore has learnt meanwhile that the bucket is in another region.
 
@@ -284,11 +273,17 @@ _clients: dict[tuple[int, str], Client] = {}
 _making = threading.Lock()
 
 
-def client_of(options: Mapping[str, Any]) -> Client:
-    """The client of this process for a store, given the options of its user."""
+def client_of(file_system: Any, options: Mapping[str, Any]) -> Client:
+    """The client of this process for a store.
+
+    Parameters
+    ----------
+    file_system
+        A file system of s3fs with these options, in case there is no client yet.
+    """
     which = os.getpid(), tokenize(dict(options))
     with _making:
-        _clients[which] = client = _clients.pop(which, None) or Client(read_options(options))
+        _clients[which] = client = _clients.pop(which, None) or Client(file_system)
         while len(_clients) > MOST_CLIENTS:
             _clients.pop(next(iter(_clients))).close()
     return client

@@ -1,9 +1,8 @@
-"""A prefix in a bucket: listings and small files."""
+"""A prefix in a bucket: listings, small files, and the configuration of s3fs."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,33 +19,55 @@ from paddle_reshard.storage.s3.answers import check_range, is_version, number_of
 from paddle_reshard.storage.s3.client import Client, client_of
 from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload, md5_of
 
-_ARN = re.compile(
-    r"arn:aws[^/]*:(?:s3|s3-object-lambda):[a-z0-9-]*:[0-9]{12}:accesspoint[:/][^/]+"
-    r"|arn:aws[^/]*:s3-outposts:[a-z0-9-]+:[0-9]{12}:outpost[/:][a-zA-Z0-9-]+[/:](?:bucket|accesspoint)[/:][a-zA-Z0-9-]+"
-)
-"""The name of an access point, which stands where a bucket does and may have slashes."""
+_CONFIG = {
+    # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
+    "retries": {"total_max_attempts": 1},
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+    "max_pool_connections": 128,
+    # Without it, botocore would sign URLs as S3 did at first, for no region.
+    "signature_version": "s3v4",
+    # It does not know that buffers can be sent.
+    "parameter_validation": False,
+}
 
 
 class S3Folder(FsspecFolder):
-    """A prefix in a bucket, through botocore. Its options are those of :mod:`~paddle_reshard.storage.s3.options`."""
+    """A prefix in a bucket, through botocore, with options and credentials as s3fs reads them."""
 
     ranges_in_flight = 16
-    is_concurrent = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url, self.options, self.failure)
+
+    def open(self) -> tuple[Any, str]:
+        """The file system and the folder's path in it, found once per process: fsspec takes as long as a small read."""
+        process, found = self.__dict__.get("_opened", (0, None))
+        if found is None or process != os.getpid():
+            found = super().open()
+            self.__dict__["_opened"] = os.getpid(), found
+        return found
+
+    def _open(self, options: dict[str, Any]) -> tuple[Any, str]:
+        # A copy: the client changes what it is given, and fsspec would not recognise the same options the next time.
+        config = {**_CONFIG, **options.get("config_kwargs", {})}
+        options["config_kwargs"] = {
+            name: dict(value) if isinstance(value, dict) else value for name, value in config.items()
+        }
+        options["use_listings_cache"] = False
+        return super()._open(options)
 
     @property
     def client(self) -> Client:
         """What makes the requests of this process."""
         process, found = self.__dict__.get("_client", (0, None))
         if found is None or process != os.getpid():
-            found = client_of(self.options)
+            found = client_of(self.open()[0], self.options)
             self.__dict__["_client"] = os.getpid(), found
         return cast(Client, found)
 
     def _connect(self) -> None:
-        if not self._place[0]:
+        if not self.open()[1]:
             raise UsageError(f"{self.location}: an S3 location is s3://bucket/prefix")
         try:
             _ = self.client
@@ -60,10 +81,10 @@ class S3Folder(FsspecFolder):
 
     @cached_property
     def _place(self) -> tuple[str, str]:
-        """Bucket and prefix."""
-        path = self.url.partition("://")[2].strip("/")
-        bucket = arn[0] if (arn := _ARN.match(path)) else path.partition("/")[0]
-        return bucket, path[len(bucket) :].lstrip("/")
+        """Bucket and prefix: the client takes as long to find them as to read a few kilobytes."""
+        file_system, root = self.open()
+        bucket, prefix, _ = file_system.split_path(root)
+        return bucket, prefix
 
     def request(self, method: str, name: str, **parameters: Any) -> dict[str, Any]:
         """One request about one file, without a retry."""
@@ -100,7 +121,7 @@ class S3Folder(FsspecFolder):
         if not len(buffer):
             return
         asked = {"Range": f"bytes={byte_offset}-{byte_offset + len(buffer) - 1}"}
-        if stamp.version and not self.client.options.local_expiry_check:
+        if stamp.version and not getattr(self.open()[0], "local_expiry_check", False):
             asked["IfMatch"] = stamp.version
         for again in (False, True):
             if again:

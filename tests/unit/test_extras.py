@@ -38,7 +38,7 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
     [
         (
             ("inspect", "s3://bucket/run"),
-            "the package botocore, which is not installed: pip install 'paddle-reshard[s3]'",
+            "the package s3fs, which is not installed: pip install 'paddle-reshard[s3]'",
         ),
         (("convert", str(SOURCE), "s3://bucket/run", "--to", "tp=1"), "pip install 'paddle-reshard[s3]'"),
         (
