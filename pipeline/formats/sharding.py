@@ -23,11 +23,8 @@ from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType
-from paddle_reshard.pipeline.formats.padding import (
-    padded_elements,
-    stage3_slice_elements,
-)
 
+ALIGNMENT_BYTES = 256  # of gpu, xpu and npu alike: tensor_fusion_helper.alignment
 DEFAULT_BUFFER_BYTES = 256 << 20
 DEFAULT_SEGMENT_ELEMENTS = 1 << 20
 
@@ -222,3 +219,14 @@ def cut_buffer(buffer: Sequence[Parameter], degree: int) -> dict[str, dict[int, 
         }
         first = stop
     return slices
+
+
+def stage3_slice_elements(elements: int, dtype: DType, degree: int) -> int:
+    """Elements of every rank's slice of a parameter that stage 3 cuts, padding included."""
+    return -(-padded_elements(elements, dtype, 1) // degree)
+
+
+def padded_elements(elements: int, dtype: DType, degree: int) -> int:
+    """Elements that a parameter occupies in a v2 buffer, padding included."""
+    unit = ALIGNMENT_BYTES // dtype.itemsize * degree
+    return -(-elements // unit) * unit

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.formats.jobs.segments import segment
-from paddle_reshard.pipeline.formats.padding import stage3_slice_elements
 from paddle_reshard.pipeline.formats.sharding import (
     FlatSlice,
     Parameter,
@@ -27,6 +26,7 @@ from paddle_reshard.pipeline.formats.sharding import (
     partition_parameters,
     stage1_v1_owners,
     stage1_v2_slices,
+    stage3_slice_elements,
 )
 from paddle_reshard.pipeline.model.rules.items import Item
 from tests.sampling import examples

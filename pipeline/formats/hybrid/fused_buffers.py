@@ -20,8 +20,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, is_per_parameter
-from paddle_reshard.pipeline.formats.padding import padded_elements
-from paddle_reshard.pipeline.formats.sharding import Parameter, stage1_v1_owners
+from paddle_reshard.pipeline.formats.sharding import Parameter, padded_elements, stage1_v1_owners
 from paddle_reshard.pipeline.model.optimizer_keys import (
     MASTER_WEIGHTS,
     accumulator_key,

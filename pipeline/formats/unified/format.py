@@ -56,7 +56,7 @@ class UnifiedFormat(Format):
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the headers of all files."""
-        from paddle_reshard.pipeline.formats.unified.index import index_unified
+        from paddle_reshard.pipeline.formats.unified.source import index_unified
 
         return index_unified(files, tables)
 

@@ -17,7 +17,7 @@ Keys are ``<structured key>/moment1_0`` for optimizer states, and ``<structured 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -99,7 +99,7 @@ _QUANTISED = (
 
 def is_unified(paths: Iterable[str]) -> bool:
     """Whether a file has a name that only unified checkpoints use."""
-    return any((_parsed(path) or _NOTHING).kind in (OPTIMIZER, MASTER_WEIGHTS) for path in paths)
+    return any((file := _parsed(path)) and file.kind != MODEL for path in paths)
 
 
 ADAPTER: Final = "peft_model"
@@ -109,20 +109,6 @@ ADAPTER: Final = "peft_model"
 def holds_adapter(paths: Iterable[str]) -> bool:
     """Whether a file has the name of what is left of LoRA training."""
     return any(path.startswith(ADAPTER) for path in paths)
-
-
-def refuse_other_files(paths: Collection[str]) -> None:
-    """Refuse files of a unified checkpoint that are not supported.
-
-    Raises
-    ------
-    UnsupportedError
-    """
-    for path in sorted(paths):
-        if path.startswith(ADAPTER):
-            raise UnsupportedError(
-                f"{path}: weights of an adapter (LoRA) in a unified checkpoint are not supported"
-            )
 
 
 def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
@@ -153,9 +139,6 @@ def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
         elif of_kind:
             _check_numbers(kind, of_kind)
     return sorted(files)
-
-
-_NOTHING = UnifiedFile("", 0, 0, 0, "", False)
 
 
 def _parsed(path: str) -> UnifiedFile | None:

@@ -24,17 +24,16 @@ not state (PaddleFormers 1.2 and PaddleNLP 3.0, ``trainer/unified_checkpoint``):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
+from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     MASTER_WEIGHT,
@@ -44,8 +43,15 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.formats.padding import padded_elements
-from paddle_reshard.pipeline.formats.sharding import Parameter, cut_buffer, not_of_these_ranks, read_buffers
+from paddle_reshard.pipeline.formats.reading import StoredTensors, not_a_number, not_held
+from paddle_reshard.pipeline.formats.sharding import (
+    Parameter,
+    cut_buffer,
+    not_of_these_ranks,
+    padded_elements,
+    read_buffers,
+)
+from paddle_reshard.pipeline.formats.unified.adapter import index_adapter
 from paddle_reshard.pipeline.formats.unified.format import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
     MASTER_WEIGHTS,
@@ -53,13 +59,16 @@ from paddle_reshard.pipeline.formats.unified.names import (
     OPTIMIZER,
     UnifiedFile,
     check_indexes,
-    refuse_other_files,
+    holds_adapter,
+    index_name,
+    is_unified,
     sort_files,
     split_optimizer_key,
 )
+from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import check_complete
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
-from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.rule import expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -95,28 +104,8 @@ Arrays = Mapping[TensorId, list[_StoredArray]]
 """All arrays of each tensor."""
 
 
-def read_unified(
-    sizes: Mapping[str, int],
-    payloads: Mapping[str, SafetensorsPayload],
-    indexes: Mapping[str, Index],
-    config: Mapping[str, Any],
-    tables: RuleTables,
-    lr_scheduler: Any,
-) -> Checkpoint:
-    """Interpret a checkpoint from its headers.
-
-    Parameters
-    ----------
-    sizes
-        Every path of the checkpoint → size in bytes.
-    payloads
-        Path → header of every ``.safetensors`` file.
-    indexes
-        Path → contents of an index file; without a ``weight_map`` if every rank wrote its own files.
-    config, tables
-        ``config.json`` and rule tables to choose from.
-    lr_scheduler
-        State of the learning-rate schedule, or ``None``.
+def index_unified(files: SourceFiles, tables: RuleTables) -> Checkpoint:
+    """A unified checkpoint with optimizer states, or weights alone.
 
     Raises
     ------
@@ -124,17 +113,25 @@ def read_unified(
         Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
         interpreted exactly.
     """
-    refuse_other_files(sizes)
-    files = sort_files(payloads)
-    check_indexes(files, payloads, indexes)
-    arrays = _arrays(files, payloads, config)
-    keys = dict.fromkeys(key for key, _ in arrays)
-    table = choose_table(tables, keys, config, UNIFIED)
+    if holds_adapter(files.sizes):
+        return index_adapter(files, tables)
+    config, payloads = files.config(), files.headers
+    if files.pickles:
+        raise CheckpointError(
+            f"{files.pickles[0]}: a tensor file whose name has no meaning in a unified checkpoint"
+        )
+    with_states = is_unified(files.sizes)
+    kinds = (MODEL, OPTIMIZER, MASTER_WEIGHTS) if with_states else (MODEL,)
+    indexes = {index_name(kind): index for kind in kinds if (index := _index(files, kind)) is not None}
+    in_order = sort_files(payloads)
+    check_indexes(in_order, payloads, indexes)
+    arrays = _arrays(in_order, payloads, config)
+    table = choose_table(tables, dict.fromkeys(key for key, _ in arrays), config, UNIFIED)
     _refuse_unknown_dtypes(arrays, table, config)
-    arrays = _oriented(_joined_twins(arrays, table, config), payloads, table, config)
+    arrays = _joined_twins(arrays, payloads, table, config)
     model = read_model(_tensors(arrays, table, config), table, config)
     check_complete(model)
-    catalog = _UnifiedCatalogBuilder(model, files, sizes).catalog(arrays)
+    catalog = _catalog(arrays, model, in_order, files.sizes)
     _check_states(model)
     check_catalog(catalog)
     return Checkpoint(
@@ -142,8 +139,16 @@ def read_unified(
         catalog=catalog,
         own_files=frozenset([*payloads, *indexes]),
         model=model,
-        job=Job(lr_scheduler=lr_scheduler),
+        job=Job(lr_scheduler=files.lr_scheduler() if with_states else None),
     )
+
+
+def _index(files: SourceFiles, kind: str) -> Index | None:
+    """The index of a kind. That of optimizer states which are not merged names no files."""
+    path = index_name(kind)
+    if kind == OPTIMIZER and path in files.sizes and "weight_map" not in (facts := files.json(path)):
+        return Index({}, {}, facts)
+    return files.weight_index(path)
 
 
 # ---------------------------------------------------------------------------------------- arrays and tensors
@@ -218,39 +223,33 @@ def _check_dtype(key: str, state: str, dtype: DType, file: UnifiedFile) -> None:
 
 
 def _joined_twins(
-    arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
-) -> dict[TensorId, list[_StoredArray]]:
-    """Merge tied weights under their common key; arrays stored under that key come first."""
-    twins = {
-        key: table.find(key, config)[0].twin(config, key) for key in dict.fromkeys(key for key, _ in arrays)
-    }
-    joined: dict[TensorId, list[_StoredArray]] = {}
-    for tied in (False, True):
-        for (key, state), stored in arrays.items():
-            if (twins[key] is not None) == tied:
-                joined.setdefault((twins[key] or key, state), []).extend(stored)
-    return joined
-
-
-def _oriented(
     arrays: Arrays,
     payloads: Mapping[str, SafetensorsPayload],
     table: RuleTable,
     config: Mapping[str, Any],
 ) -> dict[TensorId, list[_StoredArray]]:
-    """Mark transposed arrays; only weights can be transposed."""
+    """Merge tied weights under their common key, and mark transposed arrays.
+
+    Arrays stored under the common key come first. Only weights can be transposed.
+    """
 
     def oriented(key: str, stored: _StoredArray) -> _StoredArray:
+        path = stored.file.path
         if stored.file.kind != MODEL:
             return stored
-        path = stored.file.path
         layout = payloads[path].metadata.get("format")
         transposed = is_transposed(key, stored.array.shape, layout, path, table, config)
         return stored._replace(transposed=transposed)
 
-    return {
-        (key, state): [oriented(key, array) for array in stored] for (key, state), stored in arrays.items()
-    }
+    twins = {key: table.find(key, config)[0].twin(config, key) for key, _ in arrays}
+    joined: dict[TensorId, list[_StoredArray]] = {}
+    for tied in (False, True):
+        for (key, state), stored in arrays.items():
+            if (twins[key] is not None) == tied:
+                identity = twins[key] or key
+                of_tensor = joined.setdefault((identity, state), [])
+                of_tensor += [oriented(identity, array) for array in stored]
+    return joined
 
 
 def _tensors(arrays: Arrays, table: RuleTable, config: Mapping[str, Any]) -> list[Tensor]:
@@ -304,7 +303,7 @@ class _Cutting:
 
     def cut(self, key: str, file: UnifiedFile) -> TensorCut:
         """How tensor parallelism cuts a tensor in a file."""
-        return self.model.cut(self.by_key[key], self.tp) if file.of_rank else TensorCut(1, None)
+        return self.model.cut(self.by_key[key], self.tp) if file.of_rank else UNCUT
 
     def sliced(self, arrays: Arrays) -> set[TensorId]:
         """The tensors stored as slices.
@@ -406,93 +405,82 @@ class _Cutting:
         return self.model.cut(tensor, self.tp).local_shape(tensor.key, tensor.global_shape)
 
 
-class _UnifiedCatalogBuilder:
-    """Collects tensors and fragments, numbering the copies of each tensor."""
-
-    def __init__(self, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> None:
-        self.model = model
-        self.cutting = _Cutting(model, files)
-        self.by_key = self.cutting.by_key
-        self.aliases: dict[str, tuple[str, ...]] = {}
-        for tensor in model.tensors:
-            if tensor.tied_to is not None:
-                self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
-        self.files = [File(file.path, sizes[file.path]) for file in files]
-        self.file_index = {file.path: number for number, file in enumerate(self.files)}
-        self.tensors: list[Tensor] = []
-        self.copies: dict[tuple[int, int], int] = {}
-        self.placements = Placements()
-
-    def catalog(self, arrays: Arrays) -> Catalog:
-        sliced = self.cutting.sliced(arrays)
-        for (key, state), stored in arrays.items():
-            self._add(key, state, stored, bool(sliced))
-        implied = self._imply(set(arrays))
-        return Catalog(Tensors(self.tensors), tuple(self.files), self.placements.fragments(), implied)
-
-    def _new(self, key: str, state: str, dtype: DType) -> int:
-        shape = (1,) if is_per_parameter(state) else self.by_key[key].global_shape
-        self.tensors.append(
-            Tensor(key, state, dtype, shape, self.aliases.get(key, ()) if state == PARAM else ())
-        )
-        return len(self.tensors) - 1
-
-    def _add(self, key: str, state: str, stored: Sequence[_StoredArray], sliced: bool) -> None:
-        index = self._new(key, state, stored[0].dtype)
+def _catalog(arrays: Arrays, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> Catalog:
+    """The tensors in the files, and those that are cast from others."""
+    cutting = _Cutting(model, files)
+    sliced = bool(cutting.sliced(arrays))
+    stored = StoredTensors([File(file.path, sizes[file.path]) for file in files], model, cutting.tp)
+    for (key, state), of_tensor in arrays.items():
+        shape = cutting.by_key[key].global_shape
         if is_per_parameter(state):
-            self._add_numbers(index, stored)
-            return
-        for _, group in groupby(stored, key=_copy_of):
+            _add_numbers(stored, key, state, of_tensor)
+            continue
+        index = stored.tensor(key, state, of_tensor[0].dtype, shape)
+        for _, group in groupby(of_tensor, key=_copy_of):
             of_rank = list(group)
-            cut = self.cutting.cut(key, of_rank[0].file)
-            rank = of_rank[0].file.tp if cut.dim is not None else 0
-            local = cut.local_shape(key, self.by_key[key].global_shape)
-            kind = partial(ArrayKind, local, cut, of_rank[0].dtype.itemsize)
+            cut = cutting.cut(key, of_rank[0].file)
             if sliced and state != PARAM:
-                replica, start = self._replica(index, rank), 0
-                for array in of_rank:
-                    stop = start + array.shape[0]
-                    self._add_array(index, kind((start, stop)), rank, array, replica)
-                    start = stop
-                continue
-            for array in of_rank:
-                if array.shape != local:
-                    detail = f"stored with shape {array.shape}, {local} is expected"
-                    raise CoverageError(f"{key} ({state})", detail, (array.file.path,))
-                axes = (1, 0) if array.transposed else None
-                self._add_array(index, kind(None, axes), rank, array, self._replica(index, rank))
+                _add_slices(stored, index, cut, cut.local_shape(key, shape), of_rank)
+            else:
+                _add_whole(stored, index, cut, cut.local_shape(key, shape), of_rank)
+    return stored.catalog(_imply(stored, model, arrays))
 
-    def _add_numbers(self, index: int, stored: Sequence[_StoredArray]) -> None:
-        """Every rank that holds a piece of a parameter holds a copy of its numbers."""
-        for array in stored:
-            if prod(array.shape) != 1:
-                detail = f"shape {array.shape}, one number per parameter is expected"
-                raise CoverageError(self.tensors[index].label, detail, (array.file.path,))
-            kind = ArrayKind((1,), TensorCut(1, None), array.dtype.itemsize)
-            self._add_array(index, kind, 0, array, self._replica(index, 0))
 
-    def _add_array(self, index: int, kind: ArrayKind, rank: int, stored: _StoredArray, replica: int) -> None:
-        number, file = self.placements.kind(kind), self.file_index[stored.file.path]
-        self.placements.add(number, rank, index, file, stored.array.byte_offset, stored.dtype, replica)
+def _add_numbers(stored: StoredTensors, key: str, state: str, arrays: Sequence[_StoredArray]) -> None:
+    """Every rank that holds a piece of a parameter holds a copy of its numbers."""
+    dtype = arrays[0].dtype
+    index = stored.tensor(key, state, dtype, (1,))
+    kind = ArrayKind((1,), UNCUT, dtype.itemsize)
+    for file, _, array, _, _ in arrays:
+        if prod(array.shape) != 1:
+            raise not_a_number(key, state, array.shape, file.path)
+        stored.place(index, kind, dtype, 0, stored.copy(index, 0), file.path, array.byte_offset)
 
-    def _replica(self, tensor: int, rank: int) -> int:
-        count = self.copies.get((tensor, rank), 0)
-        self.copies[tensor, rank] = count + 1
-        return count
 
-    def _imply(self, stored: Collection[TensorId]) -> dict[int, int]:
-        """Tensors that no file holds → their source: parameters are cast from master weights, and vice versa."""
-        index = {(tensor.key, tensor.state): number for number, tensor in enumerate(self.tensors)}
-        implied = {}
-        for tensor in self.model.tensors:
-            if tensor.tied_to is not None:
-                continue
-            if (tensor.key, PARAM) not in stored:
-                implied[self._new(tensor.key, PARAM, tensor.dtype)] = index[tensor.key, MASTER_WEIGHT]
-            elif tensor.master and (tensor.key, MASTER_WEIGHT) not in stored:
-                master = self._new(tensor.key, MASTER_WEIGHT, dtype_named("float32"))
-                implied[master] = index[tensor.key, PARAM]
-        return implied
+def _add_slices(
+    stored: StoredTensors, index: int, cut: TensorCut, local: Shape, arrays: Sequence[_StoredArray]
+) -> None:
+    """One copy of a rank's piece, in consecutive slices of its flattening."""
+    rank = arrays[0].file.tp if cut.dim is not None else 0
+    copy, start = stored.copy(index, rank), 0
+    for file, _, array, dtype, _ in arrays:
+        stop = start + array.shape[0]
+        kind = ArrayKind(local, cut, dtype.itemsize, (start, stop))
+        stored.place(index, kind, dtype, rank, copy, file.path, array.byte_offset)
+        start = stop
+
+
+def _add_whole(
+    stored: StoredTensors, index: int, cut: TensorCut, local: Shape, arrays: Sequence[_StoredArray]
+) -> None:
+    """Copies of a rank's piece."""
+    rank = arrays[0].file.tp if cut.dim is not None else 0
+    for array in arrays:
+        path, dtype = array.file.path, array.dtype
+        if array.shape != local:
+            raise CoverageError(
+                stored.tensors[index].label,
+                f"stored with shape {array.shape}, {local} is expected",
+                (path,),
+            )
+        kind = ArrayKind(local, cut, dtype.itemsize, None, (1, 0) if array.transposed else None)
+        stored.place(index, kind, dtype, rank, stored.copy(index, rank), path, array.array.byte_offset)
+
+
+def _imply(stored: StoredTensors, model: Model, arrays: Arrays) -> dict[int, int]:
+    """Tensors that no file holds → their source: parameters are cast from master weights, and vice versa."""
+    implied = {}
+    index = {identity: number for number, identity in enumerate(arrays)}
+    for tensor in model.tensors:
+        of, shape = tensor.key, tensor.global_shape
+        if tensor.tied_to is not None:
+            continue
+        if (of, PARAM) not in index:
+            implied[stored.tensor(of, PARAM, tensor.dtype, shape)] = index[of, MASTER_WEIGHT]
+        elif tensor.master and (of, MASTER_WEIGHT) not in index:
+            master = stored.tensor(of, MASTER_WEIGHT, dtype_named("float32"), shape)
+            implied[master] = index[of, PARAM]
+    return implied
 
 
 def _check_states(model: Model) -> None:
@@ -510,9 +498,7 @@ def _check_states(model: Model) -> None:
         if masters and not tensor.master and tensor.dtype.name in _HALVES:
             lacking.append(MASTER_WEIGHT)
         if lacking:
-            raise CoverageError(
-                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
-            )
+            raise not_held(tensor.key, lacking[0])
 
 
 def _copy_of(stored: _StoredArray) -> tuple[str, str, int]:

@@ -1,0 +1,89 @@
+"""What the sources of several formats share: arrays in files become the tensors of a catalog."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+
+from paddle_reshard.pipeline.core.catalog import Catalog, File
+from paddle_reshard.pipeline.core.errors import CoverageError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType, Tensor
+from paddle_reshard.pipeline.model.model import Model
+from paddle_reshard.pipeline.model.placement import ArrayKind, Placements
+
+
+class StoredTensors:
+    """Collects tensors and the arrays that hold them, numbering the copies of each tensor."""
+
+    def __init__(self, files: Iterable[File], model: Model, ranks: int) -> None:
+        """``ranks`` is the number of those that can hold pieces of one tensor."""
+        self.files = tuple(files)
+        self.tensors = Tensors()
+        self.placements = Placements()
+        self._file = {file.path: number for number, file in enumerate(self.files)}
+        self._aliases = aliases_of(model)
+        self._ranks = ranks
+        self._copies = array("i")  # that a rank has contributed to, at index ``tensor * ranks + rank``
+
+    def tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str = "") -> int:
+        """The number of a tensor, which is added if it is new.
+
+        Raises
+        ------
+        CoverageError
+            If it is known with another dtype or shape; ``where`` is the file that says so.
+        """
+        number = self.tensors.find(key, state)
+        if number is None:
+            aliases = self._aliases.get(key, ()) if state in (PARAM, EMA_PARAM) else ()
+            self._copies.extend([0] * self._ranks)
+            return self.tensors.add(Tensor(key, state, dtype, shape, aliases))
+        if (self.tensors.dtype(number), self.tensors.shape(number)) != (dtype, shape):
+            tensor = self.tensors[number]
+            raise CoverageError(
+                tensor.label,
+                f"{tensor.dtype.name} {tensor.global_shape} in one file, {dtype.name} {shape} in another",
+                (where,),
+            )
+        return number
+
+    def copy(self, tensor: int, rank: int) -> int:
+        """Number of the copy that the next piece of a rank belongs to; 0 is the first.
+
+        A copy is complete once every rank has contributed its piece.
+        """
+        index = tensor * self._ranks + rank
+        self._copies[index] += 1
+        return self._copies[index] - 1
+
+    def place(
+        self, tensor: int, kind: ArrayKind, dtype: DType, rank: int, copy: int, path: str, byte_offset: int
+    ) -> None:
+        """Add an array of a rank's piece of a tensor."""
+        number = self.placements.kind(kind)
+        self.placements.add(number, rank, tensor, self._file[path], byte_offset, dtype, copy)
+
+    def catalog(self, implied: Mapping[int, int]) -> Catalog:
+        """All that was added."""
+        return Catalog(self.tensors, self.files, self.placements.fragments(), dict(implied))
+
+
+def aliases_of(model: Model) -> dict[str, tuple[str, ...]]:
+    """Key → the keys that are tied to it."""
+    aliases: dict[str, tuple[str, ...]] = {}
+    for tensor in model.tensors:
+        if tensor.tied_to is not None:
+            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+    return aliases
+
+
+def not_held(key: str, state: str) -> CoverageError:
+    """The error for a state that a checkpoint has of other parameters only."""
+    return CoverageError(f"{key} ({state})", "no file holds it, but other parameters have it")
+
+
+def not_a_number(key: str, state: str, shape: Shape, path: str) -> CoverageError:
+    """The error for an array of several elements, of a state that is one number for each parameter."""
+    return CoverageError(f"{key} ({state})", f"shape {shape}, one number per parameter is expected", (path,))
