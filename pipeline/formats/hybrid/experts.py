@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
-from paddle_reshard.pipeline.formats.hybrid.ranks import Ranks, StoredCell
+from paddle_reshard.pipeline.formats.hybrid.ranks import FACTS, Ranks, StoredCell
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of, experts_of, shift_expert
 from paddle_reshard.pipeline.model.model import ModelTensor
 
@@ -41,12 +41,8 @@ def _join(cells: Sequence[StoredCell], topology: Topology, shared_out: Callable[
     in_all = set.intersection(*(set(cell.names) for cell in cells))
     pieces = {key for key in in_all if topology.ep > 1 and shared_out(key)}
     for cell in cells:
-        _update("holder", joined.holders, cell.holders, cell)
-        _update("local shape", joined.shapes, cell.shapes, cell)
-        _update("dtype", joined.dtypes, cell.dtypes, cell)
-        _update("is_distributed", joined.distributed, cell.distributed, cell)
-        _update("no_sync", joined.no_sync, cell.no_sync, cell)
-        _update("owner", joined.owners, cell.owners, cell)
+        for field_name, what in FACTS.items():
+            _update(what, getattr(joined, field_name), getattr(cell, field_name), cell)
         joined.sliced |= cell.sliced
         joined.master_spellings |= cell.master_spellings
         for (key, state), arrays in cell.arrays.items():

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
 from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES
@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.arrays import Array, StoredArray, StoredArrays
 from paddle_reshard.pipeline.formats.hybrid.entries import LR_SCHEDULER, SPECIAL, FileEntries
+from paddle_reshard.pipeline.formats.hybrid.format import HYBRID
 from paddle_reshard.pipeline.formats.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
 from paddle_reshard.pipeline.formats.hybrid.names import (
     EMA,
@@ -53,7 +54,12 @@ from paddle_reshard.pipeline.formats.jobs.keys import (
     shift_expert,
 )
 from paddle_reshard.pipeline.formats.model_meta import CellMeta, ModelMeta
+from paddle_reshard.pipeline.model.model import NamedTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.model.rules.choose import choose_table, keys_in_model
+from paddle_reshard.pipeline.model.rules.entries import Config, derived_sizes
+from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
@@ -62,17 +68,47 @@ _SIGNAL = re.compile(r"save(?:d_signal|_signal_TMP)_(\d+)")
 """Signals of ranks; the second while the trainer merges an EMA, or for ever if it was interrupted then."""
 
 
-class Knowledge(Protocol):
-    """Facts about the model that the files do not contain."""
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What the rule tables tell of a model that its files do not contain."""
+
+    tables: RuleTables
+    config: Config
 
     def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
-        """Candidate parameter names for the structured keys of a cell, given in model order."""
+        """Candidate parameter names for the keys of a cell in model order: without and with sequence parallelism."""
+        table, config = self._table(keys), self.config
+        rules = {key: table.find(key, config)[0] for key in keys}
+        named = [NamedTensor(key, rule, rule.twin(config, key)) for key, rule in rules.items()]
+        tp, pp, ep = topology.tp, topology.pp, topology.ep
+        return [predict_parameter_names(named, config, pp, tp, parallel, ep) for parallel in (False, True)]
 
     def keys_in_model(self, saved: Iterable[str]) -> Mapping[str, str]:
         """Keys in files of weights → what they are in the model, if its class renames them as it saves."""
+        return keys_in_model(self.tables, saved, self.config)
 
     def count_experts(self, keys: list[str]) -> int | None:
         """Number of routed experts in a layer."""
+        return expert_count(self._table(keys), self.config)
+
+    def _table(self, keys: list[str]) -> RuleTable:
+        return choose_table(self.tables, keys, self.config, HYBRID, stages_known=True)
+
+
+def expert_count(table: RuleTable, config: Config) -> int | None:
+    """Number of routed experts in a layer."""
+    return None if table.experts is None else derived_sizes(config).get(table.experts)
+
+
+FACTS = {
+    "holders": "holder",
+    "shapes": "local shape",
+    "dtypes": "dtype",
+    "distributed": "is_distributed",
+    "no_sync": "no_sync",
+    "owners": "owner",
+}
+"""Fields of a cell that say something of each of its keys, and how messages name that."""
 
 
 @dataclass(slots=True)
@@ -113,13 +149,10 @@ class StoredCell:
         """Replace structured keys."""
         if not keys:
             return
-        self.names = {keys.get(key, key): name for key, name in self.names.items()}
-        self.holders = {keys.get(key, key): keys.get(first, first) for key, first in self.holders.items()}
-        self.shapes = {keys.get(key, key): shape for key, shape in self.shapes.items()}
-        self.dtypes = {keys.get(key, key): dtype for key, dtype in self.dtypes.items()}
-        self.distributed = {keys.get(key, key): cut for key, cut in self.distributed.items()}
-        self.no_sync = {keys.get(key, key): alone for key, alone in self.no_sync.items()}
-        self.owners = {keys.get(key, key): rank for key, rank in self.owners.items()}
+        for field_name in ("names", *FACTS):
+            facts = getattr(self, field_name)
+            setattr(self, field_name, {keys.get(key, key): value for key, value in facts.items()})
+        self.holders = {key: keys.get(first, first) for key, first in self.holders.items()}
         self.arrays = self.arrays.renamed(keys, {})
         self.sliced = {keys.get(key, key) for key in self.sliced}
 
@@ -157,17 +190,9 @@ def sort_ranks(
 ) -> Ranks:
     """Sort parsed files into cells.
 
-    Parameters
-    ----------
-    paths
-        Every path of the checkpoint → size in bytes.
-    roots
-        Path of a tensor file → its entries, or its unpickled root with arrays as references. Entries are removed as
-        they are read, so that the names of very many arrays are not in memory twice.
-    meta
-        Contents of ``model_meta.json``, or ``None``.
-    knowledge
-        Supplies facts about the model that the files do not contain.
+    ``paths`` are those of the whole checkpoint with their sizes. ``roots`` are the entries of every tensor file, or its
+    unpickled root with arrays as references; entries are removed as they are read, so that the names of very many
+    arrays are not in memory twice.
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
     weights = _kind_of_weights(files)
@@ -182,13 +207,13 @@ def sort_ranks(
     files_of_cell: dict[tuple[int, int, int], list[RankFile]] = {}
     for file in files:
         files_of_cell.setdefault(_coordinates(file, topology), []).append(file)
+    reader = _CellReader(entries, meta, topology, knowledge)
     cells = [
-        _read_cell(StoredCell(tp, pp, ep), files_of_cell[pp, ep, tp], entries, meta, topology, knowledge)
-        for pp, ep, tp in sorted(files_of_cell)
+        reader.read(StoredCell(tp, pp, ep), files_of_cell[pp, ep, tp]) for pp, ep, tp in sorted(files_of_cell)
     ]
     _name_numbers(cells, topology)
     of_cells = {} if meta is None else meta.cells
-    if extra := sorted(of_cells.keys() - {_meta_name(cell, topology) for cell in cells}):
+    if extra := sorted(of_cells.keys() - {reader.meta_name(cell) for cell in cells}):
         raise CheckpointError(
             f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
         )
@@ -407,62 +432,126 @@ def _lr_scheduler(files: list[RankFile], roots: Mapping[str, FileEntries]) -> An
     return _same(LR_SCHEDULER, list(states.values()), "optimizer files")
 
 
-def _read_cell(
-    cell: StoredCell,
-    files: list[RankFile],
-    roots: Mapping[str, FileEntries],
-    meta: ModelMeta | None,
-    topology: Topology,
-    knowledge: Knowledge,
-) -> StoredCell:
-    model_files = [f for f in files if f.kind in WEIGHTS]
-    with_lora = any(f.kind == LORA_MODEL_STATE for f in files)
-    optimizers = [f for f in files if f.kind == OPTIMIZER]
-    if meta is None or with_lora:
-        _names_from_model_state(cell, model_files, roots)
-        if len(cell.names) < len(cell.shapes):
-            candidates = knowledge.predict_names(list(cell.shapes), topology)
-            cell.names = _names_that_fit(model_files[0], candidates, [roots[f.path] for f in optimizers])
-    if meta is not None:
-        described = _cell_meta(cell, meta, topology)
-        if with_lora:
-            in_model = knowledge.keys_in_model(cell.names)
-            described = _adapter_meta(described, cell, _meta_name(cell, topology), in_model)
-        _names_from_meta(cell, described, topology, knowledge)
-    for file in model_files:
-        _add_parameters(cell, file, roots[file.path])
-    keys = first_keys(cell.names)
-    cell.holders = {key: keys[name] for key, name in cell.names.items()}
-    for file in optimizers:
-        root = roots[file.path]
+@dataclass(frozen=True, slots=True)
+class _CellReader:
+    """Reads the files of one cell after the other."""
+
+    entries: Mapping[str, FileEntries]
+    """Path → entries of the file."""
+    meta: ModelMeta | None
+    topology: Topology
+    knowledge: Knowledge
+
+    def read(self, cell: StoredCell, files: list[RankFile]) -> StoredCell:
+        """The cell with the contents of its files."""
+        model_files = [f for f in files if f.kind in WEIGHTS]
+        with_lora = any(f.kind == LORA_MODEL_STATE for f in files)
+        optimizers = [f for f in files if f.kind == OPTIMIZER]
+        if self.meta is None or with_lora:
+            _names_from_model_state(cell, model_files, self.entries)
+            if len(cell.names) < len(cell.shapes):
+                candidates = self.knowledge.predict_names(list(cell.shapes), self.topology)
+                roots = [self.entries[f.path] for f in optimizers]
+                cell.names = _names_that_fit(model_files[0], candidates, roots)
+        if self.meta is not None:
+            self._describe(cell, self.meta, with_lora)
+        for file in model_files:
+            for key, value in self.entries[file.path].drained([STRUCTURED_NAMES]):
+                if key not in cell.names:
+                    raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
+                _add(cell, key, PARAM, file, value)
+        keys = first_keys(cell.names)
+        cell.holders = {key: keys[name] for key, name in cell.names.items()}
+        for file in optimizers:
+            _add_optimizer(cell, file, self._unfused(cell, file, keys), keys)
+        for file in (f for f in files if f.kind == EMA):
+            _add_ema(cell, file, self.entries[file.path], keys)
+        if self.meta is not None:
+            _check_dtypes(cell, self.meta_name(cell))
+            _complete_shapes(cell, self.meta.cells[self.meta_name(cell)].strategy)
+        return cell
+
+    def meta_name(self, cell: StoredCell) -> str:
+        """What ``model_meta.json`` calls a cell."""
+        return cell_name(cell.tp, cell.pp, cell.ep if self.topology.ep > 1 else None)
+
+    def _unfused(self, cell: StoredCell, file: RankFile, keys: Mapping[str, str]) -> FileEntries:
+        """The entries of an optimizer file, with the fused buffers of stage 1 v1 split into parameters."""
+        root = self.entries[file.path]
         masters = root.get(MASTER_WEIGHTS)
-        if isinstance(masters, FileEntries) and holds_buffers(masters.names(), keys):
-            root = FileEntries(_unfused(cell, file, root.plain(), keys, topology, meta))
-        _add_optimizer(cell, file, root, keys)
-    for file in (f for f in files if f.kind == EMA):
-        _add_ema(cell, file, roots[file.path], keys)
-    if meta is not None:
-        _check_dtypes(cell, _meta_name(cell, topology))
-        _complete_shapes(cell, meta.cells[_meta_name(cell, topology)].strategy)
-    return cell
+        if not isinstance(masters, FileEntries) or not holds_buffers(masters.names(), keys):
+            return root
+        if self.meta is not None or self.topology.ep > 1 or self.topology.dp > 1:
+            raise UnsupportedError(
+                f"{file.path}: fused buffers (stage1_tensor_fusion) are not supported together with {MODEL_META} or "
+                "distributed experts: their contents could not be verified with a real checkpoint"
+            )
+        fused = [FusedParameter(key, name, cell.shapes[key], cell.dtypes[key]) for name, key in keys.items()]
+        return FileEntries(unfuse(root.plain(), fused, file.shard or 0, self.topology.sharding, file.path))
+
+    def _describe(self, cell: StoredCell, meta: ModelMeta, with_lora: bool) -> None:
+        """Take names, shapes, dtypes and marks from ``model_meta.json``."""
+        where = self.meta_name(cell)
+        if where not in meta.cells:
+            raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
+        described = meta.cells[where]
+        if with_lora:
+            described = _adapter_meta(described, cell, where, self.knowledge.keys_in_model(cell.names))
+        first = 0
+        if self.topology.dp > 1 and cell.ep > 0:
+            first = self._first_expert(described, where, cell.ep)
+        names = {shift_expert(key, first): name for key, name in described.names.items()}
+        cell.names |= names
+        cell.owners |= {
+            key: described.owners[name] for key, name in names.items() if name in described.owners
+        }
+        for written, parameter in described.parameters.items():
+            key = shift_expert(written, first)
+            cell.shapes[key] = parameter.local_shape
+            cell.dtypes[key] = parameter.dtype
+            cell.distributed[key] = parameter.is_distributed
+            if parameter.no_sync is not None:
+                cell.no_sync[key] = parameter.no_sync
+
+    def _first_expert(self, described: CellMeta, where: str, rank: int) -> int:
+        """Number of the first expert of a data-parallel rank.
+
+        PaddleNLP 3.0.0b4 distributes experts over data-parallel ranks in order, with the same parameter names on each,
+        and ``model_meta.json`` describes rank 0 only. With 8 experts on 4 ranks, experts 0 and 1 of rank 0 stand for
+        experts 4 and 5 of rank 2: the result is 4.
+        """
+        ranks, held = self.topology.dp, experts_of(described.names)
+        count = self.knowledge.count_experts(list(described.names))
+        if not held or len(held) == count:
+            return 0
+        if held != set(range(len(held))) or len(held) * ranks != count:
+            raise CheckpointError(
+                f"{MODEL_META}: {where} lists the experts {sorted(held)}, but {ranks} data-parallel ranks hold {count} "
+                f"experts in total: the experts of rank {rank} cannot be determined"
+            )
+        return rank * len(held)
 
 
-def _unfused(
-    cell: StoredCell,
-    file: RankFile,
-    root: Mapping[str, Any],
-    keys: Mapping[str, str],
-    topology: Topology,
-    meta: ModelMeta | None,
-) -> dict[str, Any]:
-    """The entries of an optimizer file with the fused buffers of stage 1 v1 split into parameters."""
-    if meta is not None or topology.ep > 1 or topology.dp > 1:
-        raise UnsupportedError(
-            f"{file.path}: fused buffers (stage1_tensor_fusion) are not supported together with {MODEL_META} or "
-            "distributed experts: their contents could not be verified with a real checkpoint"
-        )
-    parameters = [FusedParameter(key, name, cell.shapes[key], cell.dtypes[key]) for name, key in keys.items()]
-    return unfuse(root, parameters, file.shard or 0, topology.sharding, file.path)
+def _adapter_meta(described: CellMeta, cell: StoredCell, where: str, in_model: Mapping[str, str]) -> CellMeta:
+    """The entries of the tensors that LoRA training stores, under the keys of the files.
+
+    LoRA wraps the model. ``model_meta.json`` is written from the wrapper: its keys have a prefix, it lists the tensors
+    of the base model too, and a class that renames keys in files of weights does not rename these.
+    """
+    written = {key: f"{LORA_PREFIX}{in_model.get(key, key)}" for key in cell.names}
+    for key, name in cell.names.items():
+        listed = described.names.get(written[key])
+        if listed != name:
+            raise CheckpointError(
+                f"{key}: parameter name {name} in the file, but {listed!r} in {MODEL_META} ({where}, {written[key]})"
+            )
+    return replace(
+        described,
+        names=dict(cell.names),
+        parameters={
+            key: described.parameters[of] for key, of in written.items() if of in described.parameters
+        },
+    )
 
 
 def _check_dtypes(cell: StoredCell, where: str) -> None:
@@ -484,77 +573,6 @@ def _check_dtypes(cell: StoredCell, where: str) -> None:
                 f"{key}: {dtype.name} in {MODEL_META} ({where}), but {masters[0].path} holds a master weight, which "
                 f"only {' and '.join(HALF_DTYPES)} parameters have: the files belong to different runs"
             )
-
-
-def _meta_name(cell: StoredCell, topology: Topology) -> str:
-    return cell_name(cell.tp, cell.pp, cell.ep if topology.ep > 1 else None)
-
-
-def _cell_meta(cell: StoredCell, meta: ModelMeta, topology: Topology) -> CellMeta:
-    where = _meta_name(cell, topology)
-    if where not in meta.cells:
-        raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
-    return meta.cells[where]
-
-
-def _adapter_meta(described: CellMeta, cell: StoredCell, where: str, in_model: Mapping[str, str]) -> CellMeta:
-    """The entries of the tensors that LoRA training stores, under the keys of the files.
-
-    LoRA wraps the model. ``model_meta.json`` is written from the wrapper: its keys have a prefix, it lists the tensors
-    of the base model too, and a class that renames keys in files of weights does not rename these.
-    """
-    written = {key: f"{LORA_PREFIX}{in_model.get(key, key)}" for key in cell.names}
-    for key, name in cell.names.items():
-        listed = described.names.get(written[key])
-        if listed != name:
-            raise CheckpointError(
-                f"{key}: parameter name {name} in the file, but {listed!r} in {MODEL_META} ({where}, {written[key]})"
-            )
-    return CellMeta(
-        described.strategy,
-        described.comm_overlap,
-        dict(cell.names),
-        {key: described.parameters[of] for key, of in written.items() if of in described.parameters},
-        described.owners,
-    )
-
-
-def _names_from_meta(cell: StoredCell, described: CellMeta, topology: Topology, knowledge: Knowledge) -> None:
-    where = _meta_name(cell, topology)
-    first = 0
-    if topology.dp > 1 and cell.ep > 0:
-        first = _first_expert(described, where, cell.ep, topology.dp, knowledge)
-    names = {shift_expert(key, first): name for key, name in described.names.items()}
-    cell.names.update(names)
-    cell.owners.update(
-        {key: described.owners[name] for key, name in names.items() if name in described.owners}
-    )
-    for written, parameter in described.parameters.items():
-        key = shift_expert(written, first)
-        cell.shapes[key] = parameter.local_shape
-        cell.dtypes[key] = parameter.dtype
-        cell.distributed[key] = parameter.is_distributed
-        if parameter.no_sync is not None:
-            cell.no_sync[key] = parameter.no_sync
-
-
-def _first_expert(described: CellMeta, where: str, rank: int, ranks: int, knowledge: Knowledge) -> int:
-    """Number of the first expert of a data-parallel rank.
-
-    PaddleNLP 3.0.0b4 distributes experts over data-parallel ranks in order, with the same parameter names on each, and
-    ``model_meta.json`` describes rank 0 only. With 8 experts on 4 ranks, experts 0 and 1 of rank 0 stand for experts 4
-    and 5 of rank 2: the result is 4.
-    """
-    held = experts_of(described.names)
-    count = knowledge.count_experts(list(described.names))
-    if not held or len(held) == count:
-        return 0
-    if held != set(range(len(held))) or len(held) * ranks != count:
-        raise CheckpointError(
-            f"{MODEL_META}: {where} lists the experts {sorted(held)}, but {ranks} data-parallel ranks hold {count} "
-            f"experts in total: the experts of rank {rank} cannot be determined"
-        )
-    return rank * len(held)
 
 
 def _complete_shapes(cell: StoredCell, strategy: str) -> None:
@@ -632,13 +650,6 @@ def _array_of(value: object) -> Array | None:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return value if isinstance(value, ArrayRef | SplitArray) else None
-
-
-def _add_parameters(cell: StoredCell, file: RankFile, root: FileEntries) -> None:
-    for key, value in root.drained([STRUCTURED_NAMES]):
-        if key not in cell.names:
-            raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
-        _add(cell, key, PARAM, file, value)
 
 
 def _key_of(cell: StoredCell, name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:

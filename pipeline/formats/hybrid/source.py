@@ -8,9 +8,8 @@ the result is a catalog of fragments that is checked to cover every tensor exact
 from __future__ import annotations
 
 import re
-from array import array as numbers_of
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -29,10 +28,8 @@ from paddle_reshard.pipeline.core.tensors import (
     MASTER_WEIGHT,
     PARAM,
     DType,
-    Tensor,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray, StoredArrays
 from paddle_reshard.pipeline.formats.hybrid.experts import (
     check_experts,
@@ -44,7 +41,14 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
 from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
-from paddle_reshard.pipeline.formats.hybrid.ranks import HALF_DTYPES, Ranks, StoredCell, sort_ranks
+from paddle_reshard.pipeline.formats.hybrid.ranks import (
+    HALF_DTYPES,
+    Knowledge,
+    Ranks,
+    StoredCell,
+    expert_count,
+    sort_ranks,
+)
 from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
     ShardingGroup,
     common_dtype,
@@ -53,17 +57,18 @@ from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
 )
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta
+from paddle_reshard.pipeline.formats.reading import StoredTensors, not_held
+from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import check_layers, lost
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import (
     Model,
     ModelTensor,
-    NamedTensor,
     cut_of,
     lead_experts,
     predict_parameter_names,
 )
-from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut
+from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
 from paddle_reshard.pipeline.model.rules.choose import (
     choose_table,
     is_known,
@@ -72,7 +77,7 @@ from paddle_reshard.pipeline.model.rules.choose import (
     table_of_other_formats,
     what_is_known,
 )
-from paddle_reshard.pipeline.model.rules.entries import derived_sizes
+from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.literal import StoredJob, StoredKey, stored_table
 from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -86,7 +91,7 @@ def read_hybrid(
     paths: Mapping[str, int],
     roots: Mapping[str, Any],
     meta: ModelMeta | None,
-    config: Mapping[str, Any],
+    config: Config,
     tables: RuleTables,
     missing: MissingPolicy | None = None,
     adapter: Adapter | None = None,
@@ -99,14 +104,10 @@ def read_hybrid(
         Every path of the checkpoint → size in bytes.
     roots
         Path of a tensor file → its unpickled root, with arrays as references.
-    meta, config
-        ``model_meta.json`` (or ``None``) and ``config.json``.
-    tables
-        Rule tables to choose from.
+    meta
+        Contents of ``model_meta.json``, or ``None``; ``adapter`` is the same of ``lora_config.json``.
     missing
         How to treat tensors that no file holds; by default they are an error.
-    adapter
-        Contents of ``lora_config.json``, or ``None``.
 
     Raises
     ------
@@ -114,21 +115,16 @@ def read_hybrid(
         Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
         interpreted exactly.
     """
-    ranks = sort_ranks(paths, roots, meta, _Rules(tables, config))
-    held = sorted(roots)
+    ranks = sort_ranks(paths, roots, meta, Knowledge(tables, config))
+    files = [File(path, paths[path]) for path in sorted(roots)]
     del roots  # frees the names of all arrays, unless the caller keeps them
-    table = _choose_table_and_rename(ranks, tables, config)
-    cells = join_cells(ranks, lambda key: table.find(key, config)[0].shared_out)
-    expert_axis = expert_axis_of(ranks)
-    strategy = _strategy(ranks, cells)
-    stored = _read_model(ranks, cells, expert_axis, table, config, adapter)
-    check_experts(ranks, stored.tensors, _expert_count(table, config))
+    source = _Source(ranks, _choose_table_and_rename(ranks, tables, config), config)
+    strategy = source.strategy()
+    stored = source.model(adapter)
+    check_experts(ranks, stored.tensors, expert_count(source.table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
-    files = [File(path, paths[path]) for path in held]
-    builder = _HybridCatalogBuilder(
-        ranks, cells, stored, expert_axis, strategy, files, missing or MissingPolicy()
-    )
+    builder = _HybridCatalogBuilder(source, stored, strategy, files, missing or MissingPolicy())
     catalog = builder.catalog()
     check_catalog(catalog)
     tensors = tuple(replace(tensor, missing=tensor.key in builder.missing) for tensor in stored.tensors)
@@ -136,11 +132,9 @@ def read_hybrid(
     return Checkpoint(
         format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
-        own_files=frozenset(
-            [*(file.path for file in catalog.files), *([] if meta is None else [MODEL_META])]
-        ),
+        own_files=frozenset([*(file.path for file in files), *([] if meta is None else [MODEL_META])]),
         model=without_copies(model),
-        job=_job_of(ranks, cells, model, strategy, expert_axis),
+        job=source.job(model, strategy),
         has_ema=ranks.has_ema,
         has_optimizer=ranks.has_optimizer,
         adapter=adapter,
@@ -148,65 +142,24 @@ def read_hybrid(
     )
 
 
-def _choose_table_and_rename(ranks: Ranks, tables: RuleTables, config: Mapping[str, Any]) -> RuleTable:
+def _choose_table_and_rename(ranks: Ranks, tables: RuleTables, config: Config) -> RuleTable:
     """The rule table of the model; keys in cells become those that the table knows."""
     for cell in ranks.cells if ranks.has_lora or not ranks.with_meta else ():
         cell.rename(keys_in_model(tables, cell.names, config))
     for cell in ranks.cells if ranks.topology.pp > 1 else ():
         cell.rename(keys_of_stages(tables, config))
     table = _choose_table(ranks, tables, config)
-    _name_shared_keys(ranks, table)
+    # The last stage stores some tensors under a key of the first stage; each becomes the key of its own row.
+    shared = {rule.key_pp: rule.key for rule in table.rules if rule.key_pp}
+    for cell in ranks.cells:
+        if 0 < cell.pp == ranks.topology.pp - 1:
+            cell.rename(shared)
     if table.local_experts:
-        number_experts(ranks, _expert_count(table, config))
+        number_experts(ranks, expert_count(table, config))
     return table
 
 
-def _job_of(
-    ranks: Ranks, cells: Sequence[StoredCell], model: Model, strategy: str, expert_axis: str | None
-) -> Job:
-    """The job that saved the files."""
-    sequence_parallel, names = _check_names(ranks, model)
-    topology = ranks.topology
-    return Job(
-        topology=replace(topology, vpp=_vpp(cells, model)),
-        strategy=strategy,
-        comm_overlap=ranks.comm_overlap,
-        sequence_parallel=sequence_parallel,
-        names_predicted=names,
-        lr_scheduler=ranks.lr_scheduler,
-        expert_axis=expert_axis,
-        unified_experts=_unified(ranks, model) if topology.ep > 1 else None,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """Facts from the rule tables about a checkpoint whose files are incomplete."""
-
-    tables: RuleTables
-    config: Mapping[str, Any]
-
-    def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
-        """Parameter names by the naming rules, without and with sequence parallelism."""
-        table = choose_table(self.tables, keys, self.config, HYBRID, stages_known=True)
-        named = [NamedTensor(key, *_named(table, key, self.config)) for key in keys]
-        tp, pp, ep = topology.tp, topology.pp, topology.ep
-        return [
-            predict_parameter_names(named, self.config, pp, tp, parallel, ep) for parallel in (False, True)
-        ]
-
-    def keys_in_model(self, saved: Iterable[str]) -> Mapping[str, str]:
-        """Keys in files of weights → what they are in the model, if its class renames them as it saves."""
-        return keys_in_model(self.tables, saved, self.config)
-
-    def count_experts(self, keys: list[str]) -> int | None:
-        """Number of routed experts in a layer."""
-        return _expert_count(
-            choose_table(self.tables, keys, self.config, HYBRID, stages_known=True), self.config
-        )
-
-
-def _choose_table(ranks: Ranks, tables: RuleTables, config: Mapping[str, Any]) -> RuleTable:
+def _choose_table(ranks: Ranks, tables: RuleTables, config: Config) -> RuleTable:
     """The rule table of the model's family, or for an unknown family a table derived from the files."""
     if is_known(tables, config, HYBRID) or not _tells_itself(ranks):
         held = dict.fromkeys(key for cell in ranks.cells for key in cell.names)
@@ -232,12 +185,11 @@ def _choose_table(ranks: Ranks, tables: RuleTables, config: Mapping[str, Any]) -
                 scalar=not cell.shapes[key],
                 expert=key not in common,
             )
-    job = StoredJob(topology.tp, topology.pp, topology.ep)
     return stored_table(
         keys.values(),
         config,
         ordered=True,
-        job=job,
+        job=StoredJob(topology.tp, topology.pp, topology.ep),
         of_family=table_of_other_formats(tables, keys, config),
         known=what_is_known(tables, config),
     )
@@ -258,58 +210,167 @@ def _held_by_all(ranks: Ranks) -> set[str]:
     return {key for cells in stages for key in set.intersection(*(set(cell.names) for cell in cells))}
 
 
-def _expert_count(table: RuleTable, config: Mapping[str, Any]) -> int | None:
-    return None if table.experts is None else derived_sizes(config).get(table.experts)
+class _Source:
+    """The cells of a checkpoint, by the rule table of its model."""
 
+    def __init__(self, ranks: Ranks, table: RuleTable, config: Config) -> None:
+        self.ranks, self.table, self.config = ranks, table, config
+        self.cells = join_cells(ranks, lambda key: table.find(key, config)[0].shared_out)
+        """Of each stage and tp rank, all cells joined into one."""
+        self.expert_axis = expert_axis_of(ranks)
 
-def _named(table: RuleTable, key: str, config: Mapping[str, Any]) -> tuple[Rule, str | None]:
-    rule, _ = table.find(key, config)
-    return rule, rule.twin(config, key)
+    def strategy(self) -> str:
+        """The sharding strategy: from ``model_meta.json``, or recognised by the arrays.
 
+        Stage 3 marks slices, and stores small tensors whole on every rank. Stages 2 and 3 name accumulators after the
+        parameter even if there is a master weight. Stage 1 v2 stores 1-D slices only, v1 and stage 2 whole tensors.
+        Without master weights, stage 2 has the same files as stage 1 v1.
+        """
+        if not self.ranks.has_optimizer:
+            return "none"
+        strategy = self.ranks.strategy or self._strategy_of_files()
+        if self.ranks.topology.ep > 1 and strategy not in ("none", "stage1v2"):
+            raise CheckpointError(
+                f"{self.ranks.topology} with {strategy}: PaddleFormers' optimizer for expert parallelism only supports "
+                "stage1v2, so the distribution over ranks is unknown"
+            )
+        return strategy
 
-def _strategy(ranks: Ranks, cells: Sequence[StoredCell]) -> str:
-    """The sharding strategy: from ``model_meta.json``, or recognised by the arrays.
+    def _strategy_of_files(self) -> str:
+        if self.ranks.topology.sharding == 1:
+            return "none"
+        spellings = {spelling for cell in self.cells for spelling in cell.master_spellings}
+        if len(spellings) > 1:
+            raise CheckpointError(
+                "some accumulators are named after master weights and some after parameters that have one"
+            )
+        shapes = {
+            (cell.shapes[key], tuple(stored.array.shape for stored in arrays))
+            for cell in self.cells
+            for (key, state), arrays in cell.arrays.items()
+            if not whole_in_model_state(state) and not is_per_parameter(state)
+        }
+        several_dims = any(len(shape) > 1 for _, array_shapes in shapes for shape in array_shapes)
+        copies = any(len(local) > 1 and array_shapes.count(local) > 1 for local, array_shapes in shapes)
+        if any(cell.sliced for cell in self.cells) or copies:
+            return "stage3"
+        if not any(len(local) > 1 for local, _ in shapes):
+            raise CheckpointError(
+                f"every parameter has one dim, so the sharding strategy cannot be determined without {MODEL_META}"
+            )
+        if spellings == {False}:
+            return "stage2"
+        return "stage1v1" if several_dims else "stage1v2"
 
-    Stage 3 marks slices, and stores small tensors whole on every rank. Stages 2 and 3 name accumulators after the
-    parameter even if there is a master weight. Stage 1 v2 stores 1-D slices only, v1 and stage 2 whole tensors. Without
-    master weights, stage 2 has the same files as stage 1 v1.
-    """
-    if not ranks.has_optimizer:
-        return "none"
-    strategy = ranks.strategy or _strategy_of_files(ranks, cells)
-    if ranks.topology.ep > 1 and strategy not in ("none", "stage1v2"):
-        raise CheckpointError(
-            f"{ranks.topology} with {strategy}: PaddleFormers' optimizer for expert parallelism only supports "
-            "stage1v2, so the distribution over ranks is unknown"
+    def job(self, model: Model, strategy: str) -> Job:
+        """The job that saved the files."""
+        sequence_parallel, names = _check_names(self.ranks, model)
+        topology = self.ranks.topology
+        return Job(
+            topology=replace(topology, vpp=_vpp(self.cells, model)),
+            strategy=strategy,
+            comm_overlap=self.ranks.comm_overlap,
+            sequence_parallel=sequence_parallel,
+            names_predicted=names,
+            lr_scheduler=self.ranks.lr_scheduler,
+            expert_axis=self.expert_axis,
+            unified_experts=_unified(self.ranks, model) if topology.ep > 1 else None,
         )
-    return strategy
 
+    def model(self, adapter: Adapter | None) -> Model:
+        """The tensors of all cells, in model order."""
+        tensors: dict[str, ModelTensor] = {}
+        order = {key: position for position, key in enumerate(_keys_in_order(self.ranks.cells))}
+        for cell in self.cells:
+            for key in cell.names:
+                tensor = self._tensor(cell, key)
+                _check_agreement(tensors.setdefault(key, tensor), tensor, cell)
+        table, items = self.table, self.table.build_order(pp=1)
 
-def _strategy_of_files(ranks: Ranks, cells: Sequence[StoredCell]) -> str:
-    if ranks.topology.sharding == 1:
-        return "none"
-    spellings = {spelling for cell in cells for spelling in cell.master_spellings}
-    if len(spellings) > 1:
-        raise CheckpointError(
-            "some accumulators are named after master weights and some after parameters that have one"
+        def place(tensor: ModelTensor) -> tuple[int, int, int]:
+            """The only item of its kind is before all numbered ones."""
+            _, number = table.place(tensor.rule.item, tensor.layer)
+            return items[tensor.rule.item], -1 if number is None else number, order[tensor.key]
+
+        ordered = sorted(tensors.values(), key=place)
+        tied = [replace(t, tied_to=t.tied_to if t.tied_to in tensors else None) for t in ordered]
+        _check_same_tensors(self.ranks, tensors)
+        if self.ranks.has_lora:
+            return _read_adapter(Model(tuple(tied), table, self.config), adapter)
+        if table.counts_layers:
+            check_layers(tied, table, self.config)
+        return Model(tuple(lead_experts(tied, unified=False)), table, self.config)
+
+    def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
+        topology = self.ranks.topology
+        rule, layer = self.table.find(key, self.config)
+        expert_axis = self.expert_axis if rule.of_expert_rank else None
+        cut = cut_of(rule, self.config, key, topology.tp, expert_axis, topology.ep)
+        shape = cut.global_shape(key, cell.shapes[key])
+        expected = expected_shape(rule, self.config, key)
+        if expected is not None and expected != shape:
+            raise RuleError(
+                key,
+                f"config.json and the rule table expect the shape {expected}, but the files of tp={topology.tp} ranks "
+                f"add up to {shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
+            )
+        self._check_marks(cell, key, rule, cut, expert_axis)
+        holder, name = cell.holders[key], cell.names[key]
+        states = tuple(state for state in ACCUMULATORS if (holder, state) in cell.arrays)
+        return ModelTensor(
+            key=key,
+            rule=rule,
+            layer=layer,
+            global_shape=shape,
+            dtype=cell.dtypes[key],
+            accumulators=states,
+            master=(holder, MASTER_WEIGHT) in cell.arrays,
+            tied_to=self._tied_to(key, rule, holder, bool(states)),
+            automatic_name=None if states or not AUTOMATIC_NAME.fullmatch(name) else name,
         )
-    shapes = {
-        (cell.shapes[key], tuple(stored.array.shape for stored in arrays))
-        for cell in cells
-        for (key, state), arrays in cell.arrays.items()
-        if not whole_in_model_state(state) and not is_per_parameter(state)
-    }
-    several_dims = any(len(shape) > 1 for _, array_shapes in shapes for shape in array_shapes)
-    copies = any(len(local) > 1 and array_shapes.count(local) > 1 for local, array_shapes in shapes)
-    if any(cell.sliced for cell in cells) or copies:
-        return "stage3"
-    if not any(len(local) > 1 for local, _ in shapes):
-        raise CheckpointError(
-            f"every parameter has one dim, so the sharding strategy cannot be determined without {MODEL_META}"
+
+    def _tied_to(self, key: str, rule: Rule, holder: str, trained: bool) -> str | None:
+        """The key of the tensor with the same values and states.
+
+        Under a name that the library sets, two tensors of a cell can be one parameter for the optimizer.
+        """
+        if rule.own_in_stages and self.ranks.topology.pp > 1:
+            return None
+        if rule.parameter_name is not None and holder != key and trained:
+            return holder
+        return rule.twin(self.config, key)
+
+    def _check_marks(
+        self, cell: StoredCell, key: str, rule: Rule, cut: TensorCut, expert_axis: str | None
+    ) -> None:
+        """Check the flags of a tensor in ``model_meta.json`` against the rules.
+
+        ``expert_axis`` is the axis over which experts are distributed, or ``None`` if the tensor is not an expert's.
+        """
+        topology = self.ranks.topology
+        distributed = topology.tp > 1 and cut.dim is not None
+        expected = rule.marked_distributed(distributed, topology.ep, of_rank=expert_axis in ("ep", "tp"))
+        mark = cell.distributed.get(key, expected)
+        if (topology.tp > 1 or topology.ep > 1) and mark != expected:
+            raise RuleError(
+                key,
+                f"{MODEL_META} says is_distributed={mark}, but the rule table says that tp "
+                f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
+            )
+        if cell.no_sync.get(key, expert_axis == "ep") == (expert_axis == "ep"):
+            return
+        if cell.no_sync[key] and topology.ep > 1:
+            raise RuleError(
+                key,
+                f"{MODEL_META} says no_sync=true: each rank of ep={topology.ep} has a tensor of its own under this "
+                f"key. The rule table {self.table.family!r} does not know how they belong together, and nothing was "
+                "read",
+            )
+        raise RuleError(
+            key,
+            f"{MODEL_META} says no_sync={cell.no_sync[key]} with {topology}; expected is no_sync=true for experts "
+            "under expert parallelism, and false for everything else",
         )
-    if spellings == {False}:
-        return "stage2"
-    return "stage1v1" if several_dims else "stage1v2"
 
 
 def _vpp(cells: Sequence[StoredCell], model: Model) -> int:
@@ -324,68 +385,6 @@ def _vpp(cells: Sequence[StoredCell], model: Model) -> int:
         layers = sorted({layer for key in cell.names if (layer := layer_of[key]) is not None})
         runs.append(sum(1 for a, b in zip([-2, *layers], layers, strict=False) if b != a + 1))
     return max([1, *runs])
-
-
-# --------------------------------------------------------------------------------------------- the model
-
-
-def _name_shared_keys(ranks: Ranks, table: RuleTable) -> None:
-    """Rename tensors that the last stage stores under a key of the first stage to the key of their own row."""
-    keys = {rule.key_pp: rule.key for rule in table.rules if rule.key_pp}
-    for cell in ranks.cells:
-        if keys and 0 < cell.pp == ranks.topology.pp - 1:
-            cell.rename(keys)
-
-
-def _read_model(
-    ranks: Ranks,
-    cells: Sequence[StoredCell],
-    expert_axis: str | None,
-    table: RuleTable,
-    config: Mapping[str, Any],
-    adapter: Adapter | None,
-) -> Model:
-    tensors: dict[str, ModelTensor] = {}
-    order = {key: position for position, key in enumerate(_keys_in_order(ranks.cells))}
-    for cell in cells:
-        for key in cell.names:
-            tensor = _read_tensor(cell, key, ranks, expert_axis, table, config)
-            known = tensors.setdefault(key, tensor)
-            _check_agreement(known, tensor, cell)
-    items = table.build_order(pp=1)
-    ordered = sorted(
-        tensors.values(),
-        key=lambda t: (items[t.rule.item], _number(table, t), order[t.key]),
-    )
-    keys = set(tensors)
-    tied = [replace(t, tied_to=t.tied_to if t.tied_to in keys else None) for t in ordered]
-    _check_same_tensors(ranks, tensors)
-    if ranks.has_lora:
-        return _read_adapter(Model(tuple(tied), table, config), adapter)
-    if table.counts_layers:
-        check_layers(tied, table, config)
-    return Model(tuple(lead_experts(tied, unified=False)), table, config)
-
-
-def _number(table: RuleTable, tensor: ModelTensor) -> int:
-    """Number of a tensor's item among those of its kind; the only one is before all numbered ones."""
-    _, layer = table.place(tensor.rule.item, tensor.layer)
-    return -1 if layer is None else layer
-
-
-def _tied_to(
-    cell: StoredCell, key: str, rule: Rule, config: Mapping[str, Any], pp: int, trained: bool
-) -> str | None:
-    """The key of the tensor with the same values and states.
-
-    Under a name that the library sets, two tensors of a cell can be one parameter for the optimizer.
-    """
-    if rule.own_in_stages and pp > 1:
-        return None
-    holder = cell.holders[key]
-    if rule.parameter_name is not None and holder != key and trained:
-        return holder
-    return rule.twin(config, key)
 
 
 def _read_adapter(held: Model, adapter: Adapter | None) -> Model:
@@ -403,7 +402,7 @@ def _read_adapter(held: Model, adapter: Adapter | None) -> Model:
     return with_base(held, adapter)
 
 
-def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Mapping[str, Any]) -> None:
+def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Config) -> None:
     """Check that parameters with master weights are all bfloat16 or all float16, as ``config.json`` says.
 
     The trainers write the dtype of the model to ``config.json`` when they save.
@@ -432,80 +431,6 @@ def _keys_in_order(cells: Sequence[StoredCell]) -> list[str]:
     """
     stages = [list(of_stage) for _, of_stage in groupby(cells, key=lambda cell: cell.pp)]
     return [key for of_stage in stages for key in merged_names([cell.names for cell in of_stage])]
-
-
-def _read_tensor(
-    cell: StoredCell,
-    key: str,
-    ranks: Ranks,
-    expert_axis: str | None,
-    table: RuleTable,
-    config: Mapping[str, Any],
-) -> ModelTensor:
-    tp = ranks.topology.tp
-    rule, layer = table.find(key, config)
-    if not rule.of_expert_rank:
-        expert_axis = None
-    cut = cut_of(rule, config, key, tp, expert_axis, ranks.topology.ep)
-    shape = cut.global_shape(key, cell.shapes[key])
-    expected = expected_shape(rule, config, key)
-    if expected is not None and expected != shape:
-        raise RuleError(
-            key,
-            f"config.json and the rule table expect the shape {expected}, but the files of tp={tp} ranks add up to "
-            f"{shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
-        )
-    _check_marks(cell, key, rule, cut, expert_axis, ranks.topology, table)
-    holder = cell.holders[key]
-    states = tuple(name for name in ACCUMULATORS if (holder, name) in cell.arrays)
-    return ModelTensor(
-        key=key,
-        rule=rule,
-        layer=layer,
-        global_shape=shape,
-        dtype=cell.dtypes[key],
-        accumulators=states,
-        master=(holder, MASTER_WEIGHT) in cell.arrays,
-        tied_to=_tied_to(cell, key, rule, config, ranks.topology.pp, bool(states)),
-        automatic_name=None if states or not AUTOMATIC_NAME.fullmatch(cell.names[key]) else cell.names[key],
-    )
-
-
-def _check_marks(
-    cell: StoredCell,
-    key: str,
-    rule: Rule,
-    cut: TensorCut,
-    expert_axis: str | None,
-    topology: Topology,
-    table: RuleTable,
-) -> None:
-    """Check the flags of a tensor in ``model_meta.json`` against the rules.
-
-    ``expert_axis`` is the axis over which experts are distributed, or ``None`` if the tensor is not an expert's.
-    """
-    distributed = topology.tp > 1 and cut.dim is not None
-    expected = rule.marked_distributed(distributed, topology.ep, of_rank=expert_axis in ("ep", "tp"))
-    mark = cell.distributed.get(key, expected)
-    if (topology.tp > 1 or topology.ep > 1) and mark != expected:
-        raise RuleError(
-            key,
-            f"{MODEL_META} says is_distributed={mark}, but the rule table says that tp "
-            f"{'cuts dim ' + str(cut.dim) if distributed else 'does not cut it'}",
-        )
-    if cell.no_sync.get(key, expert_axis == "ep") == (expert_axis == "ep"):
-        return
-    if cell.no_sync[key] and topology.ep > 1:
-        raise RuleError(
-            key,
-            f"{MODEL_META} says no_sync=true: each rank of ep={topology.ep} has a tensor of its own under this key. "
-            f"The rule table {table.family!r} does not know how they belong together, and nothing was read",
-        )
-    raise RuleError(
-        key,
-        f"{MODEL_META} says no_sync={cell.no_sync[key]} with {topology}; expected is no_sync=true for experts "
-        "under expert parallelism, and false for everything else",
-    )
 
 
 def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: StoredCell) -> None:
@@ -551,28 +476,27 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     Each is ``None`` if it cannot be determined, or if there is none.
     """
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
-    problems: dict[bool, str | None] = {}
     built = model.as_built(pp)
     position = {tensor.key: number for number, tensor in enumerate(built)}
     held = [
-        [
-            built[i]
-            for i in sorted({position[key] for key in cell.names} | _base_positions(cell, ranks, model))
-        ]
+        sorted({position[key] for key in cell.names} | _base_positions(cell, ranks, model))
         for cell in ranks.cells
     ]
-    for sequence_parallel in (False, True):
-        problems[sequence_parallel] = None
-        for cell, tensors in zip(ranks.cells, held, strict=True):
+
+    def problem(sequence_parallel: bool) -> str | None:
+        for cell, positions in zip(ranks.cells, held, strict=True):
+            tensors = [built[number] for number in positions]
             predicted = predict_parameter_names(tensors, model.config, pp, tp, sequence_parallel, ep)
-            wrong = [k for k in cell.names if predicted[k] != cell.names[k]]
-            if wrong:
-                problems[sequence_parallel] = (
-                    f"{wrong[0]} has the parameter name {cell.names[wrong[0]]} in {cell.label()}, but "
-                    f"{predicted[wrong[0]]} by the naming rules"
-                )
-                break
-    fitting = [sp for sp, problem in problems.items() if problem is None]
+            for key, name in cell.names.items():
+                if predicted[key] != name:
+                    return (
+                        f"{key} has the parameter name {name} in {cell.label()}, but {predicted[key]} by the naming "
+                        "rules"
+                    )
+        return None
+
+    problems = {parallel: problem(parallel) for parallel in (False, True)}
+    fitting = [parallel for parallel, differing in problems.items() if differing is None]
     if len(fitting) == 1:
         return fitting[0], None
     return None, None if fitting else problems[False]
@@ -603,71 +527,36 @@ def _base_positions(cell: StoredCell, ranks: Ranks, model: Model) -> set[int]:
     }
 
 
-# ------------------------------------------------------------------------------------------- the catalog
-
-
 class _HybridCatalogBuilder:
-    """Collects tensors and fragment rows, numbering the copies of each tensor."""
+    """Adds the arrays of all cells to the tensors that they are pieces of."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        cells: Sequence[StoredCell],
-        model: Model,
-        expert_axis: str | None,
-        strategy: str,
-        files: list[File],
-        policy: MissingPolicy,
+        self, source: _Source, model: Model, strategy: str, files: list[File], policy: MissingPolicy
     ) -> None:
-        self.ranks, self.cells, self.model, self.expert_axis = ranks, cells, model, expert_axis
-        self.files, self.policy, self.tp = files, policy, ranks.topology.tp
+        self.source, self.model, self.policy = source, model, policy
+        self.topology = source.ranks.topology
+        slices = expected_slices(strategy, source.ranks, source.cells, model)
         self.groups = [
-            ShardingGroup(strategy, ranks.topology.sharding, slices, _listed_twice(cell, model))
-            for cell, slices in zip(cells, expected_slices(strategy, ranks, cells, model), strict=True)
+            ShardingGroup(strategy, self.topology.sharding, of_cell, _listed_twice(cell, model))
+            for cell, of_cell in zip(source.cells, slices, strict=True)
         ]
         self.rank_files = RankFiles()
         self.missing: set[str] = set()
-        self.file_index = {file.path: i for i, file in enumerate(files)}
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
-        self.ranks_of_cut = max(self.tp, ranks.topology.ep)
         self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
-        self.tensors = Tensors()
-        self.copies = numbers_of("i")
-        """Copies of its piece that a rank has contributed, at index ``tensor * ranks_of_cut + rank``."""
-        self.placements = Placements()
-        self.aliases: dict[str, tuple[str, ...]] = {}
-        for tensor in model.tensors:
-            if tensor.tied_to is not None:
-                self.aliases[tensor.tied_to] = (*self.aliases.get(tensor.tied_to, ()), tensor.key)
+        self.stored = StoredTensors(files, model, max(self.topology.tp, self.topology.ep))
 
     def catalog(self) -> Catalog:
-        for cell, group in zip(self.cells, self.groups, strict=True):
+        for cell, group in zip(self.source.cells, self.groups, strict=True):
             for (key, state), arrays in cell.arrays.items():
                 self._add(cell, group, key, state, arrays)
             cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
-        _check_states(self.model, self.ranks.has_ema, self.tensors)
-        return Catalog(self.tensors, tuple(self.files), self.placements.fragments(), implied)
-
-    def _identity(self, key: str) -> str:
-        tied_to = self.by_key[key].tied_to
-        return key if tied_to is None else tied_to
+        _check_states(self.model, self.source.ranks.has_ema, self.stored.tensors)
+        return self.stored.catalog(implied)
 
     def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
-        identity = self._identity(key)
-        number = self.tensors.find(identity, state)
-        if number is None:
-            aliases = self.aliases.get(identity, ()) if state in (PARAM, EMA_PARAM) else ()
-            self.copies.extend([0] * self.ranks_of_cut)
-            return self.tensors.add(Tensor(identity, state, dtype, shape, aliases))
-        if (self.tensors.dtype(number), self.tensors.shape(number)) != (dtype, shape):
-            tensor = self.tensors[number]
-            raise CoverageError(
-                tensor.label,
-                f"{tensor.dtype.name} {tensor.global_shape} in one file, {dtype.name} {shape} in another",
-                (where,),
-            )
-        return number
+        return self.stored.tensor(self.by_key[key].tied_to or key, state, dtype, shape, where)
 
     def _add(
         self, cell: StoredCell, group: ShardingGroup, key: str, state: str, arrays: list[StoredArray]
@@ -678,61 +567,46 @@ class _HybridCatalogBuilder:
             return
         tensor = self.by_key[key]
         if key not in self.cuts:
-            self.cuts[key] = self.model.cut(tensor, self.tp, self.expert_axis, self.ranks.topology.ep)
+            self.cuts[key] = self.model.cut(
+                tensor, self.topology.tp, self.source.expert_axis, self.topology.ep
+            )
         cut = self.cuts[key]
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         shown = _shown(cell, tensor, state)
         for number, copy in enumerate(group.copies(cell, key, state, arrays)):
-            rank = number if tensor.rule.shared_out and self.ranks.topology.ep > 1 else rank
-            replica = self._replica(index, rank)
-            for array in copy:
-                start, stop = array.flat or (0, 0)
+            rank = number if tensor.rule.shared_out and self.topology.ep > 1 else rank
+            replica = self.stored.copy(index, rank)
+            for path, byte_offset, flat, axes in copy:
+                start, stop = flat or (0, 0)
                 seen = start if shown == key else stop - start
-                self.rank_files.add(array.path, (state, shown, seen), (state, key, start, rank))
-                kind = self.placements.kind(
-                    ArrayKind(cell.shapes[key], cut, dtype.itemsize, array.flat, array.axes)
-                )
-                file = self.file_index[array.path]
-                self.placements.add(kind, rank, index, file, array.byte_offset, dtype, replica)
-
-    def _replica(self, tensor: int, rank: int) -> int:
-        """Number of the copy that the next piece of a rank belongs to; 0 is the first.
-
-        A copy is complete once every rank has contributed its piece.
-        """
-        index = tensor * self.ranks_of_cut + rank
-        self.copies[index] += 1
-        return self.copies[index] - 1
+                self.rank_files.add(path, (state, shown, seen), (state, key, start, rank))
+                kind = ArrayKind(cell.shapes[key], cut, dtype.itemsize, flat, axes)
+                self.stored.place(index, kind, dtype, rank, replica, path, byte_offset)
 
     def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
-        for stored in arrays:
-            array = one_number(key, state, stored)
-            index = self._tensor(key, state, dtype, (1,), stored.path)
-            kind = self.placements.kind(ArrayKind((1,), TensorCut(1, None), dtype.itemsize))
-            replica = self._replica(index, 0)
-            self.placements.add(
-                kind, 0, index, self.file_index[stored.path], array.byte_offset, dtype, replica
-            )
+        kind = ArrayKind((1,), UNCUT, dtype.itemsize)
+        for array in arrays:
+            byte_offset = one_number(key, state, array).byte_offset
+            index = self._tensor(key, state, dtype, (1,), array.path)
+            self.stored.place(index, kind, dtype, 0, self.stored.copy(index, 0), array.path, byte_offset)
 
     def _imply(self) -> dict[int, int]:
         """Tensors that no file holds → their source: the format defines such parameters as casts of master weights."""
         implied = {}
         for tensor in self.model.tensors:
-            identity = self._identity(tensor.key)
+            identity = tensor.tied_to or tensor.key
             if tensor.missing:  # of the base model of an adapter
                 self.missing.add(tensor.key)
-                continue
-            if self.tensors.find(identity, PARAM) is not None:
-                continue
-            master = self.tensors.find(identity, MASTER_WEIGHT)
-            if master is None:
-                if not (self.policy.fills or self.policy.allows(tensor.key)):
+            elif self.stored.tensors.find(identity, PARAM) is None:
+                master = self.stored.tensors.find(identity, MASTER_WEIGHT)
+                if master is not None:
+                    index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
+                    implied[index] = master
+                elif self.policy.fills or self.policy.allows(tensor.key):
+                    self.missing.add(tensor.key)
+                else:
                     raise lost(tensor)
-                self.missing.add(tensor.key)
-                continue
-            index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
-            implied[index] = master
         return implied
 
 
@@ -761,12 +635,8 @@ def _check_states(model: Model, has_ema: bool, tensors: Tensors) -> None:
     for tensor in trained:
         lacking = sorted(wanted - set(tensor.accumulators))
         if lacking:
-            raise CoverageError(
-                f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
-            )
+            raise not_held(tensor.key, lacking[0])
         if has_ema:
             state = EMA_MASTER_WEIGHT if tensor.master else EMA_PARAM
             if tensors.find(tensor.key, state) is None:
-                raise CoverageError(
-                    f"{tensor.key} ({state})", "no EMA file holds it, but other parameters have it"
-                )
+                raise not_held(tensor.key, state)
