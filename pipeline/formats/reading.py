@@ -17,13 +17,15 @@ from paddle_reshard.pipeline.model.placement import ArrayKind, Placements
 class StoredTensors:
     """Collects tensors and the arrays that hold them, numbering the copies of each tensor."""
 
-    def __init__(self, files: Iterable[File], model: Model, ranks: int) -> None:
-        """``ranks`` is the number of those that can hold pieces of one tensor."""
+    def __init__(
+        self, files: Iterable[File], aliases: Mapping[str, tuple[str, ...]] | None = None, ranks: int = 1
+    ) -> None:
+        """``aliases`` are those of parameters; ``ranks`` is the number of those that can hold pieces of one tensor."""
         self.files = tuple(files)
         self.tensors = Tensors()
         self.placements = Placements()
         self._file = {file.path: number for number, file in enumerate(self.files)}
-        self._aliases = aliases_of(model)
+        self._aliases = aliases or {}
         self._ranks = ranks
         self._copies = array("i")  # that a rank has contributed to, at index ``tensor * ranks + rank``
 
@@ -44,7 +46,7 @@ class StoredTensors:
             tensor = self.tensors[number]
             raise CoverageError(
                 tensor.label,
-                f"{tensor.dtype.name} {tensor.global_shape} in one file, {dtype.name} {shape} in another",
+                f"{tensor.dtype.name} {tensor.global_shape} in one place, {dtype.name} {shape} in another",
                 (where,),
             )
         return number
@@ -65,9 +67,9 @@ class StoredTensors:
         number = self.placements.kind(kind)
         self.placements.add(number, rank, tensor, self._file[path], byte_offset, dtype, copy)
 
-    def catalog(self, implied: Mapping[int, int]) -> Catalog:
+    def catalog(self, implied: Mapping[int, int] | None = None) -> Catalog:
         """All that was added."""
-        return Catalog(self.tensors, self.files, self.placements.fragments(), dict(implied))
+        return Catalog(self.tensors, self.files, self.placements.fragments(), implied or {})
 
 
 def aliases_of(model: Model) -> dict[str, tuple[str, ...]]:

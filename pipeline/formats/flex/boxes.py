@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -29,6 +29,19 @@ class Box:
     """``[start, stop)`` of the flattened local tensor, without padding; ``None``: all of it, in its own shape."""
     dtype: str = "float32"
     """Paddle's name, without ``paddle.``; averages are float32."""
+
+    @classmethod
+    def of(cls, metadata: DistMetadata, piece: Sequence[int]) -> Box:
+        """The box that a row of ``metadata.pieces`` describes, whatever its dtype."""
+        key, _, offset, local, whole, flat = piece
+        shapes = metadata.shapes
+        return cls(
+            key=metadata.keys[key],
+            global_shape=None if whole < 0 else shapes[whole],
+            global_offset=shapes[offset],
+            local_shape=shapes[local],
+            flattened_range=None if flat < 0 else shapes[flat],
+        )
 
     @property
     def shape(self) -> Shape:

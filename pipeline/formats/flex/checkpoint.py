@@ -38,6 +38,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
 )
 from paddle_reshard.pipeline.formats.flex.source import Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.formats.flex.stacked import arrays_with_two_dims, with_two_dims
+from paddle_reshard.pipeline.formats.reading import aliases_of, not_held
 from paddle_reshard.pipeline.model.completeness import check_complete
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, predict_parameter_names, read_model
@@ -87,16 +88,9 @@ def read_flex(
 ) -> Checkpoint:
     """Interpret a dist checkpoint.
 
-    Parameters
-    ----------
-    metadata, files
-        Path of every ``.metadata`` file, and of every data file → its contents.
-    config
-        The model's ``config.json``; empty where there is none.
-    lr_scheduler
-        Contents of ``scheduler.pdparams``, or ``None``; the same as ``LR_Scheduler`` in optimizer files.
-    adapter
-        Contents of ``lora_config.json``, or ``None``.
+    ``metadata`` and ``files`` are the contents of every ``.metadata`` file and of every data file, by path; ``config``
+    is empty where there is none; ``lr_scheduler`` and ``adapter`` are the contents of ``scheduler.pdparams`` and
+    ``lora_config.json``.
 
     Raises
     ------
@@ -106,7 +100,8 @@ def read_flex(
     auto_parallel = _is_auto_parallel(metadata)
     dist_tensors = auto_parallel or _of_dist_tensors(files)
     names = _as_in_the_model(read_names(metadata), tables, config)
-    keys = _structured_keys(names, auto_parallel)
+    identities = [name for of_file in names.values() for name in of_file]
+    keys = list(dict.fromkeys(key for key, state in identities if state == PARAM or not auto_parallel))
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
     twins = {key: table.find(key, config)[0].twin(config, key) or key for key in keys}
     arrays = {path: file.arrays for path, file in files.items()}
@@ -114,11 +109,11 @@ def read_flex(
         metadata, arrays = _with_two_dims(metadata, arrays, names, stacked)
         _refuse_sonic(metadata, names, stacked, table, config)
     # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
-    identities = {path: [(twins.get(key, key), state) for key, state in of] for path, of in names.items()}
+    tied = {path: [(twins.get(key, key), state) for key, state in of] for path, of in names.items()}
     sizes = {path: file.size_bytes for path, file in files.items()}
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
     fused = not_fused if dist_tensors else _fused(table, config)
-    catalog = catalog_flex(sizes, metadata, arrays, identities, fused)
+    catalog = catalog_flex(sizes, metadata, arrays, tied, fused)
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
         catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
@@ -167,7 +162,8 @@ def _as_in_the_model(
     later versions. A model has a layer 0, so the lowest number tells.
     """
     stored_names = {path: list(of_path) for path, of_path in names.items()}
-    entries = {table.shifted_by for table in _known(tables, config)} - {None}
+    known = candidate_tables(tables, config) if is_known(tables, config) else []
+    entries = {table.shifted_by for table in known} - {None}
     shift = max((entry for name in entries if type(entry := config.get(str(name))) is int), default=0)
     numbers = [
         number
@@ -181,10 +177,6 @@ def _as_in_the_model(
         path: [(renumbered(key, -shift), state) for key, state in of_path]
         for path, of_path in stored_names.items()
     }
-
-
-def _known(tables: RuleTables, config: Mapping[str, Any]) -> list[RuleTable]:
-    return candidate_tables(tables, config) if is_known(tables, config) else []
 
 
 def _with_two_dims(
@@ -304,9 +296,7 @@ def _check(model: Model, catalog: Catalog) -> None:
         needed += [PARAM] if all_stored else []
         for state in needed:
             if (tensor.key, state) not in index:
-                raise CoverageError(
-                    f"{tensor.key} ({state})", "no file holds it, but other parameters have it"
-                )
+                raise not_held(tensor.key, state)
     shapes = {t.key: t.global_shape for t in model.tensors}
     for catalog_tensor in catalog.tensors:
         if catalog_tensor.global_shape not in (shapes[catalog_tensor.key], (1,)):
@@ -318,11 +308,7 @@ def _check(model: Model, catalog: Catalog) -> None:
 
 def _with_implied(catalog: Catalog, model: Model) -> Catalog:
     """The catalog with parameters that no file holds added as casts of their master weights."""
-    aliases: dict[str, tuple[str, ...]] = {}
-    for tensor in model.tensors:
-        if tensor.tied_to is not None:
-            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
-    index = catalog.index()
+    aliases, index = aliases_of(model), catalog.index()
     tensors = list(catalog.tensors)
     implied = {}
     for of_model in model.tensors:
@@ -335,11 +321,6 @@ def _with_implied(catalog: Catalog, model: Model) -> Catalog:
 
 
 # ---------------------------------------------------------------------------------------- parameter names
-
-
-def _structured_keys(names: Mapping[str, Sequence[Name]], auto_parallel: bool) -> list[str]:
-    all_names = (name for of_file in names.values() for name in of_file)
-    return list(dict.fromkeys(key for key, state in all_names if state == PARAM or not auto_parallel))
 
 
 def _stored_names(

@@ -53,12 +53,7 @@ def describe_older_average(
 ) -> tuple[dict[str, DistMetadata], dict[str, DataFile], tuple[tuple[str, str], ...]]:
     """Metadata for the folder, its files without padding, and the arrays that are not converted, with reasons.
 
-    Parameters
-    ----------
-    averages
-        Path → file in that format.
-    metadata, files
-        Those of all other folders.
+    ``averages`` are the files in that format by their paths, ``metadata`` and ``files`` those of all other folders.
 
     Raises
     ------
@@ -88,11 +83,9 @@ def describe_older_average(
         names = {} if saved is None else saved.parameter_names
         arrays_of[path][piece.key] = _array(path, piece, average, piece.key in trained, names)
     described = {path: DataFile(averages[path].size_bytes, arrays, {}) for path, arrays in arrays_of.items()}
+    what = "of its arrays: copies of what other ranks hold, padding, or averages of bfloat16 parameters"
     not_carried = tuple(
-        (
-            path,
-            f"{count} of its arrays: copies of what other ranks hold, padding, or averages of bfloat16 parameters",
-        )
+        (path, f"{count} {what}")
         for path, average in sorted(averages.items())
         if (count := len(average.master_weights) + len(average.params) - len(arrays_of[path]))
     )
@@ -115,21 +108,12 @@ def _unclear(path: str, what: str, why: str) -> UnsupportedError:
 
 def _stored(metadata: DistMetadata, dtype: str | None = None) -> Iterator[tuple[Box, str]]:
     """Every piece and the file that holds it; with ``dtype`` only pieces of this dtype."""
-    pieces, shapes = metadata.pieces.tolist(), metadata.shapes
+    pieces = metadata.pieces.tolist()
     for number, file, _ in metadata.locations.tolist():
-        key, dtype_index, offset, local, whole, flat = pieces[number]
+        dtype_index = pieces[number][1]
         if dtype is not None and (dtype_index < 0 or metadata.dtypes[dtype_index] != dtype):
             continue
-        yield (
-            Box(
-                key=metadata.keys[key],
-                global_shape=None if whole < 0 else shapes[whole],
-                global_offset=shapes[offset],
-                local_shape=shapes[local],
-                flattened_range=None if flat < 0 else shapes[flat],
-            ),
-            metadata.files[file],
-        )
+        yield Box.of(metadata, pieces[number]), metadata.files[file]
 
 
 def _array(path: str, piece: Box, average: OlderAverage, master: bool, names: Mapping[str, str]) -> ArrayRef:

@@ -11,14 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape, padded
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     DType,
     Tensor,
@@ -26,6 +25,7 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_of_code,
     is_per_parameter,
 )
+from paddle_reshard.pipeline.formats.flex.boxes import Box
 from paddle_reshard.pipeline.formats.flex.names import (
     FOLDERS,
     Name,
@@ -33,7 +33,9 @@ from paddle_reshard.pipeline.formats.flex.names import (
     folder_of,
     paddleformers_name,
 )
-from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut, in_words
+from paddle_reshard.pipeline.formats.reading import StoredTensors, not_a_number
+from paddle_reshard.pipeline.formats.writing import UNCUT
+from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut, in_words
 from paddle_reshard.storage.files.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
@@ -147,44 +149,24 @@ def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None
             raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
 
 
-class _Piece(NamedTuple):
-    """A piece of a tensor that a file holds, in elements."""
-
-    offset: Shape
-    shape: Shape
-    flattened: tuple[int, int] | None
-    """First element of the flattened piece that is stored, and one past the last; ``None``: the whole piece."""
-
-    @classmethod
-    def of(cls, metadata: DistMetadata, offset: int, local: int, flat: int) -> _Piece:
-        """A piece from the numbers of its shapes in the metadata."""
-        shapes = metadata.shapes
-        flattened = (shapes[flat][0], shapes[flat][1]) if flat >= 0 else None
-        return cls(shapes[offset], shapes[local], flattened)
-
-
 class _FlexCatalogBuilder:
-    """Collects the tensors and arrays of all folders."""
+    """Adds the arrays of all folders to the tensors that their metadata describe."""
 
     def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
-        self.files = [File(path, sizes[path]) for path in sorted(sizes)]
-        self.file_index = {file.path: i for i, file in enumerate(self.files)}
-        self.fused = fused
-        self.tensors: dict[Name, Tensor] = {}
-        self.tensor_index: dict[Name, int] = {}
+        self.stored = StoredTensors(File(path, sizes[path]) for path in sorted(sizes))
+        self.sizes, self.fused = sizes, fused
         self.copies = defaultdict[int, int](int)
         """Tensor → number of copies so far."""
-        self.placements = Placements()
         self.origins: list[Shape] = []
         """Offset of each array in its tensor, in elements; 0 along a dim that its cut accounts for."""
 
     def catalog(self) -> Catalog:
-        fragments = self.placements.fragments()
+        fragments = self.stored.placements.fragments()
         origins = np.array(self.origins, dtype=np.int64).reshape(len(self.origins), -1)
         if len(origins):
-            origin = np.repeat(origins, self.placements.box_counts(), axis=0)
+            origin = np.repeat(origins, self.stored.placements.box_counts(), axis=0)
             fragments["offset"] = fragments["offset"] + origin
-        return Catalog(Tensors(self.tensors.values()), tuple(self.files), fragments, {})
+        return Catalog(self.stored.tensors, self.stored.files, fragments, {})
 
     def add_folder(self, path: str, metadata: DistMetadata, arrays: Arrays, names: Sequence[Name]) -> None:
         folder = folder_of(path)
@@ -198,48 +180,33 @@ class _FlexCatalogBuilder:
         held = {file: dict(arrays.get(_joined(folder, file), {})) for file in metadata.files}
         pieces, copies = metadata.pieces.tolist(), defaultdict[int, int](int)
         for piece, file, _ in metadata.locations.tolist():
-            key, _, offset, local, _, flat = pieces[piece]
+            key, box = pieces[piece][0], Box.of(metadata, pieces[piece])
             stored = _joined(folder, metadata.files[file])
-            if stored not in self.file_index:
+            if stored not in self.sizes:
                 raise CheckpointError(f"{path}: names {metadata.files[file]}, which is missing")
-            array = held[metadata.files[file]].pop(metadata.keys[key], None)
+            array = held[metadata.files[file]].pop(box.key, None)
             if array is None:
-                raise CoverageError(
-                    metadata.keys[key], f"{path} lists it in a file that does not hold it", (stored,)
-                )
+                raise CoverageError(box.key, f"{path} lists it in a file that does not hold it", (stored,))
             index, tensor = tensors[key]
-            described = _Piece.of(metadata, offset, local, flat)
-            _check_array(tensor, array, described, stored)
-            self._place(index, tensor, cuts[key], described, array, stored, first_copy[key] + copies[piece])
+            _check_array(tensor, array, box, stored)
+            self._place(index, tensor, cuts[key], box, array, stored, first_copy[key] + copies[piece])
             copies[piece] += 1
         for file, unlisted in held.items():
             if unlisted:
-                raise CoverageError(
-                    next(iter(unlisted)),
-                    f"a file holds it, but {path} does not list it",
-                    (_joined(folder, file),),
-                )
+                detail = f"a file holds it, but {path} does not list it"
+                raise CoverageError(next(iter(unlisted)), detail, (_joined(folder, file),))
 
     def _place(
-        self,
-        index: int,
-        tensor: Tensor,
-        cut: TensorCut,
-        piece: _Piece,
-        array: ArrayRef,
-        stored: str,
-        copy: int,
+        self, index: int, tensor: Tensor, cut: TensorCut, box: Box, array: ArrayRef, path: str, copy: int
     ) -> None:
         """Place an array in its tensor, whose index is given. Blocks of fused parts are told by their rank."""
-        origin, rank = piece.offset, 0
+        origin, rank = box.global_offset, 0
         if cut.dim is not None:
-            rank = origin[cut.dim] // piece.shape[cut.dim]
+            rank = origin[cut.dim] // box.local_shape[cut.dim]
             origin = (*origin[: cut.dim], 0, *origin[cut.dim + 1 :])
-        kind = self.placements.kind(
-            ArrayKind(piece.shape, cut, tensor.dtype.itemsize, piece.flattened, array.axes)
-        )
-        file = self.file_index[stored]
-        self.placements.add(kind, rank, index, file, array.byte_offset, tensor.dtype, copy)
+        start_stop = None if box.flattened_range is None else (box.flattened_range[0], box.flattened_range[1])
+        kind = ArrayKind(box.local_shape, cut, tensor.dtype.itemsize, start_stop, array.axes)
+        self.stored.place(index, kind, tensor.dtype, rank, copy, path, array.byte_offset)
         self.origins.append(padded(origin, 0))
 
     def _cut(self, tensor: Tensor, metadata: DistMetadata, pieces: Columns) -> TensorCut:
@@ -250,7 +217,7 @@ class _FlexCatalogBuilder:
         """
         fused = None if is_per_parameter(tensor.state) else self.fused(tensor.key)
         if fused is None:
-            return TensorCut(1, None)
+            return UNCUT
         dim, shares = fused
         if len(tensor.global_shape) <= dim:
             raise CoverageError(
@@ -259,7 +226,7 @@ class _FlexCatalogBuilder:
             )
         starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
         if len(starts) == 1:
-            return TensorCut(1, None)
+            return UNCUT
         extents = {metadata.shapes[local][dim] for local in pieces["local_shape"].tolist()}
         block, rest = divmod(tensor.global_shape[dim], len(starts))
         if (
@@ -297,18 +264,10 @@ class _FlexCatalogBuilder:
         for (key, state), dtype, shape in zip(names, dtypes, shapes, strict=True):
             if is_per_parameter(state):
                 if prod(shape) != 1:
-                    detail = f"shape {shape}, one number per parameter is expected"
-                    raise CoverageError(f"{key} ({state})", detail, (path,))
+                    raise not_a_number(key, state, shape, path)
                 shape = (1,)
-            tensor = self.tensors.setdefault((key, state), Tensor(key, state, dtype, shape))
-            if (tensor.dtype, tensor.global_shape) != (dtype, shape):
-                raise CoverageError(
-                    tensor.label,
-                    f"{tensor.dtype.name} {tensor.global_shape} under one key, but {dtype.name} {shape} under another",
-                    (path,),
-                )
-            index = self.tensor_index.setdefault((key, state), len(self.tensor_index))
-            tensors.append((index, tensor))
+            index = self.stored.tensor(key, state, dtype, shape, path)
+            tensors.append((index, self.stored.tensors[index]))
         return tensors
 
 
@@ -339,31 +298,30 @@ def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
 def _global_shapes(path: str, metadata: DistMetadata) -> list[Shape]:
     """The global shape of each key; up to Paddle 3.0 it is not in the metadata, but follows from the pieces."""
     shapes_of_keys: list[set[Shape]] = [set() for _ in metadata.keys]
-    reached: list[Shape | None] = [None] * len(metadata.keys)
+    reached: dict[int, Shape] = {}
     for key, _, offset, local, whole, _ in metadata.pieces.tolist():
         if whole >= 0:
             shapes_of_keys[key].add(metadata.shapes[whole])
             continue
         end = tuple(o + n for o, n in zip(metadata.shapes[offset], metadata.shapes[local], strict=True))
-        before = reached[key]
-        if before is not None and len(before) != len(end):
+        before = reached.get(key, end)
+        if len(before) != len(end):
             raise CoverageError(metadata.keys[key], "its pieces differ in their number of dims", (path,))
-        reached[key] = end if before is None else tuple(map(max, before, end))
-    for shapes, end_or_none in zip(shapes_of_keys, reached, strict=True):
-        if end_or_none is not None:
-            shapes.add(end_or_none)
-    for key, shapes in zip(metadata.keys, shapes_of_keys, strict=True):
+        reached[key] = tuple(map(max, before, end))
+    for key, end in reached.items():
+        shapes_of_keys[key].add(end)
+    for name, shapes in zip(metadata.keys, shapes_of_keys, strict=True):
         if len(shapes) != 1:
             raise CoverageError(
-                key, f"its pieces have {len(shapes)} different global shapes: {sorted(shapes)[:4]}", (path,)
+                name, f"its pieces have {len(shapes)} different global shapes: {sorted(shapes)[:4]}", (path,)
             )
     return [shapes.pop() for shapes in shapes_of_keys]
 
 
-def _check_array(tensor: Tensor, array: ArrayRef, piece: _Piece, stored: str) -> None:
-    flat = piece.flattened
-    wanted = piece.shape if flat is None else (flat[1] - flat[0],)
-    a_number = flat is None and prod(array.shape) == prod(piece.shape) == 1  # stored with one dim or none
+def _check_array(tensor: Tensor, array: ArrayRef, box: Box, stored: str) -> None:
+    wanted = box.shape
+    # Stored with one dim or none.
+    a_number = box.flattened_range is None and prod(array.shape) == prod(wanted) == 1
     if array.shape != wanted and not a_number:
         raise CoverageError(tensor.label, f"shape {array.shape}, its metadata say {wanted}", (stored,))
     if array.dtype != tensor.dtype.code:

@@ -13,17 +13,18 @@ from typing import Any, Final
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, marked_base, with_base
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
+from paddle_reshard.pipeline.core.catalog import File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
+from paddle_reshard.pipeline.core.tensors import PARAM
+from paddle_reshard.pipeline.formats.reading import StoredTensors
 from paddle_reshard.pipeline.formats.unified.format import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import ADAPTER
+from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import read_model
-from paddle_reshard.pipeline.model.placement import ArrayKind, JoinedCut, Placements, TensorCut
+from paddle_reshard.pipeline.model.placement import ArrayKind, JoinedCut, TensorCut
 from paddle_reshard.pipeline.model.rules.choose import choose_table, keys_in_model
 from paddle_reshard.pipeline.model.rules.rule import LORA
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -49,21 +50,18 @@ def index_adapter(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     config = files.config()
     in_model = keys_in_model(tables, keys, config)
     table = choose_table(tables, [in_model.get(key, key) for key in keys], config, UNIFIED)
-    sources = [File(path, files.sizes[path]) for path in sorted(held)]
-    placements = Placements()
-    tensors: list[Tensor] = []
-    for number, file in enumerate(sources):
+    stored = StoredTensors(File(path, files.sizes[path]) for path in sorted(held))
+    for file in stored.files:
         payload = held[file.path]
         for saved, array in payload.tensors.items():
             key = in_model.get(saved, saved)
             dtype = dtype_of_tag(payload.tags[saved], f"{file.path}: {saved}")
-            cut = _cut(key, array.shape, table, config, adapter)
-            kind = placements.kind(ArrayKind(array.shape, cut, dtype.itemsize))
-            placements.add(kind, 0, len(tensors), number, array.byte_offset, dtype, 0)
-            tensors.append(Tensor(key, PARAM, dtype, array.shape))
-    model = marked_base(read_model(tensors, table, config))
+            kind = ArrayKind(array.shape, _cut(key, array.shape, table, config, adapter), dtype.itemsize)
+            index = stored.tensor(key, PARAM, dtype, array.shape, file.path)
+            stored.place(index, kind, dtype, 0, 0, file.path, array.byte_offset)
+    model = marked_base(read_model(stored.tensors, table, config))
     check_matrices(model, adapter)
-    catalog = Catalog(Tensors(tensors), tuple(sources), placements.fragments(), {})
+    catalog = stored.catalog()
     check_catalog(catalog)
     return Checkpoint(
         format=UNIFIED,
@@ -81,14 +79,14 @@ def _cut(
     """How the pieces of a tensor lie in the files."""
     rule, _ = table.find(key, config)
     if rule.fused_parts == 1 or key.rpartition(".")[2] not in LORA:
-        return TensorCut(1, None)
+        return UNCUT
     if adapter is None:
         raise CheckpointError(
             f"{key}: has fused parts, whose order under tp follows from {LORA_CONFIG}, which is missing"
         )
     cut = JoinedCut(adapter.tp, rule.split_dim(config, adapter.tp, key), rule.shares(config))
     cut.local_shape(key, shape)
-    return cut if adapter.tp > 1 else TensorCut(1, None)
+    return cut if adapter.tp > 1 else UNCUT
 
 
 def _checked(files: SourceFiles, adapter: Adapter | None) -> Mapping[str, SafetensorsPayload]:

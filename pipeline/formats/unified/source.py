@@ -43,7 +43,7 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.formats.reading import StoredTensors, not_a_number, not_held
+from paddle_reshard.pipeline.formats.reading import StoredTensors, aliases_of, not_a_number, not_held
 from paddle_reshard.pipeline.formats.sharding import (
     Parameter,
     cut_buffer,
@@ -409,7 +409,9 @@ def _catalog(arrays: Arrays, model: Model, files: Sequence[UnifiedFile], sizes: 
     """The tensors in the files, and those that are cast from others."""
     cutting = _Cutting(model, files)
     sliced = bool(cutting.sliced(arrays))
-    stored = StoredTensors([File(file.path, sizes[file.path]) for file in files], model, cutting.tp)
+    stored = StoredTensors(
+        [File(file.path, sizes[file.path]) for file in files], aliases_of(model), cutting.tp
+    )
     for (key, state), of_tensor in arrays.items():
         shape = cutting.by_key[key].global_shape
         if is_per_parameter(state):
