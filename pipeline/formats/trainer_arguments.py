@@ -60,12 +60,8 @@ def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
         arguments["split_param"] = _SPLITS[job.strategy]
     if job.comm_overlap:
         arguments["pp_sharding_comm_overlap"] = True
-    of_recipe = _RECIPES.get(job.recipe, _no_more)
-    return arguments | _common(job) | dict.fromkeys(job.switches, True) | of_recipe(job)
-
-
-def _no_more(job: TrainingJob) -> dict[str, str | int | bool]:
-    return {}
+    arguments |= _common(job) | dict.fromkeys(job.switches, True)
+    return arguments | _ernie_pretrain(job) if job.recipe == "ernie_pretrain" else arguments
 
 
 def _ernie_pretrain(job: TrainingJob) -> dict[str, str | int | bool]:
@@ -98,8 +94,6 @@ def _axes(topology: Topology, names: Mapping[str, str]) -> dict[str, str | int |
 
 
 _LIBRARIES = {"paddleformers": _paddleformers, "paddlenlp": _paddlenlp}
-_RECIPES = {"ernie_pretrain": _ernie_pretrain}
-"""Argument ``stage`` of PaddleFormers → further arguments of this recipe."""
 _SPLITS = {"stage1v1": False, "stage1v2": True}
 """Strategy → whether ranks hold slices of parameters (v2) or whole parameters (v1) of stage 1."""
 

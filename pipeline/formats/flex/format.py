@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
@@ -40,56 +39,16 @@ _BY_RANK: Mapping[str, FormatOption] = {
 }
 
 
-@dataclass(frozen=True)
 class DistFormat(Format):
     """Data files, and metadata that say which box of which tensor each of their arrays is."""
 
-    name: str
-    help: str
     auto_parallel: bool
     """One folder, states under parameter names; else folders of PaddleFormers, structured names."""
-
-    @property
-    def starts_with_masters(self) -> str:
-        """PaddleFormers loads master weights without other states; for auto-parallel training that is not known."""
-        arguments = "--load_checkpoint_format flex_checkpoint --ignore_load_lr_and_optim true"
-        return "" if self.auto_parallel else arguments
-
-    @property
-    def options(self) -> Mapping[str, FormatOption]:
-        """Files, and by whose classes; auto-parallel training has parameter names too, and no files of ranks."""
-        return {**_OPTIONS, "target_meta": TARGET_META} if self.auto_parallel else {**_BY_RANK, **_OPTIONS}
-
-    @property
-    def cannot_hold(self) -> tuple[str, ...]:
-        """Auto-parallel training has no average."""
-        return ("ema",) if self.auto_parallel else ()
-
-    @property
-    def holds_lora(self) -> bool:
-        """FlexCheckpoint has, beside the base; auto-parallel training does not know it."""
-        return not self.auto_parallel
-
-    @property
-    def special_optimizers(self) -> tuple[str, ...]:
-        """PaddleFormers saves and loads Muon as FlexCheckpoint only (``trainer/training_args.py``)."""
-        return () if self.auto_parallel else (MUON,)
-
-    @property
-    def by_table(self) -> bool:
-        """Auto-parallel training names parameters."""
-        return self.auto_parallel
-
-    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
-        """Under any strategy by PaddleFormers; how auto-parallel training reads is not known."""
-        if self.auto_parallel or library != "paddleformers":
-            return None
-        return {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
 
     def process_of(self, path: str) -> int | None:
         """The rank of the process in the job (``distributed/checkpoint/save_state_dict.py`` of Paddle).
 
-        >>> FORMATS[0].process_of("model_state/3_0.distcp"), FORMATS[0].process_of("model_state/0.metadata")
+        >>> FlexFormat().process_of("model_state/3_0.distcp"), FlexFormat().process_of("model_state/0.metadata")
         (3, None)
         """
         from paddle_reshard.pipeline.formats.flex.names import process_of
@@ -117,7 +76,35 @@ class DistFormat(Format):
         return parse_by_rank(asked) if asked.get("to") else parse_flex(self.auto_parallel, asked)
 
 
-FORMATS = (
-    DistFormat(FLEX, "FlexCheckpoint", auto_parallel=False),
-    DistFormat(AUTO_PARALLEL, "dist_ckpt of auto-parallel training", auto_parallel=True),
-)
+class FlexFormat(DistFormat):
+    """What PaddleFormers saves, under any strategy, LoRA beside its base, Muon nowhere else."""
+
+    name = FLEX
+    help = "FlexCheckpoint"
+    auto_parallel = False
+    options: ClassVar[Mapping[str, FormatOption]] = {**_BY_RANK, **_OPTIONS}
+    starts_with_masters: ClassVar[str] = (
+        "--load_checkpoint_format flex_checkpoint --ignore_load_lr_and_optim true"
+    )
+    holds_lora: ClassVar[bool] = True
+    special_optimizers: ClassVar[tuple[str, ...]] = (MUON,)  # trainer/training_args.py
+
+    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
+        """Under any strategy by PaddleFormers."""
+        if library != "paddleformers":
+            return None
+        return {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
+
+
+class AutoParallelFormat(DistFormat):
+    """What auto-parallel training saves: parameter names, no average, no files of ranks."""
+
+    name = AUTO_PARALLEL
+    help = "dist_ckpt of auto-parallel training"
+    auto_parallel = True
+    options: ClassVar[Mapping[str, FormatOption]] = {**_OPTIONS, "target_meta": TARGET_META}
+    cannot_hold: ClassVar[tuple[str, ...]] = ("ema",)
+    by_table: ClassVar[bool] = True
+
+
+FORMATS = (FlexFormat(), AutoParallelFormat())

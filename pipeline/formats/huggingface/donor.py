@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import DONOR, Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
@@ -24,19 +24,18 @@ from paddle_reshard.pipeline.core.catalog import (
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
-from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
+from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import PARAM, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
 from paddle_reshard.pipeline.formats.huggingface.card import CARD, LARGEST_CARD_BYTES, license_of
 from paddle_reshard.pipeline.formats.huggingface.parts import model_parts, tensor_parts
-from paddle_reshard.pipeline.formats.huggingface.source import stored_keys
+from paddle_reshard.pipeline.formats.huggingface.source import StoredTensor, stored_tensors
 from paddle_reshard.pipeline.model.forms import matches_of
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.entries import TEXT, config_entry, count_entry
 from paddle_reshard.pipeline.model.rules.items import mtp_entry
 from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
-from paddle_reshard.pipeline.model.weights import dtype_of_tag
 
 SHOWN = 3
 """Number of keys that an error names."""
@@ -54,15 +53,6 @@ NOT_TAKEN = (
 """
 
 
-class DonorTensor(NamedTuple):
-    """A tensor of a donor and where it is stored."""
-
-    shape: Shape
-    dtype: DType
-    path: str
-    byte_offset: int
-
-
 @dataclass(frozen=True)
 class HuggingFaceDonor:
     """A Hugging Face model, by its metadata."""
@@ -70,7 +60,7 @@ class HuggingFaceDonor:
     location: str
     sizes: Mapping[str, int]
     """Path in its folder → size in bytes."""
-    tensors: Mapping[str, DonorTensor]
+    tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
     license: Mapping[str, str]
     """Entries about the licence in its model card."""
@@ -107,13 +97,7 @@ def read_donor(files: SourceFiles) -> HuggingFaceDonor:
             f"{location}: its tensors are quantised (quantization_config in {CONFIG}), which is not supported; pass "
             "the model in bfloat16 with --like"
         )
-    held = stored_keys(files.headers, files.weight_index(WEIGHT_INDEX))
-    tensors = {}
-    for key, path in held.items():
-        payload = files.headers[path]
-        array = payload.tensors[key]
-        dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
-        tensors[key] = DonorTensor(array.shape, dtype, path, array.byte_offset)
+    tensors = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX))
     return HuggingFaceDonor(location, files.sizes, tensors, config, _license(files))
 
 
@@ -139,7 +123,7 @@ def _with_tensors(checkpoint: Checkpoint, donor: HuggingFaceDonor, completion: C
     )
 
 
-def _model_tensor(key: str, stored: DonorTensor) -> ModelTensor:
+def _model_tensor(key: str, stored: StoredTensor) -> ModelTensor:
     """A tensor that is exported unchanged, under its own key."""
     rule = Rule(key, "", "", "the donor", huggingface=HuggingFaceForm((key,)))
     return ModelTensor(key, rule, None, stored.shape, stored.dtype, (), False)

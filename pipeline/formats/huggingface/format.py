@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
@@ -47,12 +46,11 @@ _OPTIONS: Mapping[str, FormatOption] = {
 }
 
 
-@dataclass(frozen=True)
 class HuggingFaceFormat(Format):
     """Weights in safetensors files, and nothing of a training job."""
 
-    name: str
-    help: str
+    name = HUGGINGFACE
+    help = "the model for transformers, LoRA for peft"
     options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
     average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
     model_only: ClassVar[bool] = True
@@ -97,4 +95,4 @@ class HuggingFaceFormat(Format):
         return HuggingFaceTarget(card=_FLAGS[card], **given)
 
 
-FORMAT = HuggingFaceFormat(HUGGINGFACE, "the model for transformers, LoRA for peft")
+FORMAT = HuggingFaceFormat()

@@ -9,7 +9,7 @@ gives the fused tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
@@ -45,6 +45,15 @@ MAX_MTP_LAYERS: Final = 64
 """Upper limit, because a config may contain any number."""
 
 
+class StoredTensor(NamedTuple):
+    """A tensor and where it is stored."""
+
+    shape: Shape
+    dtype: DType
+    path: str
+    byte_offset: int
+
+
 def read_huggingface(
     model: Model,
     sizes: Mapping[str, int],
@@ -62,15 +71,15 @@ def read_huggingface(
     CheckpointError
         If a tensor is missing, has another shape, or does not belong to the model; naming it and the file.
     """
-    held = stored_keys(payloads, index)
+    held = stored_tensors(payloads, index)
     files = tuple(File(path, sizes[path]) for path in sorted(payloads))
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors: list[Tensor] = []
     rows: list[FragmentRow] = []
     for tensor, parts in model_parts(model):
         stored_parts = [_find(part, held, payloads) for part in parts]
-        of_tensor = _common_dtype(tensor, parts, [dtype for _, dtype, _ in stored_parts])
-        for part, (path, dtype, byte_offset) in zip(parts, stored_parts, strict=True):
+        of_tensor = _common_dtype(tensor, parts, [stored.dtype for stored in stored_parts])
+        for part, (_, dtype, path, byte_offset) in zip(parts, stored_parts, strict=True):
             if planned is not None and dtype != (wanted := planned(tensor, part)):
                 detail = f"stored as {dtype.name}, planned as {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
@@ -78,7 +87,7 @@ def read_huggingface(
         twins = [t for t in model.tensors if t.tied_to == tensor.key and t.is_alias]
         for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
             (part,) = tensor_parts(twin, model)
-            path, dtype, byte_offset = _find(part, held, payloads)
+            _, dtype, path, byte_offset = _find(part, held, payloads)
             if dtype != of_tensor:
                 detail = f"stored as {dtype.name}, but tied to a tensor of another dtype"
                 raise CoverageError(part.key, detail, (path,))
@@ -87,7 +96,7 @@ def read_huggingface(
         tensors.append(Tensor(tensor.key, PARAM, of_tensor, tensor.global_shape, aliases))
     if held:
         key = min(held)
-        raise CheckpointError(f"{key}: in {held[key]}, but the model has no such tensor")
+        raise CheckpointError(f"{key}: in {held[key].path}, but the model has no such tensor")
     catalog = Catalog(Tensors(tensors), files, fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog
@@ -101,7 +110,7 @@ def _common_dtype(tensor: ModelTensor, parts: Sequence[Part], dtypes: Sequence[D
     return dtypes[0]
 
 
-def _stored_twice(twin: ModelTensor, held: Mapping[str, str]) -> bool:
+def _stored_twice(twin: ModelTensor, held: Collection[str]) -> bool:
     """Whether a tied tensor is also stored under its own key, as PaddleFormers does."""
     form = twin.rule.huggingface
     return form is not None and len(form.keys) == 1 and twin.rule.fill_in(form.keys[0], twin.key) in held
@@ -121,7 +130,7 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -
     dropped: list[str] = []
     if drops_mtp:
         headers, index, dropped = without_mtp_layers(headers, index, config, tables)
-    model, stored = _models(headers, config, tables)
+    model, stored = _models(stored_tensors(headers, index), config, tables)
     catalog = read_huggingface(stored, files.safetensors, headers, index, None)
     if MANIFEST not in files.sizes:
         _check_told(model)
@@ -146,9 +155,7 @@ def _check_told(model: Model) -> None:
             )
 
 
-def _models(
-    payloads: Mapping[str, SafetensorsPayload], config: Config, tables: RuleTables
-) -> tuple[Model, Model]:
+def _models(stored: Mapping[str, StoredTensor], config: Config, tables: RuleTables) -> tuple[Model, Model]:
     """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
 
     The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face.
@@ -158,11 +165,6 @@ def _models(
     RuleError
         If no rule table has all keys, naming a key; or if several tables do, naming the tables.
     """
-    stored = {
-        key: _Header(array.shape, dtype_of_tag(payload.tags[key], f"{path}: {key}"), path)
-        for path, payload in payloads.items()
-        for key, array in payload.tensors.items()
-    }
     in_ernie_layout = is_ernie_layout(stored)
     fitting: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
     failures: list[tuple[int, RuleError]] = []
@@ -244,16 +246,8 @@ def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
     return re.compile("|".join(patterns) or r"(?!)")
 
 
-class _Header(NamedTuple):
-    """What the header of a file says of a tensor."""
-
-    shape: Shape
-    dtype: DType
-    path: str
-
-
 def _logical(
-    stored: Mapping[str, _Header], matches: Mapping[str, Match | None], config: Config
+    stored: Mapping[str, StoredTensor], matches: Mapping[str, Match | None], config: Config
 ) -> list[Tensor]:
     """The tensors in Paddle: parts joined along their last dim there, and stacked ones along the first."""
     tensors = []
@@ -272,37 +266,40 @@ def _logical(
     return tensors
 
 
-def stored_keys(payloads: Mapping[str, SafetensorsPayload], index: Index | None) -> dict[str, str]:
-    """Key → file that holds it; checked against the index."""
-    held: dict[str, str] = {}
+def stored_tensors(
+    payloads: Mapping[str, SafetensorsPayload], index: Index | None
+) -> dict[str, StoredTensor]:
+    """Key → what the headers say of the tensor; checked against the index."""
+    held: dict[str, StoredTensor] = {}
     for path, payload in payloads.items():
         if payload.metadata.get("format") == "np" and not is_ernie_layout(payload.tensors):
             raise CheckpointError(
                 f"{path}: weights in Paddle's own layout, not in that of a Hugging Face checkpoint"
             )
-        for key in payload.tensors:
+        for key, array in payload.tensors.items():
             if key in held:
-                raise CoverageError(key, "two files hold it", (held[key], path))
-            held[key] = path
-    if index is not None and dict(index.weight_map) != held:
-        key = min(key for key in {*held, *index.weight_map} if held.get(key) != index.weight_map.get(key))
+                raise CoverageError(key, "two files hold it", (held[key].path, path))
+            dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
+            held[key] = StoredTensor(array.shape, dtype, path, array.byte_offset)
+    path_of_key = {key: stored.path for key, stored in held.items()}
+    if index is not None and dict(index.weight_map) != path_of_key:
+        listed = index.weight_map
+        key = min(key for key in {*held, *listed} if path_of_key.get(key) != listed.get(key))
         raise CoverageError(
             key,
-            f"the index says that {index.weight_map.get(key, 'no file')} holds it, but {held.get(key, 'no file')} does",
+            f"the index says that {listed.get(key, 'no file')} holds it, but {path_of_key.get(key, 'no file')} does",
         )
     return held
 
 
 def _find(
-    part: Part, held: dict[str, str], payloads: Mapping[str, SafetensorsPayload]
-) -> tuple[str, DType, int]:
-    """File, dtype and byte offset of a tensor; removes it from ``held``."""
+    part: Part, held: dict[str, StoredTensor], payloads: Mapping[str, SafetensorsPayload]
+) -> StoredTensor:
+    """The stored tensor of a part; removes it from ``held``."""
     if part.key not in held:
         raise CoverageError(part.key, "no file holds it", tuple(sorted(payloads)))
-    path = held.pop(part.key)
-    array, tag = payloads[path].tensors[part.key], payloads[path].tags[part.key]
-    if array.shape != part.shape:
-        raise CoverageError(
-            part.key, f"stored with shape {array.shape}, but the model expects {part.shape}", (path,)
-        )
-    return path, dtype_of_tag(tag, f"{path}: {part.key}"), array.byte_offset
+    stored = held.pop(part.key)
+    if stored.shape != part.shape:
+        detail = f"stored with shape {stored.shape}, but the model expects {part.shape}"
+        raise CoverageError(part.key, detail, (stored.path,))
+    return stored

@@ -27,15 +27,12 @@ def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy 
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
     _refuse_unknown_tensor_files(files, ranks)
     meta = parse_model_meta(files.json(MODEL_META)) if MODEL_META in sizes else None
-    config = files.config()
+    roots = files.index_anywhere(index_rank_file, files.store, ranks)
     if files.safetensors:
         from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import read_weights_and_states
 
-        headers = files.headers
-        roots = files.index_anywhere(index_rank_file, files.store, ranks)
-        return read_weights_and_states(sizes, headers, roots, meta, config, tables, missing)
-    roots = files.index_anywhere(index_rank_file, files.store, ranks)
-    return read_hybrid(sizes, roots, meta, config, tables, missing, files.adapter())
+        return read_weights_and_states(files, roots, meta, tables, missing)
+    return read_hybrid(sizes, roots, meta, files.config(), tables, missing, files.adapter())
 
 
 def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:

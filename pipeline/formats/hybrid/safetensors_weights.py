@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.formats.hybrid.format import HYBRID
 from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS
@@ -47,25 +48,18 @@ def hybrid_name(path: str) -> str:
 
 
 def read_weights_and_states(
-    sizes: Mapping[str, int],
-    payloads: Mapping[str, SafetensorsPayload],
+    files: SourceFiles,
     roots: Mapping[str, Any],
     meta: ModelMeta | None,
-    config: Mapping[str, Any],
     tables: RuleTables,
     missing: MissingPolicy | None,
 ) -> Checkpoint:
     """Interpret such a checkpoint like a hybrid checkpoint with the same contents.
 
-    Parameters
-    ----------
-    sizes
-        Every path of the checkpoint → size in bytes.
-    payloads, roots
-        Path → header of every safetensors file, and unpickled root of every other tensor file.
-    meta, config, tables, missing
-        As in :func:`~.hybrid.source.read_hybrid`, whose errors it raises.
+    ``roots`` are those of all tensor files but the weights; they, the other arguments and the errors are those of
+    :func:`~.hybrid.source.read_hybrid`.
     """
+    payloads, config, sizes = files.headers, files.config(), files.sizes
     saved = {key for payload in payloads.values() for key in payload.tensors}
     own = keys_in_model(tables, saved, config) or {key: key for key in saved}
     table = choose_table(tables, own.values(), config, HYBRID)
@@ -79,10 +73,11 @@ def read_weights_and_states(
     renamed = {path: size for path, size in sizes.items() if path not in payloads}
     renamed |= {name: sizes[path] for name, path in names.items()}
     checkpoint = read_hybrid(renamed, {**roots, **weights}, meta, config, RuleTables([table]), missing)
-    files = tuple(replace(file, path=names.get(file.path, file.path)) for file in checkpoint.catalog.files)
+    catalog = checkpoint.catalog
+    renamed_back = tuple(replace(file, path=names.get(file.path, file.path)) for file in catalog.files)
     return replace(
         checkpoint,
-        catalog=replace(checkpoint.catalog, files=files),
+        catalog=replace(catalog, files=renamed_back),
         own_files=frozenset(names.get(path, path) for path in checkpoint.own_files),
     )
 

@@ -81,7 +81,7 @@ class HybridWriter:
             yield self._model_state(cell, None, cell.model_state[shard])
         if not self.checkpoint.has_optimizer:
             return
-        yield (self._experts if self.planner.only_experts(cell.ep) else self._optimizer)(cell, shard)
+        yield self._optimizer(cell, shard)
         if self.checkpoint.has_ema:
             yield self._ema(cell, shard)
 
@@ -109,52 +109,41 @@ class HybridWriter:
         return self.bytes.lay_out(kind, shard, entries(), arrays)
 
     def _optimizer(self, cell: Cell, shard: int) -> RankFileLayout:
-        held_by_any = {a for accumulators in {t.accumulators for t in cell.parameters} for a in accumulators}
-        accumulators = [a for a in ACCUMULATORS if a in held_by_any]
-        held = cell.of_shard(shard)
+        """State by state, then the master weights.
+
+        Of a dp rank above 0 only its experts, tensor by tensor (PaddleNLP 3.0.0b4 ``trainer.py:2534``).
+        """
+        held, only_experts = cell.of_shard(shard), self.planner.only_experts(cell.ep)
         with_master = any(t.master for t in held)
         arrays = FileArrays(cell)
+        held_by_any = {a for accumulators in {t.accumulators for t in cell.parameters} for a in accumulators}
+        states = [
+            (a, accumulator_ending(a), self.bytes.adder(arrays, a)) for a in ACCUMULATORS if a in held_by_any
+        ]
         pieces = [
             (t.key, t.accumulators, self._key_of_states(cell, t, shard), cell.shares[t.key][shard])
             for t in held
         ]
+        pairs = (
+            ((piece, state) for piece in pieces for state in states)
+            if only_experts
+            else ((piece, state) for state in states for piece in pieces)
+        )
 
         def entries() -> Iterator[tuple[object, object]]:
             unnamed = {}
-            for accumulator in accumulators:
-                add, ending = self.bytes.adder(arrays, accumulator), accumulator_ending(accumulator)
-                for tensor, held_by, begins, flat in pieces:
-                    if accumulator in held_by:
-                        key = begins + ending
-                        yield key, add(tensor, flat, key if with_master else None)
-                        if not with_master:
-                            unnamed[key] = key
-            if with_master:
+            if only_experts:
                 yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
-            if self.checkpoint.job.lr_scheduler is not None:
-                yield "LR_Scheduler", self.checkpoint.job.lr_scheduler
-            if not with_master:
-                yield STRUCTURED_NAMES, unnamed
-
-        return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
-
-    def _experts(self, cell: Cell, shard: int) -> RankFileLayout:
-        """The optimizer file of a dp rank above 0, only its experts (PaddleNLP 3.0.0b4 ``trainer.py:2534``)."""
-        held = cell.of_shard(shard)
-        with_master = any(t.master for t in held)
-        arrays = FileArrays(cell)
-
-        def entries() -> Iterator[tuple[object, object]]:
-            yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
-            unnamed = {}
-            add = {a: self.bytes.adder(arrays, a) for tensor in held for a in tensor.accumulators}
-            for tensor in held:
-                flat = cell.shares[tensor.key][shard]
-                for accumulator in tensor.accumulators:
-                    key = self._key_of_states(cell, tensor, shard) + accumulator_ending(accumulator)
-                    yield key, add[accumulator](tensor.key, flat, key if with_master else None)
+            for (tensor, held_by, begins, flat), (accumulator, ending, add) in pairs:
+                if accumulator in held_by:
+                    key = begins + ending
+                    yield key, add(tensor, flat, key if with_master else None)
                     if not with_master:
                         unnamed[key] = key
+            if with_master and not only_experts:
+                yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+            if self.checkpoint.job.lr_scheduler is not None and not only_experts:
+                yield "LR_Scheduler", self.checkpoint.job.lr_scheduler
             if not with_master:
                 yield STRUCTURED_NAMES, unnamed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
@@ -17,12 +16,11 @@ if TYPE_CHECKING:
 UNIFIED: Final = "unified"
 
 
-@dataclass(frozen=True)
 class UnifiedFormat(Format):
     """Weights, master weights and optimizer states, each kind in files of its own."""
 
-    name: str
-    help: str
+    name = UNIFIED
+    help = "unified checkpoint"
     options: ClassVar[Mapping[str, FormatOption]] = {
         "files": FormatOption("number of files of each kind. Default: 1.")
     }
@@ -68,4 +66,4 @@ class UnifiedFormat(Format):
         return UnifiedTarget() if files is None else UnifiedTarget(files)
 
 
-FORMAT = UnifiedFormat(UNIFIED, "unified checkpoint")
+FORMAT = UnifiedFormat()
