@@ -30,7 +30,7 @@ OF_TRANSFORMERS, OF_PADDLE = save({}, {"format": "pt"}), save({}, {"format": "np
         ({"model.safetensors": OF_TRANSFORMERS, "optimizer.pdopt": b""}, "hybrid"),
         ({"model_state.pdparams": b"", "optimizer.pdopt": b""}, "hybrid"),
         ({"model_state/0.metadata": b"", "model_state/0_0.safetensors": b""}, "flex"),
-        ({"dist_ckpt/0_0.distcp": b"", "dist_ckpt/0.metadata": b""}, "flex"),
+        ({"dist_ckpt/0_0.distcp": b"", "dist_ckpt/0.metadata": b""}, "auto-parallel"),
         ({"notes.txt": b""}, "hybrid"),
     ],
 )

@@ -16,7 +16,6 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, parts_by_form
-from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.rule import LoraRule
 from paddle_reshard.pipeline.model.rules.table import renamed_prefix
@@ -73,12 +72,13 @@ def adapter_config(wanted: Checkpoint, parts: Sequence[Part]) -> bytes:
         raise CheckpointError(
             f"the source has no {LORA_CONFIG}, which holds the scaling; give it with --lora-config FILE"
         )
+    alpha = wanted.adapter.alpha
     entries = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": wanted.adapter.base,
         "r": wanted.adapter.rank,
-        "lora_alpha": _alpha(wanted.adapter),
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "use_rslora": wanted.adapter.rslora,
         "lora_dropout": wanted.adapter.entries.get("lora_dropout", 0.0),
         "target_modules": _modules(parts, wanted.model),
@@ -88,10 +88,6 @@ def adapter_config(wanted: Checkpoint, parts: Sequence[Part]) -> bytes:
         "modules_to_save": None,
     }
     return (json.dumps(entries, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _alpha(adapter: Adapter) -> int | float:
-    return int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha
 
 
 def _modules(parts: Sequence[Part], model: Model) -> list[str]:

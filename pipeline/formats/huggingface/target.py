@@ -27,7 +27,6 @@ from paddle_reshard.pipeline.core.tensors import (
     EMA_PARAM,
     MASTER_WEIGHT,
     PARAM,
-    Cast,
     DType,
     dtype_named,
 )
@@ -285,12 +284,13 @@ def _files_of(source: Catalog, shards: Sequence[Sequence[_Exported]], names: Seq
     if len(names) > 1:
         new.add_literal(WEIGHT_INDEX, _index(names, shards, sum(nbytes for _, _, nbytes in scales.slots)))
     scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
+    casts = {(source.tensors[e.tensor].dtype.name, e.dtype.name) for _, e, _ in rows}
     files = replace(
         new.target_files(),
         fragments=fragment_rows(
             [row for file, e, at in rows for row in e.part.rows(numbers[e.tensor], file, e.dtype, at)]
         ),
-        casts=_casts(source, [e for _, e, _ in rows]),
+        casts=frozenset(cast for cast in casts if {*cast} <= {*FLOATING}),
         quantised=Quantisation(quantised_files, {names[-1]: scale_file} if quantised else {}),
     )
     return LaidOut(catalog, files, (), (), tuple(sorted(source.tensors.states - catalog.tensors.states)))
@@ -358,11 +358,6 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]], scale_by
     weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=not quantised) for e in shard}
     weight_map |= {e.part.key + SCALES: names[-1] for e in quantised}
     return format_index(Index(dict(sorted(weight_map.items())), {"total_size": total_bytes}, {}))
-
-
-def _casts(source: Catalog, exported: Sequence[_Exported]) -> frozenset[Cast]:
-    pairs = {(source.tensors[e.tensor].dtype.name, e.dtype.name) for e in exported}
-    return frozenset((stored, wanted) for stored, wanted in pairs if {stored, wanted} <= set(FLOATING))
 
 
 def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, int]]:

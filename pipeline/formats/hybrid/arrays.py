@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array as numbers_of
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Identities, Identity, Numbered
@@ -29,33 +30,49 @@ class StoredArray:
         return dtype_of_code(self.array.dtype, self.path)
 
 
+class ArrayColumns:
+    """Arrays without their names as columns, and any other values among them."""
+
+    __slots__ = ("_kind", "_kinds", "_offset", "_others")
+
+    def __init__(self) -> None:
+        self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
+        self._kind = numbers_of("i")  # -1: another value
+        self._offset = numbers_of("q")  # of the payload, or the index in ``_others``
+        self._others: list[Any] = []
+
+    def append(self, value: object) -> None:
+        """Add a value; an array is kept without its name."""
+        if isinstance(value, ArrayRef):
+            self._kind.append(self._kinds.number((value.dtype, value.shape, value.axes)))
+            self._offset.append(value.byte_offset)
+        else:
+            self._kind.append(-1)
+            self._offset.append(len(self._others))
+            self._others.append(value)
+
+    def get(self, row: int, name: str | None = None) -> Any:
+        """The value of a row; an array is given this name."""
+        if self._kind[row] < 0:
+            return self._others[self._offset[row]]
+        return ArrayRef(self._offset[row], *self._kinds.values[self._kind[row]], name)
+
+    def __len__(self) -> int:
+        return len(self._kind)
+
+
 class StoredArrays(Mapping[Identity, list[StoredArray]]):
     """(structured key, state) → arrays, without their names, by ascending copy and shard; made when looked at."""
 
-    __slots__ = (
-        "_before",
-        "_copy",
-        "_identities",
-        "_kind",
-        "_kinds",
-        "_last",
-        "_offset",
-        "_path",
-        "_paths",
-        "_shard",
-        "_split",
-    )
+    __slots__ = ("_arrays", "_before", "_copy", "_identities", "_last", "_path", "_paths", "_shard")
 
     def __init__(self) -> None:
         self._identities = Identities()
         self._last = numbers_of("i")  # of each identity: its last array
         self._before = numbers_of("i")  # of each array: the one before it of the same identity, -1 for none
         self._shard, self._copy, self._path = numbers_of("i"), numbers_of("i"), numbers_of("i")
-        self._offset = numbers_of("q")  # of the payload, or the index in ``_split``
-        self._kind = numbers_of("i")  # -1: it is split
         self._paths: Numbered[str] = Numbered()
-        self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
-        self._split: list[SplitArray] = []
+        self._arrays = ArrayColumns()
 
     def add(self, key: str, state: str, stored: StoredArray) -> None:
         """Add one more array of a tensor."""
@@ -64,18 +81,11 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
             number = self._identities.add(key, state)
             self._last.append(-1)
         self._before.append(self._last[number])
-        self._last[number] = len(self._shard)
+        self._last[number] = len(self._arrays)
         self._shard.append(stored.shard)
         self._copy.append(stored.copy)
         self._path.append(self._paths.number(stored.path))
-        array = stored.array
-        if isinstance(array, SplitArray):
-            self._offset.append(len(self._split))
-            self._kind.append(-1)
-            self._split.append(array)
-            return
-        self._offset.append(array.byte_offset)
-        self._kind.append(self._kinds.number((array.dtype, array.shape, array.axes)))
+        self._arrays.append(stored.array)
 
     def path_of_last(self, key: str, state: str) -> str | None:
         """The file of the array of a tensor that was added last."""
@@ -98,16 +108,11 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         row = self._last[number]
         while row >= 0:
             path, copy = self._paths.values[self._path[row]], self._copy[row]
-            arrays.append(StoredArray(self._shard[row], path, self._array(row), copy))
+            arrays.append(StoredArray(self._shard[row], path, self._arrays.get(row), copy))
             row = self._before[row]
         arrays.reverse()
         arrays.sort(key=lambda stored: (stored.copy, stored.shard))
         return arrays
-
-    def _array(self, row: int) -> Array:
-        if self._kind[row] < 0:
-            return self._split[self._offset[row]]
-        return ArrayRef(self._offset[row], *self._kinds.values[self._kind[row]], None)
 
     def __contains__(self, identity: object) -> bool:
         return (

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.reading import Readable, index_tensor_file
-from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.tensor_columns import Numbered
+from paddle_reshard.pipeline.formats.hybrid.arrays import ArrayColumns
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 
@@ -44,15 +43,12 @@ class _Texts:
 class FileEntries:
     """The entries of a file, or of its ``master_weights``; they are removed from the given dict."""
 
-    __slots__ = ("_kind", "_kinds", "_name", "_names", "_offset", "_others", "_special", "_texts")
+    __slots__ = ("_name", "_names", "_special", "_texts", "_values")
 
     def __init__(self, root: dict[str, Any] | None = None) -> None:
         self._texts, self._names = _Texts(), _Texts()
-        self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
-        self._kind = numbers_of("i")  # -1: not an array
-        self._offset = numbers_of("q")  # of the payload, or the index in ``_others``
+        self._values = ArrayColumns()
         self._name = numbers_of("i")
-        self._others: list[Any] = []
         self._special: dict[str, Any] = {}
         for entry in list(root or ()):
             self._add(entry, (root or {}).pop(entry))
@@ -63,18 +59,12 @@ class FileEntries:
         if entry in SPECIAL:
             self._special[entry] = value
         self._texts.add(str(entry))
-        if entry in SPECIAL or not isinstance(value, ArrayRef):
-            self._kind.append(-1)
-            self._offset.append(len(self._others))
-            self._name.append(_UNNAMED)
-            self._others.append(value)
-            return
-        self._kind.append(self._kinds.number((value.dtype, value.shape, value.axes)))
-        self._offset.append(value.byte_offset)
-        if value.name is None or value.name == entry:
-            self._name.append(_UNNAMED if value.name is None else _LIKE_ENTRY)
+        self._values.append(value)
+        called = value.name if isinstance(value, ArrayRef) else None
+        if called is None or called == entry:
+            self._name.append(_UNNAMED if called is None else _LIKE_ENTRY)
         else:
-            self._name.append(self._names.add(value.name))
+            self._name.append(self._names.add(called))
 
     def __contains__(self, entry: str) -> bool:
         """Whether there is an entry of ``SPECIAL``."""
@@ -86,17 +76,14 @@ class FileEntries:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """All entries, in the order of the file."""
-        for number, (kind, offset, name) in enumerate(zip(self._kind, self._offset, self._name, strict=True)):
+        for number, name in enumerate(self._name):
             entry = self._texts[number]
-            if kind < 0:
-                yield entry, self._others[offset]
-            else:
-                called = self._names[name] if name >= 0 else entry if name == _LIKE_ENTRY else None
-                yield entry, ArrayRef(offset, *self._kinds.values[kind], called)
+            called = self._names[name] if name >= 0 else entry if name == _LIKE_ENTRY else None
+            yield entry, self._values.get(number, called)
 
     def names(self) -> Iterator[str]:
         """Names of the entries."""
-        return map(self._texts.__getitem__, range(len(self._kind)))
+        return map(self._texts.__getitem__, range(len(self._name)))
 
     def plain(self) -> dict[str, Any]:
         """The entries as a dict, with ``master_weights`` as a nested dict."""

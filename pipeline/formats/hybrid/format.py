@@ -95,7 +95,7 @@ class HybridFormat(Format):
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Read the metadata of all ranks' files."""
-        from paddle_reshard.pipeline.formats.hybrid.index import index_hybrid
+        from paddle_reshard.pipeline.formats.hybrid.source import index_hybrid
 
         return index_hybrid(files, tables, missing)
 

@@ -8,13 +8,14 @@ the result is a catalog of fragments that is checked to cover every tensor exact
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
+from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.checkpoint.stages import without_copies
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
@@ -31,6 +32,7 @@ from paddle_reshard.pipeline.core.tensors import (
     is_per_parameter,
 )
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray, StoredArrays
+from paddle_reshard.pipeline.formats.hybrid.entries import index_rank_file
 from paddle_reshard.pipeline.formats.hybrid.experts import (
     check_experts,
     expert_axis_of,
@@ -39,7 +41,7 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
     number_experts,
 )
 from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
-from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE
+from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE, parse_rank_file
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
     HALF_DTYPES,
@@ -56,7 +58,7 @@ from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
     whole_in_model_state,
 )
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
-from paddle_reshard.pipeline.formats.model_meta import ModelMeta
+from paddle_reshard.pipeline.formats.model_meta import ModelMeta, parse_model_meta
 from paddle_reshard.pipeline.formats.reading import StoredTensors, aliases_of, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import check_layers, lost
@@ -85,6 +87,37 @@ from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
+
+
+def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
+    """Read a hybrid-parallel checkpoint, also with weights in safetensors files next to hybrid optimizer states.
+
+    Raises
+    ------
+    CheckpointError, PlanError
+        If it is not one complete, consistent checkpoint that the rules cover.
+    """
+    sizes = files.sizes
+    ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
+    _refuse_unknown_tensor_files(files, ranks)
+    meta = parse_model_meta(files.json(MODEL_META)) if MODEL_META in sizes else None
+    roots = files.index_anywhere(index_rank_file, files.store, ranks)
+    if files.safetensors:
+        from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import read_weights_and_states
+
+        return read_weights_and_states(files, roots, meta, tables, missing)
+    return read_hybrid(sizes, roots, meta, files.config(), tables, missing, files.adapter())
+
+
+def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:
+    """Refuse files that could hold tensors and have an unknown name, and folders without files of tensors."""
+    if unknown := [path for path in files.pickles if path not in ranks]:
+        raise CheckpointError(f"{unknown[0]}: unknown name of a tensor file in a hybrid-parallel checkpoint")
+    if not ranks:
+        raise CheckpointError(
+            f"{files.store.location}: no checkpoint found: no model_state or optimizer file, no .metadata, no "
+            ".safetensors"
+        )
 
 
 def read_hybrid(

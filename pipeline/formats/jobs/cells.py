@@ -392,7 +392,11 @@ class CellPlanner:
                 self.meta_key(tensor.key): ParameterMeta(
                     local_shape=cell.local_shapes[tensor.key],
                     dtype=tensor.dtype,
-                    is_distributed=self._is_distributed(cell, tensor),
+                    is_distributed=tensor.rule.marked_distributed(
+                        self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None,
+                        self.topology.ep,
+                        of_rank=self.target.expert_axis in ("ep", "tp") and tensor.rule.of_expert_rank,
+                    ),
                     no_sync=self.target.expert_axis == "ep" and tensor.rule.of_expert_rank,
                 )
                 for tensor in cell.tensors
@@ -401,8 +405,3 @@ class CellPlanner:
             if self.target.strategy == "stage1v1"
             else {},
         )
-
-    def _is_distributed(self, cell: Cell, tensor: ModelTensor) -> bool:
-        of_rank = self.target.expert_axis in ("ep", "tp") and tensor.rule.of_expert_rank
-        cut = self.topology.tp > 1 and cell.cuts[tensor.key].dim is not None
-        return tensor.rule.marked_distributed(cut, self.topology.ep, of_rank=of_rank)

@@ -6,7 +6,7 @@ several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
@@ -97,12 +97,9 @@ class _Sizes:
     def in_files(self, cell: Cell, ranks: Sequence[RankBytes]) -> int:
         """Bytes of the tensors in all files of a cell."""
         states = sum(rank.master_weights + rank.moments + rank.ema for rank in ranks)
-        return states + sum(_bytes(cell, t) for shard in self._saving(cell) for t in cell.model_state[shard])
-
-    def _saving(self, cell: Cell) -> Iterator[int]:
-        """The ranks of the sharding group that write parameters."""
-        each = self.target.writes_meta and not self.planner.with_lora
-        return (shard for shard in cell.held if each or shard < self.planner.topology.dense_sharding)
+        each = self.target.writes_meta and not self.planner.with_lora  # rank saves parameters
+        saving = [shard for shard in cell.held if each or shard < self.planner.topology.dense_sharding]
+        return states + sum(_bytes(cell, tensor) for shard in saving for tensor in cell.model_state[shard])
 
     def _parameters(self, cell: Cell, shard: int) -> int:
         """Every parameter once, also those that only a master weight in the files defines.

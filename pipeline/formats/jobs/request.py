@@ -103,14 +103,8 @@ class JobRequest:
     ) -> Job:
         """The settings of the target job; those not requested come from the source or the trainer's defaults.
 
-        If the trainer allows only one value (under expert parallelism), that is the default.
-
-        Parameters
-        ----------
-        kind
-            Makes the job of its settings.
-        check
-            Refuses sharding strategies that are no default.
+        If the trainer allows only one value (under expert parallelism), that is the default. ``kind`` makes the job of
+        its settings; ``check`` refuses sharding strategies that are no default.
         """
         layout, topology = self.layout, self.topology
         convention = source.model.table.convention

@@ -316,15 +316,15 @@ class _Cutting:
         sliced = {
             (key, state)
             for (key, state), stored in arrays.items()
-            if state != PARAM and not is_per_parameter(state) and self._are_slices(key, stored)
+            if state != PARAM
+            and not is_per_parameter(state)
+            and len(self.by_key[key].global_shape) > 1
+            and all(len(array.shape) == 1 for array in stored)
         }
         if sliced:
             self._check(arrays)
             self._check_ranks(arrays)
         return sliced
-
-    def _are_slices(self, key: str, stored: Sequence[_StoredArray]) -> bool:
-        return len(self.by_key[key].global_shape) > 1 and all(len(array.shape) == 1 for array in stored)
 
     def _check(self, arrays: Arrays) -> None:
         """Check the lengths of slices; experts may have a smaller sharding degree than other parameters."""
