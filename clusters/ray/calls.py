@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,16 +18,6 @@ from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 PATIENCE_SECONDS = 15.0
 """Time without events after which work is dealt to the workers that have started, or, if there are none, the log says
 what each needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer, or the failure to answer."""
-
-    worker: Worker
-    running: Running | None
-    """``None`` for a ping."""
-    answer: Any
 
 
 class Calls:
@@ -86,15 +75,15 @@ class Calls:
             done += ray.wait(remaining, num_returns=len(remaining), timeout=0)[0]
         return done
 
-    def answers(self, refs: Sequence[Any]) -> Iterator[Answered]:
-        """The answers that have arrived."""
+    def answers(self, refs: Sequence[Any]) -> Iterator[tuple[Worker, Running | None, Any]]:
+        """Workers, what they ran, ``None`` for a ping, and their answers, or the failure to answer."""
         for ref in refs:
             worker, running = self.pending.pop(ref)
             try:
                 answer = ray.get(ref)
             except RayError as failure:
                 answer = failure
-            yield Answered(worker, running, answer)
+            yield worker, running, answer
 
 
 def cause_of(failure: RayError) -> str:

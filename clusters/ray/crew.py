@@ -54,8 +54,7 @@ class Crew:
         most_bytes = self.memory_bytes - FOOTPRINT_BYTES - peak_bytes
         while self._half_busy:
             worker = self._half_busy.popleft()
-            busy = len(worker.running) >= self.batches_at_a_time or worker.alone
-            if not worker.pinged and not busy and worker.held_bytes <= most_bytes:
+            if worker.has_room(most_bytes, self.batches_at_a_time):
                 return worker
         return None
 

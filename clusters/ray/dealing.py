@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paddle_reshard.clusters.ray.state import Worker
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
@@ -46,32 +48,13 @@ class NextGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """What the decision needs to know about a worker."""
-
-    ready: bool
-    """Whether it has ever answered."""
-    there: bool
-    """Whether it has answered the last ping."""
-    peaks: tuple[int, ...] = ()
-    """Peaks in bytes of its groups in progress."""
-    alone: bool = False
-    """Whether one of them must run alone."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has nothing to do."""
-        return self.there and not self.peaks
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """The state in which a group is dealt."""
 
     next: NextGroup
     waiting_peaks: tuple[int, ...]
     """Peaks in bytes of all groups in the queue, the next one included."""
-    members: tuple[Member, ...]
+    workers: Sequence[Worker]
     exhausted: bool
     """Whether no group waits outside the queue."""
     patient: bool
@@ -92,37 +75,30 @@ class Dealer:
     most_object_bytes: int
     """Limit for bytes of bands in the object store."""
 
-    def choose(self, table: Table) -> list[int]:
-        """Indexes of the members that take the next group, several if they share it; empty if it must wait.
+    def choose(self, table: Table) -> list[Worker]:
+        """The workers that take the next group, several if they share it; empty if it must wait.
 
-        Idle members come first, then those with memory for a further group.
+        Idle ones come first, then those with memory for a further group.
 
         Raises
         ------
         MemoryBudgetError
             If the group fits no worker.
         """
-        idle = [number for number, member in enumerate(table.members) if member.idle]
+        idle = [worker for worker in table.workers if worker.idle]
         if idle:
             return idle[: self._shares(table, len(idle))]
         return self._with_room(table)
 
-    def _with_room(self, table: Table) -> list[int]:
+    def _with_room(self, table: Table) -> list[Worker]:
         """A busy worker that can take a further group; none if so few groups wait that workers will soon be idle."""
         if not self.side_by_side or self.exchange == "always" or table.next.attempt > 1:
             return []
-        if table.exhausted and len(table.waiting_peaks) <= len(table.members):
+        if table.exhausted and len(table.waiting_peaks) <= len(table.workers):
             return []
         most_bytes = self.memory_bytes - FOOTPRINT_BYTES - table.next.peak_bytes
-        free = (
-            (len(member.peaks), number)
-            for number, member in enumerate(table.members)
-            if member.there
-            and len(member.peaks) < GROUPS_AT_A_TIME
-            and not member.alone
-            and sum(member.peaks) <= most_bytes
-        )
-        return [number for _, number in sorted(free)[:1]]
+        free = (worker for worker in table.workers if worker.has_room(most_bytes, GROUPS_AT_A_TIME))
+        return sorted(free, key=lambda worker: len(worker.running))[:1]
 
     def _shares(self, table: Table, idle: int) -> int:
         """How many of the idle workers take a group; 0 if it must wait for more of them."""
@@ -134,7 +110,7 @@ class Dealer:
             self.exchange == "never"
             or group.attempt > 1  # retry in the simplest way
             or group.bands < 2
-            or len(table.members) < 2
+            or len(table.workers) < 2
             or group.object_bytes > self.most_object_bytes
         ):
             return 1
@@ -143,7 +119,7 @@ class Dealer:
             return idle if fits and idle > 1 else 0
         if not fits or not table.exhausted or group.peak_bytes < SHARED_BYTES:
             return 1
-        if table.patient and not all(member.ready for member in table.members):
+        if table.patient and not all(worker.ready for worker in table.workers):
             return 0
         fair = idle * group.peak_bytes // max(1, sum(table.waiting_peaks))
         return max(1, min(fair, idle + 1 - len(table.waiting_peaks), max(group.bands, group.parts)))

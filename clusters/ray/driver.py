@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from paddle_reshard.clusters.ray.actors import live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
-from paddle_reshard.clusters.ray.calls import Answered, Calls, cause_of
+from paddle_reshard.clusters.ray.calls import Calls, cause_of
 from paddle_reshard.clusters.ray.capacity import most_object_bytes
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer, NextGroup, Table, next_batch_groups
@@ -52,7 +52,7 @@ class Driver:
                     return
                 done = self.calls.wait(hurried=not self.head.answers)
                 for answered in self.calls.answers(done):
-                    yield from self._settle(answered)
+                    yield from self._settle(*answered)
                 self._check_cluster(idle=not done)
         finally:
             self.calls.pending.clear()
@@ -104,16 +104,16 @@ class Driver:
 
     def _deal(self) -> bool:
         """Hand a single group to one or several workers, if there are any for it."""
-        backlog, workers = self.backlog, self.crew.workers
+        backlog = self.backlog
         if not self.stores_known and self.dealer.exchange != "never":
             nodes = self.crew.actors.demand.eligible(live_nodes())
             self.dealer = replace(self.dealer, most_object_bytes=most_object_bytes(nodes))
             self.stores_known = True
         if not self.many:
-            backlog.look_ahead(1 + (self.crew.idle or len(workers)))
+            backlog.look_ahead(1 + (self.crew.idle or len(self.crew.workers)))
         attempt = backlog.singles[0]
         work = backlog.works.work(attempt.groups.start)
-        chosen = [workers[number] for number in self.dealer.choose(self._table(work))]
+        chosen = self.dealer.choose(self._table(work))
         if not chosen:
             return False
         backlog.singles.popleft()
@@ -143,7 +143,7 @@ class Driver:
                 singles[0].number,
             ),
             waiting_peaks=tuple(attempt.peak_bytes for attempt in singles),
-            members=tuple(worker.member for worker in self.crew.workers),
+            workers=self.crew.workers,
             exhausted=not self.backlog.left,
             patient=self.patient,
             object_bytes=sum(running.object_bytes for running in self.running),
@@ -151,9 +151,8 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------ settling
 
-    def _settle(self, answered: Answered) -> Reports:
+    def _settle(self, worker: Worker, running: Running | None, answer: Any) -> Reports:
         """Process an answer. Yields the reports of groups that are done with it."""
-        worker, running, answer = answered.worker, answered.running, answered.answer
         # Ray's wrapper of what a worker raised is both.
         if isinstance(answer, ReshardError) and not isinstance(answer, RayError):
             raise answer

@@ -8,7 +8,6 @@ from typing import Any
 from ray.exceptions import RayError
 
 from paddle_reshard.clusters.ray.backlog import Attempt
-from paddle_reshard.clusters.ray.dealing import Member
 from paddle_reshard.pipeline.core.events import WorkerAssigned
 from paddle_reshard.tasks.group import GroupReport
 
@@ -72,8 +71,7 @@ class Worker:
         groups = tuple(running.attempt.groups for running in self.running)
         return WorkerAssigned(self.name, groups, self.held_bytes)
 
-    @property
-    def member(self) -> Member:
-        """What decides whether it takes the next group."""
-        peaks = tuple(running.attempt.peak_bytes for running in self.running)
-        return Member(self.ready, not self.pinged, peaks, self.alone)
+    def has_room(self, most_bytes: int, batches_at_a_time: int) -> bool:
+        """Whether it may run more, if what it holds already takes at most ``most_bytes``."""
+        busy = self.pinged or self.alone or len(self.running) >= batches_at_a_time
+        return not busy and self.held_bytes <= most_bytes

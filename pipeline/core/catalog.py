@@ -10,7 +10,7 @@ The columns are NumPy arrays, because the planner also runs inside training jobs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Shape, meeting_pairs, padded
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, Shape, by_tensor, meeting_pairs, padded
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_PARAM, MASTER_WEIGHT, PARAM, Cast, DType
@@ -52,8 +52,6 @@ class Fragments(Columns):
     __slots__ = ()
 
 
-_BLOCK_BOXES = 1 << 16
-"""Number of boxes checked for overlaps at a time."""
 FragmentRow = tuple[int, int, int, int, int, Shape, Shape, Shape]
 
 
@@ -263,7 +261,10 @@ def check_coverage(
     covered = np.bincount(fragments["tensor"], weights=volumes(fragments), minlength=len(tensors))
     wanted = tensors.elements.astype(np.float64)
     wanted[list(skip)] = 0
-    for alike in _by_tensor(fragments, len(tensors)):
+    number = fragments["tensor"]
+    several = fragments[np.bincount(number, minlength=len(tensors))[number] > 1]
+    (blocks,) = by_tensor(several["tensor"])
+    for alike in map(several.__getitem__, blocks):
         boxes = Boxes(alike["tensor"], alike["offset"], alike["extents"])
         i, j = meeting_pairs(boxes, boxes)
         overlaps = np.flatnonzero(i < j)
@@ -284,24 +285,6 @@ def check_coverage(
             f"{int(covered[tensor])} of {prod(tensors[tensor].global_shape)} elements are stored",
             tuple(paths),
         )
-
-
-def _by_tensor(fragments: Fragments, tensors: int) -> Iterator[Fragments]:
-    """Boxes of tensors with several boxes, in blocks of about ``_BLOCK_BOXES``; a tensor is never divided.
-
-    With tensors 7, 7, 8, 9, 9, 9 and blocks of 4 boxes: tensor 8 has a single box and is skipped, the first block ends
-    with the last box of 9.
-    """
-    count = np.bincount(fragments["tensor"], minlength=tensors)
-    order = np.argsort(fragments["tensor"], kind="stable")
-    order = order[count[fragments["tensor"][order]] > 1]
-    tensor = fragments["tensor"][order]
-    first = 0
-    while first < len(order):
-        last = tensor[min(first + _BLOCK_BOXES, len(order)) - 1]
-        stop = int(np.searchsorted(tensor, last, side="right"))
-        yield fragments[order[first:stop]]
-        first = stop
 
 
 def _ints(values: npt.NDArray[Any]) -> Shape:

@@ -28,7 +28,7 @@ import numpy as np
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments, hulls
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, meeting_pairs
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, by_tensor, meeting_pairs
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE
@@ -635,20 +635,15 @@ def _beyond(fragments: Fragments, source: Catalog, files: range, base: Ints) -> 
 def _distinct_elements(tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> Ints:
     """How many elements of each tensor lie in at least one of its boxes."""
     counts = np.zeros(len(source.tensors), dtype=np.int64)
-    order = np.argsort(tensors, kind="stable")
-    order = order[tensors[order] < len(counts)]
-    tensors = tensors[order].astype(np.int64)
-    done = 0
-    while done < len(order):
-        stop = int(np.searchsorted(tensors, tensors[min(done + BATCH_BOXES, len(order)) - 1], side="right"))
-        rows = order[done:stop]
-        _add_distinct(counts, tensors[done:stop], offset[rows], extents[rows], source)
-        done = stop
+    known = np.flatnonzero(tensors < len(counts))
+    (blocks,) = by_tensor(tensors[known])
+    for rows in map(known.__getitem__, blocks):
+        _add_distinct(counts, tensors[rows].astype(np.int64), offset[rows], extents[rows], source)
     return counts
 
 
 def _add_distinct(counts: Ints, tensors: Ints, offset: Ints, extents: Ints, source: Catalog) -> None:
-    """Count the elements of the boxes of some tensors, sorted by tensor, whose elements are laid end to end."""
+    """Count the elements of the boxes of some tensors, whose elements are laid end to end."""
     known = np.unique(tensors)
     elements = source.tensors.elements[known]
     inner = source.tensors.shapes[known][:, :0:-1]  # without the slowest dim, fastest first

@@ -6,25 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from paddle_reshard.clusters.ray.dealing import Dealer, Member, NextGroup, Table
+from paddle_reshard.clusters.ray.backlog import Attempt
+from paddle_reshard.clusters.ray.dealing import Dealer, NextGroup, Table
+from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 
 MIB = 1 << 20
 DEALER = Dealer(FOOTPRINT_BYTES + 100 * MIB, "auto", side_by_side=True, most_object_bytes=200 * MIB)
-IDLE, STARTING = Member(ready=True, there=True), Member(ready=False, there=False)
+IDLE, STARTING = Worker(0, None, ready=True, pinged=False), Worker(0, None)
 GROUP = NextGroup("w", 40 * MIB, bands=6, parts=3, object_bytes=50 * MIB)
 
 
-def busy(*mib: int, alone: bool = False) -> Member:
-    return Member(ready=True, there=True, peaks=tuple(peak * MIB for peak in mib), alone=alone)
+def busy(*mib: int, alone: bool = False) -> Worker:
+    running = [Running(Attempt(range(1), peak * MIB, 1 + alone)) for peak in mib]
+    return replace(IDLE, running=running)
 
 
-def table(*members: Member, group: NextGroup = GROUP, others: int = 0, **known: object) -> Table:
+def table(*workers: Worker, group: NextGroup = GROUP, others: int = 0, **known: object) -> Table:
     """The last groups of a run unless ``exhausted=False``; ``others`` wait behind the next one and are as large."""
     peaks = (group.peak_bytes,) * (1 + others)
     defaults = {"exhausted": True, "patient": True, "object_bytes": 0}
-    return Table(group, peaks, members, **{**defaults, **known})
+    return Table(group, peaks, workers, **{**defaults, **known})
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def table(*members: Member, group: NextGroup = GROUP, others: int = 0, **known: 
     ],
 )
 def test_idle_workers(dealt: Table, chosen: list[int]) -> None:
-    assert DEALER.choose(dealt) == chosen
+    assert DEALER.choose(dealt) == [dealt.workers[number] for number in chosen]
 
 
 @pytest.mark.parametrize(
@@ -58,28 +61,28 @@ def test_idle_workers(dealt: Table, chosen: list[int]) -> None:
         (table(busy(30), busy(30), others=2), [0]),
         (table(busy(30, alone=True), busy(50), exhausted=False), [1]),
         (table(busy(30), exhausted=False, group=replace(GROUP, attempt=2)), []),  # it has to be alone
-        (table(replace(busy(30), there=False), exhausted=False), []),
+        (table(replace(busy(30), pinged=True), exhausted=False), []),
     ],
 )
 def test_busy_workers(dealt: Table, chosen: list[int]) -> None:
-    assert DEALER.choose(dealt) == chosen
+    assert DEALER.choose(dealt) == [dealt.workers[number] for number in chosen]
     assert replace(DEALER, side_by_side=False).choose(dealt) == []
     assert replace(DEALER, exchange="always").choose(dealt) == []
 
 
 @pytest.mark.parametrize(
     ("exchange", "members", "chosen"),
-    [("never", 3, [0]), ("always", 3, [0, 1, 2]), ("always", 1, [0]), ("auto", 1, [0])],
+    [("never", 3, 1), ("always", 3, 3), ("always", 1, 1), ("auto", 1, 1)],
 )
-def test_what_is_asked_for(exchange: str, members: int, chosen: list[int]) -> None:
-    assert replace(DEALER, exchange=exchange).choose(table(*[IDLE] * members)) == chosen
+def test_what_is_asked_for(exchange: str, members: int, chosen: int) -> None:
+    assert replace(DEALER, exchange=exchange).choose(table(*[IDLE] * members)) == [IDLE] * chosen
 
 
 def test_always_sharing_waits_for_a_second_worker_and_for_room_in_the_object_store() -> None:
     always = replace(DEALER, exchange="always")
     assert always.choose(table(IDLE, busy(10), exhausted=False)) == []
     assert always.choose(table(IDLE, IDLE, object_bytes=160 * MIB)) == []
-    assert always.choose(table(IDLE, IDLE, group=replace(GROUP, object_bytes=300 * MIB))) == [0]
+    assert always.choose(table(IDLE, IDLE, group=replace(GROUP, object_bytes=300 * MIB))) == [IDLE]
 
 
 def test_a_group_that_no_worker_can_hold_is_refused() -> None:
