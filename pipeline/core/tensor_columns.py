@@ -53,7 +53,7 @@ class Identities:
         self._key, self._state = array("i"), array("h")
         self._numbers: list[array[int]] = []  # by state, then key: number of the pair, or -1
 
-    def add(self, key: str, state: str) -> int:
+    def add_identity(self, key: str, state: str) -> int:
         """Add a pair and return its number."""
         number = len(self)
         of_key, of_state = self._keys.number(key), self._states.number(state)
@@ -69,10 +69,12 @@ class Identities:
     def __len__(self) -> int:
         return len(self._key)
 
-    def __getitem__(self, number: int) -> Identity:
+    def identity(self, number: int) -> Identity:
+        """A pair."""
         return self._keys.values[self._key[number]], self._states.values[self._state[number]]
 
-    def __iter__(self) -> Iterator[Identity]:
+    def identities(self) -> Iterator[Identity]:
+        """All pairs; faster than one by one."""
         keys, states = self._keys.values, self._states.values
         return ((keys[key], states[state]) for key, state in zip(self._key, self._state, strict=True))
 
@@ -118,16 +120,16 @@ def _ranks(values: Sequence[str]) -> Ints:
     return ranks
 
 
-class Tensors(Sequence[Tensor]):
+class Tensors(Identities, Sequence[Tensor]):
     """Tensors in the order in which they were added; each access creates a new object.
 
     They are not changed once they belong to a catalog.
     """
 
-    __slots__ = ("_aliases", "_dtype", "_identities", "_shape", "_shapes")
+    __slots__ = ("_aliases", "_dtype", "_shape", "_shapes")
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._identities = Identities()
+        super().__init__()
         self._shapes: Numbered[Shape] = Numbered()
         self._shape, self._dtype = array("i"), array("b")
         self._aliases: dict[int, tuple[str, ...]] = {}
@@ -136,15 +138,12 @@ class Tensors(Sequence[Tensor]):
 
     def add(self, tensor: Tensor) -> int:
         """Add a tensor and return its number."""
-        number = self._identities.add(tensor.key, tensor.state)
+        number = self.add_identity(tensor.key, tensor.state)
         self._dtype.append(DTYPES.index(tensor.dtype))
         self._shape.append(self._shapes.number(tensor.global_shape))
         if tensor.aliases:
             self._aliases[number] = tensor.aliases
         return number
-
-    def __len__(self) -> int:
-        return len(self._identities)
 
     @overload
     def __getitem__(self, at: int) -> Tensor: ...
@@ -156,7 +155,7 @@ class Tensors(Sequence[Tensor]):
         if isinstance(at, slice):
             return tuple(self[number] for number in range(*at.indices(len(self))))
         return Tensor(
-            *self._identities[at],
+            *self.identity(at),
             DTYPES[self._dtype[at]],
             self._shapes.values[self._shape[at]],
             self._aliases.get(at % len(self), ()) if self._aliases else (),
@@ -166,7 +165,7 @@ class Tensors(Sequence[Tensor]):
         """The fields of every tensor; faster than making the tensors."""
         shapes, aliases = self._shapes.values, self._aliases
         for number, (identity, shape, dtype) in enumerate(
-            zip(self._identities, self._shape, self._dtype, strict=True)
+            zip(self.identities(), self._shape, self._dtype, strict=True)
         ):
             yield *identity, DTYPES[dtype], shapes[shape], aliases.get(number, ())
 
@@ -177,18 +176,6 @@ class Tensors(Sequence[Tensor]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def find(self, key: str, state: str) -> int | None:
-        """The number of a tensor, or ``None``."""
-        return self._identities.find(key, state)
-
-    def finder(self, state: str) -> Callable[[str], int | None]:
-        """The same for one state and many keys; tensors that are added later may be missing."""
-        return self._identities.finder(state)
-
-    def identity(self, number: int) -> Identity:
-        """Key and state of a tensor."""
-        return self._identities[number]
-
     def dtype(self, number: int) -> DType:
         """Dtype of a tensor."""
         return DTYPES[self._dtype[number]]
@@ -196,19 +183,6 @@ class Tensors(Sequence[Tensor]):
     def shape(self, number: int) -> Shape:
         """Global shape of a tensor."""
         return self._shapes.values[self._shape[number]]
-
-    @property
-    def states(self) -> frozenset[str]:
-        """All states."""
-        return self._identities.states
-
-    def order(self, numbers: Ints) -> Ints:
-        """Indices that sort ``numbers`` by key and then by state."""
-        return self._identities.order(numbers)
-
-    def of_state(self, state: str) -> dict[str, int]:
-        """Key → number, for the tensors of a state in their order."""
-        return self._identities.of_state(state)
 
     @property
     def dtypes(self) -> npt.NDArray[np.int8]:
@@ -249,7 +223,7 @@ class TensorIndex(Mapping[Identity, int]):
         )
 
     def __iter__(self) -> Iterator[Identity]:
-        return map(self._tensors.identity, range(len(self._tensors)))
+        return self._tensors.identities()
 
     def __len__(self) -> int:
         return len(self._tensors)

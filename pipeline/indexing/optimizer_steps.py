@@ -14,7 +14,7 @@ powers are too small to distinguish steps, nothing is checked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,33 +68,17 @@ class Steps:
         return f"{self.beta2:g}" if self.beta1 is None else f"{self.beta1:g} and {self.beta2:g}"
 
 
-def check_optimizer_steps(
-    source: ReadRange,
-    catalog: Catalog,
-    scheduled: int | None,
-    skips: bool = False,
-    ahead: int = 0,
-    apart: Collection[str] = (),
-) -> None:
-    """Refuse optimizer states of different steps, or of a different step than the learning-rate schedule.
+def check_powers(powers: list[Powers], scheduled: int | None, skips: bool = False, ahead: int = 0) -> None:
+    """Refuse powers of different steps, or of a different step than the learning-rate schedule.
 
     ``scheduled`` is the schedule's step, ``None`` if it is not known. With ``skips``, the schedule may have counted
-    steps that the optimizer has skipped. It may be up to ``ahead`` steps ahead of the optimizer. Keys in ``apart`` have
-    steps of their own.
+    steps that the optimizer has skipped. It may be up to ``ahead`` steps ahead of the optimizer.
 
     Raises
     ------
     CoverageError
         With the tensor, both values and the file.
     """
-    powers = [
-        powers_of_key for powers_of_key in read_powers(source, catalog) if powers_of_key.key not in apart
-    ]
-    check_powers(powers, scheduled, skips, ahead)
-
-
-def check_powers(powers: list[Powers], scheduled: int | None, skips: bool = False, ahead: int = 0) -> None:
-    """:func:`check_optimizer_steps` for powers that have been read."""
     counts = Counter(p.values for p in powers)
     first = {p.values: p for p in reversed(powers)}
     known = None
@@ -280,9 +264,7 @@ def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
     schedule = checkpoint.job.lr_scheduler
     step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
     scheduled = step if type(step) is int else None
-    ahead = checkpoint.model.table.scheduler_ahead
     # One parameter under the keys of two is updated twice a step, and one without a gradient only in some jobs.
     apart = {tensor.key for tensor in checkpoint.model.tensors if tensor.rule.states_if_sharded}
-    check_optimizer_steps(
-        store, checkpoint.catalog, scheduled, skips=SCALER in store.sizes(), ahead=ahead, apart=apart
-    )
+    powers = [pair for pair in read_powers(store, checkpoint.catalog) if pair.key not in apart]
+    check_powers(powers, scheduled, SCALER in store.sizes(), checkpoint.model.table.scheduler_ahead)

@@ -24,14 +24,6 @@ CAST_FACTOR = 20
 """A run whose values must be read anyway, for a cast, is copied if it is this many times the minimum part size."""
 
 
-class Carved(NamedTuple):
-    """The result of :func:`carve_copies`."""
-
-    ops: Ops
-    """Ops of the bytes that are not copied."""
-    copied: Parts
-
-
 class _CopyRuns(NamedTuple):
     """Runs, sorted by target file and start."""
 
@@ -44,21 +36,25 @@ class _CopyRuns(NamedTuple):
     """Minimum bytes of a copy."""
 
 
-def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Collection[int] = ()) -> Carved:
+def carve_copies(
+    ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Collection[int] = ()
+) -> tuple[Ops, Parts]:
     """Remove from ``ops`` what the storage can copy; ``smallest`` is the minimum part size of every target file.
+
+    Returns the ops of the bytes that are not copied, and the copied parts.
 
     Never copied: values of tensors in ``mixed``, which are computed, and values that are compared, which must be read.
     Values that are also cast for another target file must be read too: they are copied only in long runs, so that
     little has to be made between the copies. ``ops`` is emptied.
     """
     if limits is None or not len(ops):
-        return Carved(ops, np.zeros(0, dtype=PART))
+        return ops, np.zeros(0, dtype=PART)
     compared, cast = np.zeros((2, int(ops["source_tensor"].max()) + 1), dtype=bool)
     compared[ops["source_tensor"][(ops["kind"] != MOVE) | np.isin(ops["tensor"], list(mixed))]] = True
     cast[ops["source_tensor"][ops["source_dtype"] != ops["target_dtype"]]] = True
     free = (ops["kind"] == MOVE) & ~compared[ops["source_tensor"]] & dense(ops)
     if not free.any():
-        return Carved(ops, np.zeros(0, dtype=PART))
+        return ops, np.zeros(0, dtype=PART)
     ops, not_copied = ops.split(free)
     ops.reorder(np.lexsort((ops["target_byte"], ops["target_file"])))
     start, stop = hull(ops, "target")
@@ -73,7 +69,7 @@ def carve_copies(ops: Ops, smallest: Ints, limits: CopyLimits | None, mixed: Col
     low, high = _trim(runs, start, unit, smallest)
     copied = _copied_parts(ops, runs, low, high, limits.largest_bytes)
     kept = _remainder(ops, start, stop, unit, low[run_of_op], high[run_of_op])
-    return Carved(Ops.joined([not_copied, kept]), copied)
+    return Ops.joined([not_copied, kept]), copied
 
 
 def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:

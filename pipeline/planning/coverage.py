@@ -92,11 +92,11 @@ def sweep(plan: Plan, source: Catalog, target: TargetFiles) -> Swept:
         return Swept(bytes_of, nothing, nothing, problems)
     _check_parts(plan, sizes, problems)
     _check_groups(plan, problems)
-    values = _Values(plan, source, target, problems)
+    values = _Values(plan, source, target)
+    _check_sources(values, problems)
     for files in _batches(plan, target):
         bytes_of += _sweep_files(values, files, sizes, problems)
-    boxes = values.read()
-    checks = plan.ops[plan.ops["kind"] == CHECK]
+    boxes, checks = values.boxes, plan.ops[plan.ops["kind"] == CHECK]
     return Swept(
         bytes_of,
         _distinct_elements(boxes["source_tensor"], boxes["offset"], boxes["extents"], source),
@@ -122,30 +122,15 @@ def _batches(plan: Plan, target: TargetFiles) -> Iterator[range]:
 
 
 class _Values:
-    """The boxes of values that a plan moves, and those in the parts that the storage copies."""
+    """The boxes of values that a plan moves, followed by those in the parts that the storage copies."""
 
-    def __init__(self, plan: Plan, source: Catalog, target: TargetFiles, problems: Problems) -> None:
+    def __init__(self, plan: Plan, source: Catalog, target: TargetFiles) -> None:
         self.plan, self.source, self.target = plan, source, target
         self.by_source = _ByTensorAndFile(source.fragments, len(plan.source_files))
         self.by_target = _ByTensorAndFile(target.fragments, len(plan.target_files))
-        self.copied = copied_values(plan, source, target)
-        moves = plan.ops["kind"] == MOVE
-        _check_sources(plan, self.copied, source, problems)
-        self._moves = np.flatnonzero(moves)
-        self._files = plan.ops["target_file"][self._moves]
-
-    def of_files(self, files: range) -> tuple[Ops, Ints]:
-        """Boxes of values in some files, copied ones last, and which kind each is."""
-        chosen = self._moves[(self._files >= files.start) & (self._files < files.stop)]
-        moved = self.plan.ops[chosen]
-        file = self.copied["target_file"]
-        copied = self.copied[(file >= files.start) & (file < files.stop)]
-        kinds = np.repeat(np.array([VALUE, COPIED]), [len(moved), len(copied)])
-        return Ops.joined([moved, copied]), kinds
-
-    def read(self) -> Ops:
-        """All boxes that are read for a value, or copied."""
-        return Ops.joined([self.plan.ops[self._moves], self.copied.copy()])
+        moved, copied = plan.ops[plan.ops["kind"] == MOVE], copied_values(plan, source, target)
+        self.kinds = np.repeat(np.array([VALUE, COPIED]), [len(moved), len(copied)])
+        self.boxes = Ops.joined([moved, copied])
 
 
 def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
@@ -266,24 +251,23 @@ def _part_of(ops: Ops, fragments: Fragments, side: str) -> Flags:
     return np.asarray(inside & alike.all(axis=1))
 
 
-def _check_sources(plan: Plan, copied: Ops, source: Catalog, problems: Problems) -> None:
+def _check_sources(values: _Values, problems: Problems) -> None:
     """Check that the values of every box are read from its tensor, or from those that it is defined by."""
+    plan = values.plan
     count = len(plan.tensors)
-    allowed = {(tensor, master) for tensor, master in source.implied.items()}
+    allowed = {(tensor, master) for tensor, master in values.source.implied.items()}
     allowed |= {(tensor, term.tensor) for tensor, mixture in plan.mixtures.items() for term in mixture.terms}
     defined = np.array([tensor * count + other for tensor, other in allowed], dtype=np.int64)
-    for ops in (plan.ops, copied):
-        moved = ops["kind"] == MOVE
-        tensor, read = (ops[name][moved].astype(np.int64) for name in ("tensor", "source_tensor"))
-        mixed = np.isin(tensor, list(plan.mixtures))
-        wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)
-        if wrong.any():
-            first = int(np.argmax(wrong))
-            problems.add(
-                f"{plan.tensors[int(tensor[first])].label} is made from {plan.tensors[int(read[first])].label}, which "
-                "does not define it",
-                int(wrong.sum()) - 1,
-            )
+    tensor, read = (values.boxes[name].astype(np.int64) for name in ("tensor", "source_tensor"))
+    mixed = np.isin(tensor, list(plan.mixtures))
+    wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        problems.add(
+            f"{plan.tensors[int(tensor[first])].label} is made from {plan.tensors[int(read[first])].label}, which "
+            "does not define it",
+            int(wrong.sum()) - 1,
+        )
 
 
 def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
@@ -545,7 +529,9 @@ def _sweep_files(values: _Values, files: range, sizes: Ints, problems: Problems)
 def _written(values: _Values, laid: _Files, problems: Problems) -> _Spans:
     """Everything that is written to some files: the boxes of values, literals and padding."""
     plan, files, base = laid
-    ops, kinds = values.of_files(files)
+    file = values.boxes["target_file"]
+    within = (file >= files.start) & (file < files.stop)
+    ops, kinds = values.boxes[within], values.kinds[within]
     _check_boxes(values, ops, problems)
     last = np.ones(len(ops), dtype=bool)
     for tensor, mixture in plan.mixtures.items():  # every step writes to the same bytes

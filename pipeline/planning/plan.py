@@ -98,18 +98,6 @@ class CarriedFile:
     size_bytes: int
 
 
-def _no_numbers() -> Ints:
-    return np.zeros(0, dtype=np.int64)
-
-
-def _no_bands() -> Bands:
-    return np.zeros(0, dtype=BAND)
-
-
-def _no_parts() -> Parts:
-    return np.zeros(0, dtype=PART)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything a conversion or comparison will do."""
@@ -123,13 +111,13 @@ class Plan:
     carried: tuple[CarriedFile, ...]
     ops: Ops = field(default_factory=Ops.empty)
     """Sorted by ``op_groups`` and pass. Values copied by the storage have no op."""
-    op_groups: Ints = field(default_factory=_no_numbers)
+    op_groups: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Group of each op."""
-    bands: Bands = field(default_factory=_no_bands)
+    bands: Bands = field(default_factory=lambda: np.zeros(0, dtype=BAND))
     """Sorted by group, pass, file and start."""
-    parts: Parts = field(default_factory=_no_parts)
+    parts: Parts = field(default_factory=lambda: np.zeros(0, dtype=PART))
     """Sorted by group, file and start; by file and start they tile every target file."""
-    group_peaks: Ints = field(default_factory=_no_numbers)
+    group_peaks: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Memory of each group in bytes: its parts and the bands of its largest pass."""
     allow_replica_drift: bool = False
     """Whether copies of a tensor may differ: the first is used, and every difference is reported."""

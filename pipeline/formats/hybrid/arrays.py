@@ -78,7 +78,7 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         """Add one more array of a tensor."""
         number = self._identities.find(key, state)
         if number is None:
-            number = self._identities.add(key, state)
+            number = self._identities.add_identity(key, state)
             self._last.append(-1)
         self._before.append(self._last[number])
         self._last[number] = len(self._arrays)
@@ -122,7 +122,7 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         )
 
     def __iter__(self) -> Iterator[Identity]:
-        return (self._identities[number] for number in range(len(self)))
+        return self._identities.identities()
 
     def __len__(self) -> int:
         return len(self._identities)
