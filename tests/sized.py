@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.convert import conversion
-from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with, plan_with
+from paddle_reshard.pipeline.convert.conversion import (
+    ConversionReport,
+    convert_with,
+    plan_request,
+    plan_with,
+    run_request,
+)
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.series import average_request, plan_average, read_average, weigh
+from paddle_reshard.pipeline.convert.series import read_average, read_series, weigh
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.examine.verify import VerifyReport, read_verify_request, verify_request
 from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.pipeline.request.parse import ConversionSettings, locations_of, read_settings
+from paddle_reshard.tasks.index import index_here
 
 Place = str | Path
 
@@ -41,13 +49,14 @@ class Sized:
         how, rest = _weighting(options)
         settings = self.settings(target, rest)
         request = read_average(sources, locations_of(target), settings)
-        return average_request(request, weigh(len(sources), **how), settings.run)
+        return run_request(request, settings.run, read=partial(read_series, weigh(len(sources), **how)))
 
     def plan_average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionPlan:
         how, rest = _weighting(options)
         settings = self.settings(target, rest)
         request = read_average(sources, locations_of(target), settings)
-        return plan_average(request, weigh(len(sources), **how), settings.run)
+        read = partial(read_series, weigh(len(sources), **how))
+        return plan_request(request, settings.run, index_here, read=read)
 
     def verify(
         self,

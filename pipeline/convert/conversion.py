@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.changes.change import Altered, Reading
@@ -110,32 +111,6 @@ class ConversionReport(Shown):
         return facts
 
 
-def plan_request(
-    request: ConversionRequest,
-    settings: RunSettings,
-    index_files: IndexFiles,
-    in_process: bool = False,
-    outputs: Outputs | None = None,
-) -> ConversionPlan:
-    """Index the source, lay out the targets and plan the conversion; nothing is moved.
-
-    ``outputs`` are the targets of the request, if they are open already.
-    """
-    locations = request.locations
-    if outputs is None and locations.targets:
-        outputs = open_targets(locations, settings.resume)
-    altered = read_source(request, index_files)
-    if outputs is None:
-        return plan_checkpoint(altered, request)
-    everywhere = (*locations.sources, *locations.targets, *locations.brought)
-    spare = spare_bytes(all(map(is_local, everywhere)))
-    limits = outputs.limits(altered.store)
-    planned = plan_checkpoint(altered, request, limits, spare if in_process else None)
-    check_targets(planned, outputs, settings.resume or settings.no_space_check)
-    same_values = all(change.keeps_values for change in request.changes)
-    return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
-
-
 def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
     """Index the source of a request, and apply what alters it.
 
@@ -154,6 +129,37 @@ def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
         index_files,
     )
     return changes.index(open_checkpoint(request.locations.sources[0], access), reading)
+
+
+ReadSource = Callable[[ConversionRequest, IndexFiles], Altered]
+"""Reads the sources of a request as one checkpoint, and applies what alters it."""
+
+
+def plan_request(
+    request: ConversionRequest,
+    settings: RunSettings,
+    index_files: IndexFiles,
+    in_process: bool = False,
+    outputs: Outputs | None = None,
+    read: ReadSource = read_source,
+) -> ConversionPlan:
+    """Read the source, lay out the targets and plan the conversion; nothing is moved.
+
+    ``outputs`` are the targets of the request, if they are open already.
+    """
+    locations = request.locations
+    if outputs is None and locations.targets:
+        outputs = open_targets(locations, settings.resume)
+    altered = read(request, index_files)
+    if outputs is None:
+        return plan_checkpoint(altered, request)
+    everywhere = (*locations.sources, *locations.targets, *locations.brought)
+    spare = spare_bytes(all(map(is_local, everywhere)))
+    limits = outputs.limits(altered.store)
+    planned = plan_checkpoint(altered, request, limits, spare if in_process else None)
+    check_targets(planned, outputs, settings.resume or settings.no_space_check)
+    same_values = len(locations.sources) == 1 and all(change.keeps_values for change in request.changes)
+    return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
 
 
 def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:
@@ -207,14 +213,14 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
     raise FinishedError(f"{outputs.location}: already finished, and matches its manifest; nothing to do")
 
 
-MakePlan = Callable[[Outputs, IndexFiles, bool], ConversionPlan]
-"""Makes a plan, given the targets, a function that indexes files, and whether groups will run in this process."""
-
-
-def plan_and_run(
-    make_plan: MakePlan, request: ConversionRequest, settings: RunSettings, observe: Observer
+def run_request(
+    request: ConversionRequest,
+    settings: RunSettings,
+    asked: Mapping[str, Any] | None = None,
+    observe: Observer = ignore_events,
+    read: ReadSource = read_source,
 ) -> ConversionReport:
-    """Open the targets, make a plan and run it; ``observe`` receives all events."""
+    """Plan a conversion and run it; ``asked`` is what its manifests state of the request."""
     engine = choose_engine(
         settings.cluster,
         settings.workers,
@@ -228,14 +234,14 @@ def plan_and_run(
     earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
     outputs = open_targets(request.locations, settings.resume, settings.take_over)
-    conversion = make_plan(outputs, index_files, engine.in_process)
-    groups, written_bytes = conversion.plan.groups, conversion.plan.written_bytes
-    decisions = [decision for target in conversion.targets for decision in target.spec.decisions]
-    decided = [f"{decision.value} ({decision.reason})" for decision in decisions]
-    facts = (*dict.fromkeys(decided), counted(groups, "group"), f"{readable_bytes(written_bytes)} to write")
-    observe(StepEnded("plan", ", ".join(facts)))
+    conversion = plan_request(request, settings, index_files, engine.in_process, outputs, read)
+    plan, conversion = conversion.plan, replace(conversion, asked=asked)
+    if settings.expected_plan is not None:
+        from paddle_reshard.pipeline.convert.plan_file import check_is_saved
+
+        check_is_saved(plan, settings.expected_plan)
+    observe(StepEnded("plan", _in_short(conversion)))
     observe(Planned(conversion))
-    plan = conversion.plan
     engine = engine.reserving_metadata(
         len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
     )
@@ -251,6 +257,16 @@ def plan_and_run(
     )
 
 
+def _in_short(conversion: ConversionPlan) -> str:
+    """What was decided, and how much there is to do."""
+    decisions = (decision for target in conversion.targets for decision in target.spec.decisions)
+    decided = dict.fromkeys(f"{decision.value} ({decision.reason})" for decision in decisions)
+    plan = conversion.plan
+    return ", ".join(
+        (*decided, counted(plan.groups, "group"), f"{readable_bytes(plan.written_bytes)} to write")
+    )
+
+
 def convert_with(
     source: PathLike,
     targets: Sequence[str],
@@ -262,16 +278,7 @@ def convert_with(
     if settings.run.resume:
         asked = resumed(source, targets, asked, settings.run)
     request = read_request((source,), targets, asked, settings.sizes)
-
-    def make_plan(outputs: Outputs, index_files: IndexFiles, in_process: bool) -> ConversionPlan:
-        made = plan_request(request, settings.run, index_files, in_process, outputs=outputs)
-        if settings.run.expected_plan is not None:
-            from paddle_reshard.pipeline.convert.plan_file import check_is_saved
-
-            check_is_saved(made.plan, settings.run.expected_plan)
-        return replace(made, asked=record_of(asked))
-
-    return plan_and_run(make_plan, request, settings.run, observe)
+    return run_request(request, settings.run, record_of(asked), observe)
 
 
 def plan_with(

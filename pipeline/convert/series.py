@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,7 @@ from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
-from paddle_reshard.pipeline.convert.conversion import ConversionReport, open_targets, plan_and_run
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint
-from paddle_reshard.pipeline.convert.run import check_targets
+from paddle_reshard.pipeline.convert.conversion import ConversionReport, run_request
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
@@ -57,18 +56,15 @@ from paddle_reshard.pipeline.request.parse import (
     Asked,
     ConversionRequest,
     ConversionSettings,
-    RunSettings,
     Values,
     locations_of,
     read_request,
     read_settings,
 )
 from paddle_reshard.pipeline.request.record import record_of_average
-from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.ema import Averaging, factors
-from paddle_reshard.tasks.index import index_here
 
 AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
 SUM_TOLERANCE = 1e-6
@@ -316,26 +312,11 @@ def ema(
     weighting = weigh(len(sources), decay, weights, uniform)
     how = {"decay": decay, "weights": weights, "uniform": uniform}
     record = record_of_average(sources, settings.asked, how)
-    return average_request(request, weighting, settings.run, observe, record)
+    return run_request(request, settings.run, record, observe, partial(read_series, weighting))
 
 
 average = ema
 """The same, by its former name."""
-
-
-def average_request(
-    request: ConversionRequest,
-    weighting: Weighting,
-    settings: RunSettings,
-    observe: Observer = ignore_events,
-    record: Mapping[str, Any] | None = None,
-) -> ConversionReport:
-    """Run a request made by :func:`read_average`; ``record`` is what its manifest states of it."""
-
-    def make_plan(outputs: Outputs, index_files: IndexFiles, in_process: bool) -> ConversionPlan:
-        return replace(plan_average(request, weighting, settings, index_files, outputs), asked=record)
-
-    return plan_and_run(make_plan, request, settings, observe)
 
 
 def refuse_foreign(options: Mapping[str, Any]) -> None:
@@ -365,35 +346,30 @@ def read_average(
     return read_request(sources, targets, of_average, settings.sizes)
 
 
-def plan_average(
-    request: ConversionRequest,
-    weighting: Weighting,
-    settings: RunSettings,
-    index_files: IndexFiles = index_here,
-    outputs: Outputs | None = None,
-) -> ConversionPlan:
-    """Plan what :func:`average` does, without moving anything; ``outputs`` are its targets, if open already."""
-    locations = request.locations
-    if outputs is None:
-        outputs = open_targets(locations, settings.resume)
-    stores = [open_checkpoint(source, locations.reading) for source in locations.sources]
-    tables, config = load_tables(request.rules), load_config(request.config)
+def read_series(weighting: Weighting, request: ConversionRequest, index_files: IndexFiles) -> Altered:
+    """Index the sources of a request, and apply what alters their average.
+
+    Raises
+    ------
+    ReshardError
+        If one is incomplete or inconsistent, they are not of one model, or the options do not fit them.
+    """
+    access = request.locations.reading
+    stores = [open_checkpoint(source, access) for source in request.locations.sources]
     missing = MissingPolicy(allowed=request.allow_missing)
+    reading = Reading(load_tables(request.rules), load_config(request.config), missing, index_files)
     check_one_model(stores)
-    checkpoints = [index_checkpoint(store, tables, config, missing, index_files, True) for store in stores]
+    checkpoints = [
+        index_checkpoint(store, reading.tables, reading.config, missing, index_files, True)
+        for store in stores
+    ]
     for store in stores:
         check_signals(store)
-    names = [store.location for store in stores]
     series = series_source(stores, _ema_json(weighting, stores))
-    checkpoint = with_average(checkpoints, names, weighting)
+    checkpoint = with_average(checkpoints, [store.location for store in stores], weighting)
     own_files = checkpoint.own_files | series.sizes().keys() - stores[-1].sizes().keys() - {AVERAGE}
-    checkpoint = replace(checkpoint, own_files=own_files)
-    reading = Reading(tables, config, missing, index_files)
-    changes = OpenChanges.open(request.changes, locations.reading)
-    altered = changes.apply(Altered.of(series, checkpoint), reading)
-    planned = plan_checkpoint(altered, request, outputs.limits(series))
-    check_targets(planned, outputs, settings.resume or settings.no_space_check)
-    return replace(planned, target_locations=outputs.locations)
+    altered = Altered.of(series, replace(checkpoint, own_files=own_files))
+    return OpenChanges.open(request.changes, access).apply(altered, reading)
 
 
 def _of_average(target: Values) -> Values:
