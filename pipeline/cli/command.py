@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.report.command import Command
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
-log = logging.getLogger(__name__)
 
 DRAWN_PER_SECOND = 2
 """Often enough to see that something moves; to draw takes a few milliseconds."""
@@ -75,7 +73,8 @@ class Running:
             self(Outcome(event, *where, time.time(), user_at_host(), seconds=seconds, **more))
 
         def converted(report: ConversionReport) -> None:
-            self._show(report)
+            if self.page is not None:
+                self.page.show_done(report)
             for target in report.plan.target_locations:
                 root = report.moved.fingerprint_roots.get(target)
                 tell("converted", target, plan_id=report.plan.plan_id, root=root)
@@ -89,14 +88,6 @@ class Running:
             for target in targets:
                 tell("refused" if refused else "failed", target, error=str(error))
             raise
-
-    def _show(self, report: ConversionReport) -> None:
-        """Write the page. The conversion is done, so that a file that cannot be written is only reported."""
-        try:
-            if self.page is not None:
-                self.page.show(report)
-        except UsageError as unwritten:
-            log.warning("paddle-reshard: %s", unwritten)
 
 
 @contextmanager

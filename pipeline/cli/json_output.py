@@ -12,14 +12,13 @@ from paddle_reshard.pipeline.core.topology import Topology
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-    from paddle_reshard.pipeline.convert.plan import ConversionPlan
-    from paddle_reshard.pipeline.examine.cards import CardsPlan
+    from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
+    from paddle_reshard.pipeline.examine.cards import Alternative, CardsPlan
     from paddle_reshard.pipeline.examine.coverage import Coverage
     from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
     from paddle_reshard.pipeline.examine.explanation import Explanation, Origin, Stretch
     from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.examine.inspection import Inspection
-    from paddle_reshard.pipeline.examine.launch import Launch
     from paddle_reshard.pipeline.examine.signing import SignReport
     from paddle_reshard.pipeline.examine.verify import VerifyReport
     from paddle_reshard.pipeline.planning.simulate import Simulation
@@ -55,7 +54,7 @@ def inspection_data(inspection: Inspection) -> Json:
         "tensors": [
             {
                 "key": tensor.key,
-                "shape": list(tensor.global_shape),
+                "shape": tensor.global_shape,
                 "dtype": tensor.dtype.name,
                 "tied_to": tensor.tied_to,
                 "missing": tensor.missing,
@@ -64,21 +63,8 @@ def inspection_data(inspection: Inspection) -> Json:
             for tensor in inspection.tensors
         ],
         "rules": inspection.rules,
-        "stored": [{**asdict(array), "shape": list(array.shape)} for array in inspection.stored],
-        "other_files": list(inspection.other_files),
-    }
-
-
-def launch_data(launch: Launch) -> Json:
-    """What ``launch --json`` prints."""
-    return {
-        "path": launch.path,
-        "library": launch.library,
-        "ranks": launch.ranks,
-        "arguments": dict(launch.arguments),
-        "commands": list(launch.commands),
-        "node_command": launch.node_command,
-        "remarks": list(launch.remarks),
+        "stored": [asdict(array) for array in inspection.stored],
+        "other_files": inspection.other_files,
     }
 
 
@@ -94,33 +80,7 @@ def cards_data(plan: CardsPlan) -> Json:
         "cards": plan.cards,
         "format": plan.format,
         "any_topology": plan.any_topology,
-        "alternatives": [
-            {
-                "topology": topology_data(alternative.topology),
-                "to": str(alternative.topology),
-                "sharding_strategy": alternative.strategy,
-                "sharding_strategy_reason": alternative.strategy_reason,
-                "card_bytes": {
-                    "parameters": alternative.fullest.parameters,
-                    "master_weights": alternative.fullest.master_weights,
-                    "moments": alternative.fullest.moments,
-                    "total": alternative.fullest.on_card,
-                },
-                "ema_bytes": alternative.fullest.ema,
-                "read_bytes": alternative.read_bytes,
-                "write_bytes": alternative.written_bytes,
-                "seconds": round(alternative.seconds, 3),
-                "lost": [{"name": name, "reason": reason} for name, reason in alternative.lost],
-                "resumes": not alternative.not_resumed,
-                "not_resumed": alternative.not_resumed,
-                "remarks": list(alternative.remarks),
-                "command": alternative.command,
-                "arguments": dict(alternative.arguments),
-                "launch": alternative.launch_line,
-                "nearest": alternative.nearest,
-            }
-            for alternative in plan.alternatives
-        ],
+        "alternatives": [_alternative_data(alternative) for alternative in plan.alternatives],
         "refused": [
             {
                 "topology": topology_data(refusal.topology),
@@ -132,24 +92,48 @@ def cards_data(plan: CardsPlan) -> Json:
     }
 
 
+def _alternative_data(alternative: Alternative) -> Json:
+    fullest = alternative.fullest
+    return {
+        "topology": topology_data(alternative.topology),
+        "to": str(alternative.topology),
+        "sharding_strategy": alternative.strategy,
+        "sharding_strategy_reason": alternative.strategy_reason,
+        "card_bytes": {
+            "parameters": fullest.parameters,
+            "master_weights": fullest.master_weights,
+            "moments": fullest.moments,
+            "total": fullest.on_card,
+        },
+        "ema_bytes": fullest.ema,
+        "read_bytes": alternative.read_bytes,
+        "write_bytes": alternative.written_bytes,
+        "seconds": round(alternative.seconds, 3),
+        "lost": [{"name": name, "reason": reason} for name, reason in alternative.lost],
+        "resumes": not alternative.not_resumed,
+        "not_resumed": alternative.not_resumed,
+        "remarks": alternative.remarks,
+        "command": alternative.command,
+        "arguments": alternative.arguments,
+        "launch": alternative.launch_line,
+        "nearest": alternative.nearest,
+    }
+
+
 def plan_data(conversion: ConversionPlan) -> Json:
     """What ``plan --json`` prints."""
-    plan, targets, completion = conversion.plan, conversion.targets, conversion.source.history.completion
-    described = [target.spec.data() for target in targets]
-    for data, target in zip(described, targets, strict=True):
-        data["not_carried"] = [{"path": path, "reason": reason} for path, reason in target.not_carried]
-        data["states_not_carried"] = list(target.states_not_carried)
-        data["remarks"] = list(target.remarks)
-        data["donated_files"] = list(target.donated)
+    plan, source, targets = conversion.plan, conversion.source, conversion.targets
+    described = list(map(_target_data, targets))
     for data, location in zip(described, conversion.target_locations, strict=False):
         data["path"] = location
+    filled, completion = source.history.filled, source.history.completion
     return {
         "plan_id": conversion.plan_id,
         "portion": None if conversion.portion is None else conversion.portion.data(),
         "source": {
-            "format": conversion.source.format,
-            "topology": topology_data(conversion.source.job.topology),
-            "sharding_strategy": conversion.source.job.strategy,
+            "format": source.format,
+            "topology": topology_data(source.job.topology),
+            "sharding_strategy": source.job.strategy,
         },
         "target": described[0] if len(targets) == 1 else None,
         "targets": described,
@@ -165,15 +149,23 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "copied_share": round(plan.copied_share, 4),
         "compared_with_master_weights": dict(zip(("full", "sample"), plan.checked_parameters, strict=True)),
         "master_weights_made": conversion.master_weights_made,
-        "filled_tensors": []
-        if conversion.source.history.filled is None
-        else list(conversion.source.history.filled.tensors),
-        "donated_tensors": [] if completion is None else list(completion.tensors),
+        "filled_tensors": () if filled is None else filled.tensors,
+        "donated_tensors": () if completion is None else completion.tensors,
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [entry for data in described for entry in data["not_carried"]],
         "states_not_carried": sorted({state for target in targets for state in target.states_not_carried}),
-        "states_dropped": list(conversion.dropped),
+        "states_dropped": conversion.dropped,
+    }
+
+
+def _target_data(target: PlannedTarget) -> Json:
+    return {
+        **target.spec.data(),
+        "not_carried": [{"path": path, "reason": reason} for path, reason in target.not_carried],
+        "states_not_carried": target.states_not_carried,
+        "remarks": target.remarks,
+        "donated_files": target.donated,
     }
 
 
@@ -184,12 +176,7 @@ def simulations_data(simulations: Sequence[Simulation]) -> Json:
 
 def coverage_data(coverage: Coverage) -> Json:
     """What ``plan --prove --json`` prints under ``coverage``."""
-    return {
-        "complete": bool(coverage),
-        **asdict(coverage),
-        "left_out": [asdict(left) for left in coverage.left_out],
-        "problems": list(coverage.problems),
-    }
+    return {"complete": bool(coverage), **asdict(coverage)}
 
 
 def explanation_data(explanation: Explanation) -> Json:
@@ -200,10 +187,7 @@ def explanation_data(explanation: Explanation) -> Json:
         "target": explanation.target_in_words,
         "file": explanation.file,
         "size_bytes": explanation.size_bytes,
-        "tensors": [
-            {**asdict(tensor), "shape": list(tensor.shape), "rules": list(tensor.rules)}
-            for tensor in explanation.tensors
-        ],
+        "tensors": [asdict(tensor) for tensor in explanation.tensors],
         "stretches": [_stretch_data(stretch) for stretch in explanation.stretches],
     }
 
@@ -226,7 +210,7 @@ def _origin_data(origin: Origin) -> Json:
             "file": getattr(origin, f"{side}_file"),
             "start": getattr(origin, f"{side}_range")[0],
             "stop": getattr(origin, f"{side}_range")[1],
-            "strides": list(getattr(origin, f"{side}_strides")),
+            "strides": getattr(origin, f"{side}_strides"),
             "dtype": getattr(origin, f"{side}_dtype"),
         }
         for side in ("target", "source")
@@ -234,11 +218,11 @@ def _origin_data(origin: Origin) -> Json:
     return {
         "key": origin.key,
         "state": origin.state,
-        "offset": list(origin.offset),
-        "extents": list(origin.extents),
+        "offset": origin.offset,
+        "extents": origin.extents,
         **sides,
         "source_state": origin.source_state,
-        "rank": dict(origin.rank),
+        "rank": origin.rank,
         "how": origin.how,
         "copied": origin.copied,
     }
@@ -259,13 +243,8 @@ def verify_data(report: VerifyReport) -> Json:
     """What ``verify --json`` prints."""
     return {
         "equal": report.equal,
-        "tensors": report.tensors,
-        "compared_elements": report.compared_elements,
-        "read_bytes": report.read_bytes,
+        **asdict(report),
         "read_amplification": round(report.read_amplification, 4),
-        "read_once_budget_bytes": report.read_once_budget_bytes,
-        "differences": [asdict(difference) for difference in report.differences],
-        "signed_by": report.signed_by,
     }
 
 
@@ -281,14 +260,14 @@ def fingerprint_data(report: FingerprintReport) -> Json:
         "path": report.path,
         "algorithm": "crc64nvme",
         "root": fingerprints.root,
-        "states": dict(fingerprints.states),
+        "states": fingerprints.states,
         "read_bytes": report.read_bytes,
         "tensors": [
             {
                 "key": tensor.key,
                 "state": tensor.state,
                 "dtype": tensor.dtype.name,
-                "shape": list(tensor.global_shape),
+                "shape": tensor.global_shape,
                 "crc64nvme": f"{int(checksum):016x}",
             }
             for tensor, checksum in zip(fingerprints.tensors, fingerprints.checksums, strict=True)
@@ -306,10 +285,8 @@ def diff_data(report: DiffReport) -> Json:
         "differing": [
             {
                 **asdict(difference),
-                "dtypes": list(difference.dtypes),
                 "largest": _finite(difference.largest),
                 "mean": _finite(difference.mean),
-                "first": list(difference.first),
                 "values": [_finite(value) for value in difference.values],
                 "changed_share": difference.changed_share,
             }
@@ -331,17 +308,7 @@ def _finite(value: float) -> float | None:
 
 def integrity_data(report: IntegrityReport) -> Json:
     """What ``verify --json`` of one target prints."""
-    return {
-        "intact": report.intact,
-        "files": report.files,
-        "parts": report.parts,
-        "read_bytes": report.read_bytes,
-        "unchecked_bytes": report.unchecked_bytes,
-        "recorded_source": report.recorded_source,
-        "damages": [asdict(damage) for damage in report.damages],
-        "signed_by": report.signed_by,
-        "portion": report.portion,
-    }
+    return {"intact": report.intact, **asdict(report)}
 
 
 def publish_data(report: PublishReport) -> Json:
@@ -386,7 +353,7 @@ _OF: dict[str, Callable[[Any], Json]] = {
     "FingerprintReport": fingerprint_data,
     "Inspection": inspection_data,
     "IntegrityReport": integrity_data,
-    "Launch": launch_data,
+    "Launch": asdict,
     "PublishReport": publish_data,
     "PullReport": pull_data,
     "Run": asdict,

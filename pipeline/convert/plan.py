@@ -276,14 +276,8 @@ def plan_checkpoint(
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     _check_room(source, joined, request, spare_bytes)
     carried = _carried(laid_out, sizes)
-    plan = plan_conversion(
-        joined.catalog,
-        joined.files,
-        carried,
-        request.planning,
-        limits,
-        master_checks(source.catalog, joined.catalog, request.check_in_full),
-    )
+    checks = master_checks(source.catalog, joined.catalog, request.check_in_full)
+    plan = plan_conversion(joined.catalog, joined.files, carried, request.planning, limits, checks)
     portion = None
     if request.ranks:
         portion = _portion(store, source, specs[0], joined, plan, request.ranks)
@@ -294,11 +288,7 @@ def plan_checkpoint(
     if spare_bytes is not None:
         trim_heap()
     return ConversionPlan(
-        store,
-        source,
-        targets,
-        plan,
-        pieces,
+        *(store, source, targets, plan, pieces),
         dropped=altered.dropped,
         excluded=altered.excluded,
         fingerprint=request.fingerprint,
@@ -341,7 +331,7 @@ def _portion(
         plan.plan_id,
         digest_of(whole.files, whole.catalog, carried, state),
         plan.written_bytes,
-        replace(whole.files, fragments=whole.files.fragments[:0]),
+        _without_fragments(whole.files),
     )
 
 

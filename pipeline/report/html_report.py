@@ -124,6 +124,13 @@ class HtmlReport:
             page = describe_comparison(result, compared, self._record.data(finished=True))
             self._write(page, after_comparison(result, compared, self.command))
 
+    def show_done(self, report: ConversionReport) -> None:
+        """Write the page of a conversion. It is done, so that a file that cannot be written is only reported."""
+        try:
+            self.show(report)
+        except UsageError as unwritten:
+            log.warning("paddle-reshard: %s", unwritten)
+
     def show_plan(
         self, plan: ConversionPlan, proof: Coverage | None, simulations: Sequence[Simulation] = ()
     ) -> None:

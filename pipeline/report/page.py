@@ -10,6 +10,7 @@ import base64
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -84,12 +85,12 @@ def _picture(picture: Picture) -> dict[str, Any]:
     return {
         "source": _side(picture.source),
         "target": _side(picture.target),
-        "states": list(picture.states),
-        "source_bytes": list(picture.source_bytes),
-        "target_bytes": list(picture.target_bytes),
+        "states": picture.states,
+        "source_bytes": picture.source_bytes,
+        "target_bytes": picture.target_bytes,
         "keys": keys,
         "row_keys": _steps([numbers[key] for key in picture.keys]),
-        "row_states": list(picture.row_states),
+        "row_states": picture.row_states,
         "source_held": _held(picture.source_held),
         "target_held": _held(picture.target_held),
         "moves": _moves(picture.moves),
@@ -98,38 +99,15 @@ def _picture(picture: Picture) -> dict[str, Any]:
 
 
 def _side(side: Side) -> dict[str, Any]:
-    blocks = [
-        {
-            "title": block.title,
-            "detail": block.detail,
-            "axes": None if block.axes is None else dict(block.axes),
-            "first": block.first,
-            "count": block.count,
-            "each": block.each,
-        }
-        for block in side.blocks
-    ]
-    return {"blocks": blocks, "labels": list(side.labels), "files": list(side.files)}
+    return {"blocks": list(map(asdict, side.blocks)), "labels": side.labels, "files": side.files}
 
 
 def _held(held: Held) -> dict[str, Any]:
-    return {
-        "fold": held.fold,
-        "row": _steps(held.row),
-        "place": list(held.place),
-        "nbytes": list(held.nbytes),
-    }
+    return {**asdict(held), "row": _steps(held.row)}
 
 
 def _moves(moves: Moves) -> dict[str, Any]:
-    return {
-        "fold_source": moves.fold_source,
-        "fold_target": moves.fold_target,
-        "source": _steps(moves.source),
-        "target": list(moves.target),
-        "memory": list(moves.memory),
-        "copied": list(moves.copied),
-    }
+    return {**asdict(moves), "source": _steps(moves.source)}
 
 
 def _steps(values: Sequence[int]) -> list[int]:
@@ -149,7 +127,7 @@ def _run(run: RunData) -> dict[str, Any]:
             for name in ("seconds", "read", "written", "copied", "memory")
         },
         "resident": [[_rounded(at), nbytes] for at, nbytes in run.resident],
-        "waited_for": list(run.waited_for),
+        "waited_for": run.waited_for,
     }
 
 
@@ -172,7 +150,7 @@ def _table(table: Table) -> dict[str, Any]:
     rows = [
         [_rounded(cell, EXACT) if isinstance(cell, float) else cell for cell in row] for row in table.rows
     ]
-    return {"title": table.title, "headings": list(table.headings), "rows": rows, "more": table.more}
+    return {"title": table.title, "headings": table.headings, "rows": rows, "more": table.more}
 
 
 def _rounded(value: float | None, digits: int = SIGNIFICANT) -> float | None:

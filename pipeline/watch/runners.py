@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING
 from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
 from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.conversion import convert_with
-from paddle_reshard.pipeline.core.errors import (
-    StaleSessionError,
-    UsageError,
-)
+from paddle_reshard.pipeline.core.errors import StaleSessionError
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
 from paddle_reshard.pipeline.request.options import ConversionOptions
@@ -25,7 +22,6 @@ from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobRequest
-    from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
 log = logging.getLogger(__name__)
@@ -81,17 +77,9 @@ def convert_inline(
                 _discard(target, conversion, error)
                 report = convert_with(source, (target,), settings, page or observe)
             if page is not None:
-                _show(page, report)
+                page.show_done(report)
 
     return convert
-
-
-def _show(page: HtmlReport, report: ConversionReport) -> None:
-    """Write a page. The conversion is done, so that a file that cannot be written is only reported."""
-    try:
-        page.show(report)
-    except UsageError as unwritten:
-        log.warning("%s", unwritten)
 
 
 def publish_inline(conversion: Conversion, versions: str) -> Callable[[str], PublishReport]:
