@@ -315,7 +315,7 @@ class _NamesOfCell:
     def _of_layer(self, tensor: ModelTensor | NamedTensor, name_class: str) -> str:
         """Name of a weight or a bias of a layer, which the first of its parameters counts."""
         module, _, leaf = tensor.key.rpartition(".")
-        kind = "b" if leaf == "bias" else "w"
+        kind = "b" if leaf == "bias" and not tensor.rule.created_as_weight else "w"
         if tensor.rule.first_number:  # the LoRA layer that replaces the linear layer
             module = f"{module} with LoRA"
         if name_class == "create_parameter":

@@ -189,7 +189,7 @@ def read(case: Case, made: Path, truth: oracle.Tensors, tp: int) -> oracle.Tenso
 
 def _joined_heads(array: np.ndarray, tp: int) -> np.ndarray:
     """A projection of which each rank's ``[q | k | v]`` lies in a row: 4 query and 2 key-value heads."""
-    if array.ndim < 2:
+    if array.size == 1:
         return array
     ranks = [
         np.split(piece, [piece.shape[-1] // 2, piece.shape[-1] * 3 // 4], -1)
@@ -256,7 +256,7 @@ def _of_ernie(parameters: oracle.Tensors, case: Case) -> Iterator[tuple[str, np.
         name = name.replace("fused_linear_add_norm.rms_norm_weight", "post_attention_layernorm.weight")
         name = name.replace("fused_linear_add_norm.linear_weight", "self_attn.o_proj.weight")
         tied = "_tie" in case.name and "lm_head" in name
-        if ("_proj." in name or ".gate." in name or "lm_head" in name) and not tied:
+        if ("_proj." in name or ".gate." in name or "lm_head" in name) and not tied and array.ndim > 1:
             array = np.swapaxes(array, -1, -2)
         if ".experts.up_gate_proj" in name or ".experts.down_proj" in name:
             whole = ((name.replace(".experts.", f".experts.{n}."), one) for n, one in enumerate(array))

@@ -49,6 +49,18 @@ MTP = "ernie_ep2_sh2_s1v2_meta_mtp_tie_rms"
 MAGIC, EMPTY = "ernie_ep2_pp2sh2_s1v2_meta_mtp_magic_rms_tail", "ernie_ep2_pp2sh2_s1v2_meta_mtp_tie_empty"
 MTP_OF_EXPERTS, MTP_ONE_CARD = "ernie_ep2_sh2_s1v2_meta_mtp2_moe0", "ernie_mtp_moe0_single"
 STAGES_ASKED = {"to": "pp=2,sharding=2,ep=2", "sharding_strategy": "stage1v2"}
+OF_BIASES = "ernie_ep2_sh2_s1v2_meta_biases"
+IN_SEQUENCE = {"layout": {"sequence_parallel": True}}
+BIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ernie_dense_mp2pp2_unfused_biases": ("sharding=2", {"to": "tp=2,pp=2", **IN_SEQUENCE}),
+    "ernie_dense_mp2sh2_s1v2_meta_biases": (
+        "pp=2",
+        {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v2", **IN_SEQUENCE},
+    ),
+    "ernie_ep2_pp2sh2_s1v2_meta_mtp_ema_unfused_biases": ("sharding=4,ep=4", STAGES_ASKED),
+    OF_BIASES: ("pp=2,sharding=4,ep=4", EXPERTS[META]),
+}
+"""Cases with ``use_bias`` → another topology, and their own."""
 EXPERTS_IN_ALL = 4
 MOE_SOURCES = (META, PLAIN, FLEX, STAGES, *FUSED_NORMS)
 
@@ -107,6 +119,7 @@ def test_every_case_is_tested() -> None:
         MTP_OF_EXPERTS,
         MTP_ONE_CARD,
         FUSED,
+        *BIASES,
     ]
     assert {name for name in case_names("recipes") if "/ernie" in name} == {
         f"recipes/{name}" for name in named
@@ -206,6 +219,20 @@ def test_fused_norms_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> No
     oracle.assert_same_tensors(found, truth)
     with pytest.raises(RuleError, match="what a job calls its parameter is not known"):
         paddle_reshard.convert(made, tmp_path / "cut", to="tp=2")
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_biases_and_projections_of_their_own_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> None:
+    """Of an expert, weight and bias are copied in turn; the bias of the head is a second weight by its name."""
+    made, (through, own) = tmp_path / "made", BIASES[case]
+    paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "between", to=through)
+    paddle_reshard.convert(tmp_path / "between", made, **own)
+    _assert_files_of(made, case, case)
+    if "dense" in case:
+        assert list(differences(made, places_of(_case(case)), _truth(case))) == []
+    else:
+        found = read_expert_parallel(made, _shapes(case), of_each=EXPERTS_IN_ALL // 2)
+        oracle.assert_same_tensors(found, _truth(case))
 
 
 def _assert_tied(found: oracle.Tensors, truth: oracle.Tensors) -> None:
@@ -509,18 +536,9 @@ def test_tensor_parallelism_of_experts_is_refused(tmp_path: Path) -> None:
             paddle_reshard.convert(_case(META) / "checkpoint-3", tmp_path / "made", to=topology)
 
 
-@pytest.mark.parametrize(
-    ("entry", "value", "words"),
-    [
-        ("use_bias", True, "the names and the order of the biases"),
-        ("remove_tail_layer", True, "empty layers count"),
-    ],
-)
-def test_options_of_the_recipe_that_are_not_known_are_refused(
-    entry: str, value: Any, words: str, tmp_path: Path
-) -> None:
-    source = _with_config(META, tmp_path, **{entry: value})
-    with pytest.raises(RuleError, match=rf"config.json says {entry}=.*{words}.*not supported"):
+def test_an_option_of_the_recipe_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    source, words = _with_config(META, tmp_path, remove_tail_layer=True), "empty layers count"
+    with pytest.raises(RuleError, match=rf"config.json says remove_tail_layer=.*{words}.*not supported"):
         paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
     assert not (tmp_path / "made").exists()
     found = paddle_reshard.inspect(source)
@@ -551,7 +569,7 @@ def _published(folder: Path) -> oracle.Tensors:
     }
 
 
-@pytest.mark.parametrize("case", [MAGIC, EMPTY, MTP_OF_EXPERTS])
+@pytest.mark.parametrize("case", [MAGIC, EMPTY, MTP_OF_EXPERTS, OF_BIASES])
 def test_exports_are_those_of_the_recipe_but_for_its_flaws(case: str, tmp_path: Path) -> None:
     """It writes routers untransposed under a transposed shape, a tied head transposed, and an embedding twice."""
     paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "made", format="huggingface")

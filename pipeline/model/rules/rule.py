@@ -141,6 +141,8 @@ class Rule:
     """Whether it comes before the experts in the unified layer of expert parallelism."""
     parameter_name: str | None = None
     """The whole parameter name if the library sets it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
+    created_as_weight: bool = False
+    """Whether the library creates a bias as it does a weight, so that its parameter name goes on counting: ``w_1``."""
     built_after: str | None = None
     """Key of the row right after whose tensor the library builds it, if that is not the order of the rows."""
     discards: tuple[Discarded, ...] = ()
