@@ -28,17 +28,14 @@ class Writer:
     lines: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     joined: set[str] = field(default_factory=set)
-    """What is made of several: Paddle's engine does not count the blocks of these."""
-    closed: set[str] = field(default_factory=set)
-    """What has other blocks than its source: Paddle's engine refuses to go on with these."""
-    target_blocks: dict[str, int] = field(default_factory=dict)
+    """What is made of several: Paddle's engine does not know the parts of these."""
 
     def name(self) -> str:
         return f"made.{len(self.lines)}_{len(self.shapes)}.w"
 
     def pick(self, fits: Callable[[Shape], bool] = bool, not_joined: bool = False) -> str | None:
         names = [n for n in self.shapes if (self.copies or n not in self.used) and fits(self.shapes[n])]
-        names = [n for n in names if n not in self.closed and not (not_joined and n in self.joined)]
+        names = [n for n in names if not (not_joined and n in self.joined)]
         return self.draw(st.sampled_from(names)) if names else None
 
     def make(self, line: str, used: list[str], made: dict[str, Shape]) -> None:
@@ -86,7 +83,6 @@ class Writer:
 
         turned = self.draw(st.booleans()) and len(shape) == 2
         names = [n for n in self.shapes if fits(self.shapes[n]) and (self.copies or n not in self.used)]
-        names = [n for n in names if n not in self.closed]
         joined = [one, *self.draw(st.lists(st.sampled_from(names), max_size=3, unique=True))]
         joined = list(dict.fromkeys(joined)) if not self.copies else joined
         total = sum(self.shapes[n][axis] for n in joined)
@@ -110,10 +106,7 @@ class Writer:
             half = (shape[0], shape[1] // 2)
             self.make(f"{one} -> {made}g, {made}u, fused_ffn", [one], {f"{made}g": half, f"{made}u": half})
         else:
-            blocks = self.draw(st.sampled_from([1, 2]))
-            self.target_blocks[made] = blocks
             self.make(f"{one} -> {made}, fused_ffn", [one], {made: shape})
-            self.closed.add(made)
 
     def qkv(self) -> None:
         one = self.pick(lambda shape: len(shape) == 2 and shape[1] % 8 == 0, not_joined=True)
@@ -166,12 +159,11 @@ def test_as_paddles_engine(made, seed: int) -> None:
     arrays = trained({key: (shape, "bfloat16") for key, shape in shapes.items()}, rng)
     catalog, content = stored(arrays, rng)
     wanted = {n: (shape, "bfloat16") for n, shape in writer.shapes.items() if n not in writer.used}
-    blocks = {n: b for n, b in writer.target_blocks.items() if n in wanted}
     text = "\n".join(writer.lines)
-    ours = apply_aoa(catalog, parse_aoa(text, "a.aoa"), target_blocks=blocks, untied=wanted)
+    ours = apply_aoa(catalog, parse_aoa(text, "a.aoa"), untied=wanted)
     check_catalog(ours.catalog)
     try:
-        engine = Engine({"aoa_statements": writer.lines}, arrays, wanted, target_blocks=blocks)
+        engine = Engine({"aoa_statements": writer.lines}, arrays, wanted)
     except AssertionError as error:
         # It does not follow a fused tensor into several others: here it cannot say what is right.
         assume("Reference chain resolution failed" not in str(error))
@@ -188,8 +180,7 @@ def test_a_program_and_then_reversed_changes_nothing(made, seed: int) -> None:
     arrays = trained({key: (shape, "bfloat16") for key, shape in shapes.items()}, rng)
     catalog, content = stored(arrays, rng)
     program = parse_aoa("\n".join(writer.lines), "a.aoa")
-    blocks = {n: b for n, b in writer.target_blocks.items() if n not in writer.used}
-    there = apply_aoa(catalog, program, target_blocks=blocks)
-    back = apply_aoa(there.catalog, program.reversed(), source_blocks=blocks)
+    there = apply_aoa(catalog, program)
+    back = apply_aoa(there.catalog, program.reversed())
     check_catalog(back.catalog)
     assert_same(gather(back.catalog, content), arrays)

@@ -73,24 +73,21 @@ def test_names_that_are_made_and_used_again() -> None:
 
 
 def test_what_is_told_of_a_program() -> None:
-    text = "a -> _\nnone.$LAYER_ID.w -> here.$LAYER_ID.w\n_ -> new.inv_freq\nnone -> _"
-    told = outcome(text, ["a", "b"], allow_created=True)
-    assert told.created == ("new.inv_freq",)
+    text = "a -> _\nnone.$LAYER_ID.w -> here.$LAYER_ID.w\n\nnone -> _"
+    told = outcome(text, ["a", "b"])
     assert told.dropped == ("a",)
     assert told.idle == ("rules.aoa, line 2", "rules.aoa, line 4")
     assert {tensor.key for tensor in told.catalog.tensors} == {"b"}
-    assert outcome("_ -> unwanted", ["b"], wanted=["b"]).created == ()
 
 
-def test_what_is_used_goes_on_under_its_other_name_unless_it_is_wanted() -> None:
+def test_what_is_used_goes_on_under_its_other_name() -> None:
     assert keys("a -> x", ["a", "b"]) == ["b", "x"]
-    assert keys("a -> x", ["a", "b"], wanted=["a", "b", "x"], untied=["x"]) == ["a", "b", "x"]
+    assert keys("a -> x\na -> y", ["a", "b"], untied=["y"]) == ["b", "x", "y"]
 
 
 def test_a_part_may_be_dropped() -> None:
     assert keys("a -> x, y, axis=0\ny -> _", ["a"]) == ["x"]
 
 
-def test_what_is_dropped_is_created_when_reversed() -> None:
-    assert keys("a -> b\nc -> _", ["b"], reverse=True, allow_created=True) == ["a"]
+def test_what_is_created_is_dropped_when_reversed() -> None:
     assert keys("_ -> b", ["a", "b"], reverse=True) == ["a"]

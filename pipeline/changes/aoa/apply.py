@@ -27,8 +27,6 @@ class AoaOutcome:
 
     catalog: Catalog
     """The tensors of the target, with fragments in the source's files."""
-    created: tuple[str, ...]
-    """Keys of the target without values in any file (``_ -> key``). They are not in ``catalog``."""
     dropped: tuple[str, ...]
     """Names that statements drop (``name -> _``)."""
     idle: tuple[str, ...]
@@ -39,31 +37,11 @@ class AoaOutcome:
     """Key of the target → the statements that made it, in order, with file and line."""
 
 
-def apply_aoa(
-    catalog: Catalog,
-    program: AoaProgram,
-    *,
-    wanted: Collection[str] | None = None,
-    source_blocks: Mapping[str, int] | None = None,
-    target_blocks: Mapping[str, int] | None = None,
-    untied: Collection[str] = (),
-    allow_created: bool = False,
-) -> AoaOutcome:
+def apply_aoa(catalog: Catalog, program: AoaProgram, untied: Collection[str] = ()) -> AoaOutcome:
     """Make the catalog of the target from that of the source.
 
-    Keys that no statement names are kept. Names that end up with the same values become a single tensor with aliases.
-
-    Parameters
-    ----------
-    wanted
-        Exactly the keys of the target, if known.
-    source_blocks, target_blocks
-        Key of a fused tensor → its number of blocks (``[gate_r | up_r]``), which is that of tensor-parallel shards;
-        default 1.
-    untied
-        Keys that get a tensor of their own even if an alias has the same values.
-    allow_created
-        Whether the target may have tensors without values in any file.
+    Keys that no statement names are kept. Names that end up with the same values become a single tensor with aliases,
+    except those in ``untied``, which get a tensor of their own.
 
     Raises
     ------
@@ -76,9 +54,9 @@ def apply_aoa(
         If tensors of the source are mixed.
     """
     source = SourceTensors(catalog)
-    run = Interpreter(source, program, wanted, source_blocks or {}, target_blocks or {})
+    run = Interpreter(source, program)
     run.all()
-    outputs = run.outputs(allow_created)
+    outputs = run.outputs()
     made = target_catalog(source, outputs, frozenset(untied))
     followed = run.statements(outputs.keys())
-    return AoaOutcome(made, tuple(run.created), tuple(run.dropped), tuple(run.idle), made.casts(), followed)
+    return AoaOutcome(made, tuple(run.dropped), tuple(run.idle), made.casts(), followed)

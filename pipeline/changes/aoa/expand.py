@@ -1,8 +1,8 @@
 """Expand statements with placeholders.
 
 ``$LAYER_ID`` and ``$EXPERT_ID`` take all numbers with which the first name on the source's side is a key of the source;
-so does ``$LAYER_ID_OFFSET``, which on the right side is one lower. ``*`` expands to all keys with a number in its
-position, in order: keys of the source on the source's side, of the target on the target's side.
+so does ``$LAYER_ID_OFFSET``, which on the right side is one lower. ``*`` expands to all keys of the source with a
+number in its position, in order.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Keys:
                 groups[opened] = f"n{len(groups)}"
                 pattern += f"(?P<{groups[opened]}>[0-9]+)"
         regex = re.compile(pattern)
-        found = [
+        of_keys = [
             {opened: match[group] for opened, group in groups.items()}
             for key in self._by_text.get(_NUMBERS.sub("#", template), ())
             if (match := regex.fullmatch(key))
         ]
-        return sorted(found, key=lambda numbers: [int(number) for number in numbers.values()])
+        return sorted(of_keys, key=lambda numbers: [int(number) for number in numbers.values()])
 
 
 def _pieces(template: str) -> list[tuple[str, str]]:
@@ -56,40 +56,28 @@ def _pieces(template: str) -> list[tuple[str, str]]:
     return list(zip(_OPEN.split(template), [*words, ""], strict=True))
 
 
-def expand(statement: Statement, source: Keys, wanted: Keys | None) -> list[Statement]:
-    """A statement, expanded to statements without placeholders; none if no key matches.
-
-    Parameters
-    ----------
-    source, wanted
-        Keys of the source, and of the target if known.
+def expand(statement: Statement, source: Keys) -> list[Statement]:
+    """A statement, expanded to statements without placeholders by the keys of the source; none if no key matches.
 
     Raises
     ------
     UsageError
         If a statement cannot be expanded, with its line.
     """
-    return [_starred(one, source, wanted) for one in _numbered(statement, source, wanted)]
+    return [_starred(numbered, source) for numbered in _numbered(statement, source)]
 
 
-def _numbered(statement: Statement, source: Keys, wanted: Keys | None) -> list[Statement]:
+def _numbered(statement: Statement, source: Keys) -> list[Statement]:
     names = [name for name in (*statement.left, *statement.right) if not name.is_nothing]
     if not any(name.placeholders for name in names):
         return [statement]
-    guide, keys = names[0], source
-    if statement.left[0].is_nothing:
-        if wanted is None:
-            raise statement.refused(
-                "cannot expand the names to create without the keys of the target; write the numbers out"
-            )
-        keys = wanted
+    guide = names[0]
     filled = []
-    for numbers in keys.matching(guide.text):
-        sides = (
+    for numbers in source.matching(guide.text):
+        left, right = (
             tuple(_fill(statement, name, guide, numbers) for name in side)
             for side in (statement.left, statement.right)
         )
-        left, right = sides
         filled.append(replace(statement, left=left, right=right))
     return filled
 
@@ -107,26 +95,21 @@ def _fill(statement: Statement, name: Name, guide: Name, numbers: Mapping[str, s
     return replace(name, text=PLACEHOLDER.sub(number, name.text))
 
 
-def _starred(statement: Statement, source: Keys, wanted: Keys | None) -> Statement:
-    if not any("*" in name.text for name in (*statement.left, *statement.right)):
+def _starred(statement: Statement, source: Keys) -> Statement:
+    if any("*" in name.text for name in statement.right):
+        raise statement.refused("cannot expand '*' on the target's side; write name[a:b] or all names")
+    if not any("*" in name.text for name in statement.left):
         return statement
-    if wanted is None and any("*" in name.text for name in statement.right):
-        raise statement.refused(
-            "cannot expand '*' on the target's side without the keys of the target; write name[a:b] or all names"
-        )
-    expanded = replace(
-        statement,
-        left=tuple(one for name in statement.left for one in _all(statement, name, source)),
-        right=tuple(one for name in statement.right for one in _all(statement, name, wanted or source)),
-    )
-    check_statement(expanded)
-    return expanded
+    left = tuple(expanded for name in statement.left for expanded in _all(statement, name, source))
+    starless = replace(statement, left=left)
+    check_statement(starless)
+    return starless
 
 
 def _all(statement: Statement, name: Name, keys: Keys) -> list[Name]:
     if "*" not in name.text:
         return [name]
-    numbers = keys.matching(name.text)
-    if not numbers:
+    matches = keys.matching(name.text)
+    if not matches:
         raise statement.refused(f"{name.text} matches no tensor")
-    return [replace(name, text=name.text.replace("*", found["*"])) for found in numbers]
+    return [replace(name, text=name.text.replace("*", numbers["*"])) for numbers in matches]

@@ -87,7 +87,7 @@ class Fused:
     """Parts interleaved block by block: ``[gate_0 | up_0 | gate_1 | up_1]``.
 
     ``fused_qkv`` has a block for each group of heads; ``fused_ffn`` and ``fused_qkv_old`` for each tensor-parallel
-    shard.
+    shard in Paddle, and a single one here, where tensors are whole.
     """
 
     macro: str
@@ -117,13 +117,6 @@ class Statement:
     def impossible(self, detail: str) -> PlanError:
         """The error for a statement that does not fit the tensors."""
         return PlanError(f"{self.where}: {detail}, in: {self.text}")
-
-    @property
-    def only_renames(self) -> bool:
-        """Whether it makes a single tensor from a single tensor, without regrouping blocks."""
-        names = (*self.left, *self.right)
-        fused = isinstance(self.operation, Fused)
-        return len(names) == 2 and not fused and not any(name.is_nothing for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +201,12 @@ def _json_statements(text: str, where: str) -> tuple[list[tuple[str, str]], bool
             )
     if "aoa_statements" not in config:
         raise UsageError(f"{where}: 'aoa_statements' is missing")
-    found = []
+    lines = []
     for number, statement in enumerate(config["aoa_statements"], 1):
         if not isinstance(statement, str):
             raise UsageError(f"{where}, statement {number}: {statement!r} is not a string")
-        found += [(f"{where}, statement {number}", line) for line in statement.splitlines()]
-    return found, config.get("aoa_config_reverse", False)
+        lines += [(f"{where}, statement {number}", line) for line in statement.splitlines()]
+    return lines, config.get("aoa_config_reverse", False)
 
 
 class _Token(NamedTuple):

@@ -6,9 +6,7 @@ later statement replaces it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.changes.aoa.expand import Keys, expand
@@ -37,8 +35,6 @@ class _Binding:
     """The value of a name at some point of a program."""
 
     value: Value
-    root: str | None
-    """The source tensor with the same values, except for dtype and order of dims."""
     made_by: Statement | None
     used_by: Statement | None = None
     followed: tuple[Statement, ...] = ()
@@ -48,25 +44,12 @@ class _Binding:
 class Interpreter:
     """Executes statements in order. Call :meth:`all`, then :meth:`outputs`."""
 
-    def __init__(
-        self,
-        source: SourceTensors,
-        program: AoaProgram,
-        wanted: Collection[str] | None,
-        source_blocks: Mapping[str, int],
-        target_blocks: Mapping[str, int],
-    ) -> None:
-        self.source, self.program, self.wanted = source, program, wanted
-        self.source_blocks, self.target_blocks = source_blocks, target_blocks
-        self.names = {
-            name: _Binding(source.values[owner], name, None) for name, owner in source.owners.items()
-        }
-        self.created: dict[str, Statement] = {}
+    def __init__(self, source: SourceTensors, program: AoaProgram) -> None:
+        self.source, self.program = source, program
+        self.names = {name: _Binding(source.values[owner], None) for name, owner in source.owners.items()}
         self.dropped: dict[str, Statement] = {}
         self.idle: list[str] = []
         """File and line of each statement that matches no tensor."""
-        self._next_name: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        """Name → ``(number, new name)`` of the statements that only rename it."""
 
     def all(self) -> None:
         """Execute the program.
@@ -76,41 +59,29 @@ class Interpreter:
         UsageError, PlanError
             With the line and the tensor.
         """
-        statements = self._expanded()
-        for number, statement in enumerate(statements):
-            if statement.only_renames:
-                self._next_name[statement.left[0].text].append((number, statement.right[0].text))
-        for number, statement in enumerate(statements):
-            if statement.left[0].is_nothing:
-                self._create(statement, statement.right[0].text)
-            elif statement.right[0].is_nothing:
+        for statement in self._expanded():
+            if statement.right[0].is_nothing:
                 self._drop(statement, statement.left[0].text)
             else:
-                self._execute(number, statement)
+                self._execute(statement)
 
     def _expanded(self) -> list[Statement]:
         keys = Keys(self.source.owners)
-        wanted = None if self.wanted is None else Keys(self.wanted)
         statements: list[Statement] = []
         for written in self.program.in_order():
-            found = expand(written, keys, wanted)
-            if not found:
+            if written.left[0].is_nothing:
+                raise written.impossible(f"cannot create {written.right[0].text}: no file holds its values")
+            expanded = expand(written, keys)
+            if not expanded:
                 made = Keys(name.text for statement in statements for name in statement.right)
-                if expand(written, made, wanted):
+                if expand(written, made):
                     raise written.refused(
                         "placeholders take numbers from the keys of the source, but only earlier statements make "
                         "these names; write the numbers out"
                     )
                 self.idle.append(written.where)
-            statements += found
+            statements += expanded
         return statements
-
-    def _create(self, statement: Statement, name: str) -> None:
-        if name in self.names:
-            raise statement.impossible(
-                f"cannot create {name} without values, because it has values; to drop them, write {name} -> _ first"
-            )
-        self.created[name] = statement
 
     def _drop(self, statement: Statement, name: str) -> None:
         binding = self.names.get(name)
@@ -122,19 +93,18 @@ class Interpreter:
         del self.names[name]
         self.dropped[name] = statement
 
-    def _execute(self, number: int, statement: Statement) -> None:
+    def _execute(self, statement: Statement) -> None:
         bindings = [self._read(statement, name.text) for name in statement.left]
         try:
             values = [_turned(m.value, name) for m, name in zip(bindings, statement.left, strict=True)]
-            results = self._results(number, statement, values)
+            results = self._results(statement, values)
             results = [_turned(v, name) for v, name in zip(results, statement.right, strict=True)]
         except PlanError as error:
             raise statement.impossible(str(error)) from error
-        root = bindings[0].root if statement.only_renames else None
         before = dict.fromkeys(made for binding in bindings for made in binding.followed)
         followed = (*before, statement)
         for name, result in zip(statement.right, results, strict=True):
-            self._write(statement, name.text, _Binding(result, root, statement, followed=followed))
+            self._write(statement, name.text, _Binding(result, statement, followed=followed))
 
     def _read(self, statement: Statement, name: str) -> _Binding:
         binding = self.names.get(name)
@@ -144,13 +114,9 @@ class Interpreter:
         why = "is neither in the source nor made by an earlier statement"
         if name in self.dropped:
             why = f"is dropped in {self.dropped[name].where}"
-        if name in self.created:
-            why = f"is created without values in {self.created[name].where}"
         raise statement.impossible(f"{name} {why}")
 
     def _write(self, statement: Statement, name: str, binding: _Binding) -> None:
-        if name in self.created:
-            raise statement.impossible(f"{name} is made twice, first in {self.created[name].where}")
         before = self.names.pop(name, None)
         if before is not None and before.used_by is None and before.value != binding.value:
             if before.made_by is not None:
@@ -162,7 +128,7 @@ class Interpreter:
             )
         self.names[name] = binding
 
-    def _results(self, number: int, statement: Statement, values: Sequence[Value]) -> list[Value]:
+    def _results(self, statement: Statement, values: Sequence[Value]) -> list[Value]:
         operation, wanted = statement.operation, len(statement.right)
         match operation:
             case Permute(order):
@@ -174,25 +140,9 @@ class Interpreter:
             case Join(axis) if wanted > 1:
                 return split(values[0], axis, wanted)
             case Fused():
-                before = self._blocks_before(statement.left[0].text)
-                after = self._blocks_after(statement.right[0].text, number)
-                return regrouped(values, operation, wanted, before, after)
+                return regrouped(values, operation, wanted)
             case Rename() | Join():
                 return list(values)
-
-    def _blocks_before(self, name: str) -> int:
-        root = self.names[name].root
-        return 1 if root is None else self.source_blocks.get(root, 1)
-
-    def _blocks_after(self, name: str, number: int) -> int:
-        """Blocks of the target tensor that a name becomes after the ``number``-th statement."""
-        while name not in self.target_blocks:
-            renames = self._next_name.get(name, [])
-            following = bisect_right(renames, number, key=lambda entry: entry[0])
-            if following == len(renames):
-                return 1
-            number, name = renames[following]
-        return self.target_blocks[name]
 
     def _cast(self, value: Value, expected: str | None, target: DType) -> Value:
         """The value with a new dtype, provided that stored values are rounded at most once."""
@@ -214,31 +164,9 @@ class Interpreter:
                     )
         return replace(value, dtype=target)
 
-    def outputs(self, allow_created: bool) -> dict[str, Value]:
-        """Name → value of every tensor of the target, except created ones.
-
-        Raises
-        ------
-        PlanError
-            If a tensor would be lost, or is missing.
-        """
-        if self.wanted is not None:
-            self.created = {name: made for name, made in self.created.items() if name in self.wanted}
-        if self.created and not allow_created:
-            name, statement = next(iter(self.created.items()))
-            raise statement.impossible(f"cannot create {name}: no file holds its values")
-        if self.wanted is None:
-            return {name: m.value for name, m in self.names.items() if m.used_by is None}
-        wanted = frozenset(self.wanted)
-        for name in sorted(self.wanted):
-            if name not in self.names and name not in self.created:
-                why = "which is neither in the source nor made by a statement"
-                if name in self.dropped:
-                    why = f"which is dropped in {self.dropped[name].where}"
-                raise PlanError(f"{self.program.where}: the target needs {name}, {why}")
-        found = {name: m.value for name, m in self.names.items() if name in wanted}
-        self._check_nothing_lost(found)
-        return found
+    def outputs(self) -> dict[str, Value]:
+        """Name → value of every tensor of the target: those that no statement uses."""
+        return {name: binding.value for name, binding in self.names.items() if binding.used_by is None}
 
     def statements(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Name → the statements that made its value, in order, with file and line."""
@@ -247,20 +175,6 @@ class Interpreter:
             for name in names
             if self.names[name].followed
         }
-
-    def _check_nothing_lost(self, found: Mapping[str, Value]) -> None:
-        """Check that every value is written or used."""
-        reached = {key for value in found.values() for key in value.sources}
-        for name, binding in self.names.items():
-            if name in found or binding.used_by is not None:
-                continue
-            if binding.made_by is not None:
-                raise binding.made_by.impossible(f"{name} is made, but the target has no such tensor")
-            if self.source.owners[name] not in reached:  # else it is an alias of a tensor that is written
-                raise PlanError(
-                    f"{self.program.where}: no statement uses {name}, and the target has no such tensor; to drop it, "
-                    f"write {name} -> _"
-                )
 
 
 def _turned(value: Value, name: Name) -> Value:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.changes.aoa.language import Fused
@@ -174,7 +173,7 @@ def _with(values: Shape, dim: int, value: int) -> Shape:
 
 def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
     """The same boxes, joining neighbours along the axis that are also neighbours in their source."""
-    found: dict[tuple[object, ...], Segment] = {}
+    joined: dict[tuple[object, ...], Segment] = {}
     for segment in sorted(segments, key=lambda s: s.offset[axis]):
         dim = segment.order[axis]
         length, begins = segment.extents[dim], (segment.start[dim], segment.offset[axis])
@@ -185,64 +184,45 @@ def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
             _without(segment.extents, dim),
             _without(segment.offset, axis),
         )
-        before = found.pop((same, begins), None)
+        before = joined.pop((same, begins), None)
         if before is not None:
             segment = replace(before, extents=_with(before.extents, dim, before.extents[dim] + length))
-        found[same, (begins[0] + length, begins[1] + length)] = segment
-    return tuple(sorted(found.values(), key=lambda s: (s.offset, s.source)))
+        joined[same, (begins[0] + length, begins[1] + length)] = segment
+    return tuple(sorted(joined.values(), key=lambda s: (s.offset, s.source)))
 
 
-def regrouped(values: Sequence[Value], fused: Fused, results: int, before: int, after: int) -> list[Value]:
-    """Fuse parts into a tensor, split a fused tensor into its parts, or change its number of blocks.
+def regrouped(values: Sequence[Value], fused: Fused, results: int) -> list[Value]:
+    """Fuse parts into a tensor, or split a fused tensor into its parts, of which there are ``results``.
 
-    Parameters
-    ----------
-    results
-        Number of resulting tensors.
-    before, after
-        Number of blocks of the given and of the resulting fused tensor; ignored for ``fused_qkv``.
+    A tensor that stays fused stays as it is.
 
     Raises
     ------
     PlanError
-        If heads, blocks and shapes do not fit together.
+        If heads and shapes do not fit together.
     """
-    if fused.macro == "fused_qkv":
-        before = after = fused.groups
-    elif len(values) > 1:
-        before = after
-    elif results > 1:
-        after = before
-    parts: Shape = (lcm(before, after),) * 2
-    if fused.macro != "fused_ffn":
-        parts = (fused.heads, fused.groups, fused.groups)
-    for blocks in (before, after):
-        if any(part % blocks for part in parts):
-            raise PlanError(
-                f"{fused.heads} heads and {fused.groups} key-value groups do not divide into {blocks} blocks, "
-                "one for each tensor-parallel shard"
-            )
-    if len(values) > 1:
-        return [_interleaved(values, fused.axis, parts, after)]
-    _unit(values[0], fused.axis, sum(parts))  # refuse an absurd number of units before listing them
-    stored = {unit: position for position, unit in enumerate(_interleaving(parts, before))}
-    if results == 1:
-        orders: list[list[tuple[int, int]]] = [list(_interleaving(parts, after))]
+    parts = (1, 1) if fused.macro == "fused_ffn" else (fused.heads, fused.groups, fused.groups)
+    # An absurd number of units is refused before they are listed.
+    if len(values) == 1:
+        _unit(values[0], fused.axis, sum(parts))
     else:
-        orders = [[(part, unit) for unit in range(count)] for part, count in enumerate(parts)]
-    return [
-        assembled(values, [sum(parts)], _runs((0, stored[unit]) for unit in order), fused.axis)
-        for order in orders
-    ]
+        _check_units(values, fused.axis, parts)
+    order = list(_interleaving(parts, fused.groups if fused.macro == "fused_qkv" else 1))
+    if len(values) > 1:
+        return [assembled(values, parts, _runs(order), fused.axis)]
+    if results == 1:
+        return list(values)
+    stored = {unit: position for position, unit in enumerate(order)}
+    spans = [_runs((0, stored[part, unit]) for unit in range(count)) for part, count in enumerate(parts)]
+    return [assembled(values, [sum(parts)], of_part, fused.axis) for of_part in spans]
 
 
-def _interleaved(values: Sequence[Value], axis: int, parts: Shape, blocks: int) -> Value:
+def _check_units(values: Sequence[Value], axis: int, parts: Shape) -> None:
     sizes = [_unit(value, axis, count) for value, count in zip(values, parts, strict=True)]
     if len(set(sizes)) > 1:
         raise PlanError(
             f"the parts of a fused tensor must have units of equal size, found {sizes} elements along axis {axis}"
         )
-    return assembled(values, parts, _runs(_interleaving(parts, blocks)), axis)
 
 
 def _unit(value: Value, axis: int, count: int) -> int:
