@@ -86,8 +86,8 @@ class Crew:
             self._replace(worker, answer)
             return
         if not worker.ready:
-            worker.name = answer.worker
-            log.info("%s: %s", worker.name, answer.process)
+            worker.name, process = answer
+            log.info("%s: %s", worker.name, process)
         worker.ready, worker.starts, worker.pinged = True, 1, False
         self.note_free(worker)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -53,12 +53,7 @@ def split_group(work: GroupWork, count: int) -> tuple[Share, ...]:
     )
 
 
-Chosen = npt.NDArray[np.bool_]
-
-
-def _share(
-    work: GroupWork, loads: Chosen, parts: Chosen, ops: Chosen, bands_of_ops: tuple[Ints, Ints]
-) -> Share:
+def _share(work: GroupWork, loads: Flags, parts: Flags, ops: Flags, bands_of_ops: tuple[Ints, Ints]) -> Share:
     needs = np.unique([bands[ops] for bands in bands_of_ops])
     number_of_part = np.cumsum(parts) - 1
     return Share(

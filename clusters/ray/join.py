@@ -80,7 +80,9 @@ def _existing_ray(address: str) -> Iterator[None]:
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, job_config=job_config())
     except (OSError, ValueError, RuntimeError) as error:
         kind = UsageError if isinstance(error, ValueError) else ClusterError
-        raise kind(f"cannot join Ray at {address!r}: {one_line(error)}{_token_hint()}") from error
+        # Ray does not report a missing token.
+        hint = "" if "RAY_AUTH_MODE" in os.environ else "; if it requires a token, set RAY_AUTH_MODE=token"
+        raise kind(f"cannot join Ray at {address!r}: {one_line(error)}{hint}") from error
     try:
         yield
     finally:
@@ -180,8 +182,3 @@ def lost_node() -> str | None:
             reason = one_line(node.get("DeathReasonMessage") or "its raylet does not answer")
             return f"node {node['NodeManagerAddress']}: {reason}"
     return None
-
-
-def _token_hint() -> str:
-    """A hint at a missing token, which Ray does not report."""
-    return "" if "RAY_AUTH_MODE" in os.environ else "; if it requires a token, set RAY_AUTH_MODE=token"

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from paddle_reshard.clusters.container import check_memory_limit
@@ -35,15 +35,6 @@ from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A worker that is ready."""
-
-    worker: str
-    """Its name in events and reports."""
-    process: str
 
 
 class ReshardWorker:
@@ -78,11 +69,11 @@ class ReshardWorker:
         self.prepared = False
         self.figures = _Figures(number)
 
-    def prepare(self) -> Prepared | ReshardError:
-        """Get ready, and describe this worker. Also serves as a ping."""
+    def prepare(self) -> tuple[str, str] | ReshardError:
+        """Get ready; returns the name of this worker in reports, and its process. Also serves as a ping."""
         return _errors_returned(self._prepare)
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> tuple[str, str]:
         if not self.prepared:
             if self.version != __version__:
                 raise UsageError(
@@ -98,7 +89,7 @@ class ReshardWorker:
         device = (
             "cpu" if self.device is None else f"{self.device} of {os.environ.get('CUDA_VISIBLE_DEVICES')}"
         )
-        return Prepared(self.figures.zero.name, f"process {os.getpid()}, device {device}")
+        return self.figures.zero.name, f"process {os.getpid()}, device {device}"
 
     def run(self, batch: WorkBatch) -> BatchAnswer:
         """Run whole groups, one after the other, until one fails."""

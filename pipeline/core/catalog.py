@@ -223,32 +223,21 @@ def check_bounds(tensors: Tensors, files: Sequence[File], fragments: Fragments) 
     """Check that every box lies within its tensor, and its bytes within its file."""
     shapes, sizes = tensors.shapes, np.array([f.size_bytes for f in files], dtype=np.int64)
     for block in fragments.blocks():
-        _check_bounds(tensors, shapes, files, sizes, block)
-
-
-def _check_bounds(
-    tensors: Tensors, shapes: Ints, files: Sequence[File], sizes: Ints, fragments: Fragments
-) -> None:
-    outside = (fragments["offset"] + fragments["extents"] > shapes[fragments["tensor"]]).any(axis=1)
-    outside |= (fragments["offset"] < 0).any(axis=1)
-    if outside.any():
-        row = fragments[outside].rows()[0]
-        raise CoverageError(
-            tensors[row["tensor"]].label,
-            f"a piece at {_ints(row['offset'])} of extents {_ints(row['extents'])} lies outside the shape "
-            f"{tensors[row['tensor']].global_shape}",
-            (files[row["file"]].path,),
-        )
-    start, stop = hulls(fragments)
-    beyond = (start < 0) | (stop > sizes[fragments["file"]])
-    if beyond.any():
-        row = fragments[beyond].rows()[0]
-        raise CoverageError(
-            tensors[row["tensor"]].label,
-            f"its bytes [{start[beyond][0]}, {stop[beyond][0]}) lie outside the file of "
-            f"{files[row['file']].size_bytes} bytes",
-            (files[row["file"]].path,),
-        )
+        start, stop = hulls(block)
+        outside = (block["offset"] + block["extents"] > shapes[block["tensor"]]).any(axis=1)
+        outside |= (block["offset"] < 0).any(axis=1)
+        beyond = (start < 0) | (stop > sizes[block["file"]])
+        for wrong in filter(np.any, (outside, beyond)):
+            at = int(np.argmax(wrong))
+            row = block[at : at + 1].rows()[0]
+            tensor, file = tensors[row["tensor"]], files[row["file"]]
+            detail = (
+                f"a piece at {_ints(row['offset'])} of extents {_ints(row['extents'])} lies outside the shape "
+                f"{tensor.global_shape}"
+                if wrong is outside
+                else f"its bytes [{start[at]}, {stop[at]}) lie outside the file of {file.size_bytes} bytes"
+            )
+            raise CoverageError(tensor.label, detail, (file.path,))
 
 
 def check_coverage(

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CoverageError
-from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.core.tensors import DTYPES, dtype_named
 from paddle_reshard.pipeline.indexing.small_files import SCALER
 from paddle_reshard.storage.store import Read, ReadRange, Source
 
@@ -117,7 +117,7 @@ def read_powers(source: ReadRange, catalog: Catalog) -> list[Powers]:
         number[key, state]: (key, state) for key in keys for state in (BETA1, BETA2) if (key, state) in number
     }
     rows = catalog.fragments[np.isin(catalog.fragments["tensor"], list(wanted))]
-    rows = rows[(rows["replica"] == 0) & (rows["dtype"] == _float32())]
+    rows = rows[(rows["replica"] == 0) & (rows["dtype"] == DTYPES.index(dtype_named("float32")))]
     rows = rows[np.lexsort((rows["byte_base"], rows["file"]))]
     files = [catalog.files[number].path for number in rows["file"]]
     scalars = _read_scalars(source, files, rows["byte_base"].tolist())
@@ -156,10 +156,6 @@ def _read_scalars(source: ReadRange, files: Sequence[str], starts: Sequence[int]
         for span, buffer in zip(batch, buffers, strict=True):
             scalars += [np.frombuffer(buffer, "<f4", 1, starts[i] - starts[span[0]])[0] for i in span]
     return scalars
-
-
-def _float32() -> int:
-    return next(number for number, dtype in enumerate(DTYPES) if dtype.name == "float32")
 
 
 def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> Steps | None:

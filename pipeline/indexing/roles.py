@@ -93,10 +93,12 @@ def _lacks_its_state(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[st
 
 def _contradicts(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Small files and states that the trainer's arguments or its own state rule out."""
-    sizes = store.sizes()
+    sizes, tensors = store.sizes(), checkpoint.catalog.tensors
     if SCALER in sizes and training_argument(store, "fp16") == FALSE:
         yield SCALER, f"is written in fp16 training only, and {TRAINING_ARGS} says that fp16 is False"
-    if SCALER in sizes and "bfloat16" in _dtypes_of_parameters(checkpoint):
+    if SCALER in sizes and any(
+        tensors.dtype(number).name == "bfloat16" for number in tensors.of_state(PARAM).values()
+    ):
         yield SCALER, "is written in fp16 training only, and the parameters are bfloat16"
     kept = training_argument(store, _OWN_AVERAGE)
     if AVERAGE not in sizes:
@@ -120,11 +122,6 @@ def _contradicts(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[str, s
         reached = state.get("global_step")
         if type(step) is int and type(reached) is int and step > reached:
             yield AVERAGE, f"describes an average of step {step}, and {path} is of step {reached}"
-
-
-def _dtypes_of_parameters(checkpoint: Checkpoint) -> set[str]:
-    tensors = checkpoint.catalog.tensors
-    return {tensors.dtype(number).name for number in tensors.of_state(PARAM).values()}
 
 
 def check_signals(store: Source) -> None:

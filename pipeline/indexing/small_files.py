@@ -128,7 +128,9 @@ def check_steps(store: Source, in_optimizer_files: Any, ahead: int | None = 0) -
             or global_step <= step <= global_step + (ahead or 0)
         ):
             continue
-        if step > global_step or not _may_skip(store):
+        if step > global_step or not (
+            SCALER in sizes or training_argument(store, "skip_data_intervals") != NONE
+        ):
             recipe = (
                 ", or, if the schedule of the recipe begins a step ahead, name the model with --config FILE"
                 if ahead is None and step == global_step + 1
@@ -138,12 +140,6 @@ def check_steps(store: Source, in_optimizer_files: Any, ahead: int | None = 0) -
                 f"{path}: global_step is {global_step}, last_epoch in {where} is {step}: they are of different steps "
                 f"or runs; use the files of a single checkpoint{recipe}"
             )
-
-
-def _may_skip(store: Source) -> bool:
-    """Whether the job may have skipped steps."""
-    sizes = store.sizes()
-    return SCALER in sizes or training_argument(store, "skip_data_intervals") != NONE
 
 
 def training_argument(store: Source, name: str) -> bytes | None:

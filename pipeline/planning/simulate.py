@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.units import parse_size
@@ -93,12 +95,13 @@ def _seconds(text: str) -> float:
         raise UsageError(f"{text!r} is not a number of seconds") from error
 
 
-def least_seconds(read_bytes: int, written_bytes: int, rates: Rates = Rates()) -> float:
+def least_seconds(read_bytes: int, written_bytes: int) -> float:
     """Time for which one worker reads, or writes if that is longer: it does both at once. Waiting is not counted.
 
     >>> least_seconds(3_000_000_000, 2_000_000_000)
     3.0
     """
+    rates = Rates()
     return max(read_bytes / rates.read_bytes_per_second, written_bytes / rates.write_bytes_per_second)
 
 
@@ -133,8 +136,7 @@ def simulate(plan: Plan, workers: Sequence[int], rates: Rates) -> list[Simulatio
     return [_run(plan, work, count, rates) for count in workers]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """The work of each group."""
 
     read_bytes: Ints
@@ -147,23 +149,19 @@ class _Work:
 
 
 def _work(plan: Plan, rates: Rates) -> _Work:
-    def per_group(groups: Ints, values: Ints) -> Ints:
+    def per_group(groups: Ints, values: Ints | Flags) -> Ints:
         return np.bincount(groups, weights=values, minlength=plan.groups).astype(np.int64)
-
-    def rounds(requests: Ints) -> Ints:
-        return -(-requests // rates.requests_at_once)
 
     bands, parts = plan.bands, plan.parts
     lengths, sizes = bands["stop"] - bands["start"], part_sizes(parts)
     made = parts["source_file"] == MADE
     reads = per_group(bands["group"], -(-lengths // rates.request_bytes))
-    writes = per_group(parts["group"], (sizes > 0).astype(np.int64))
+    writes = per_group(parts["group"], sizes > 0)
     return _Work(
-        read_bytes=per_group(bands["group"], lengths),
-        written_bytes=per_group(parts["group"][made], sizes[made]),
-        copied_bytes=per_group(parts["group"][~made], sizes[~made]),
-        read_rounds=rounds(reads),
-        write_rounds=rounds(writes),
+        per_group(bands["group"], lengths),
+        per_group(parts["group"], sizes * made),
+        per_group(parts["group"], sizes * ~made),
+        *(-(-requests // rates.requests_at_once) for requests in (reads, writes)),
     )
 
 
