@@ -277,9 +277,11 @@ class _NamesOfCell:
 
     def build(self, tensor: ModelTensor | NamedTensor) -> str:
         """The name of the tensor that the process builds next."""
-        if tensor.tied_to in self.names:
-            return self.names[tensor.tied_to or ""]
         rule = tensor.rule
+        if tensor.tied_to in self.names:
+            if rule.own_in_stages:  # its layer is built all the same, and counts before a bias
+                self._of_layer(tensor, self._class_of(tensor))
+            return self.names[tensor.tied_to or ""]
         if rule.copied and rule.of_expert:
             first = self._first_experts.setdefault(rule.of_every_expert(tensor.key), tensor.key)
             if first != tensor.key:

@@ -68,7 +68,8 @@ OF_STAGES = "only jobs with pipeline stages have it as a tensor of its own"
 OLDER = r"the names are those of paddleformers 0\.4"
 REFUSED: tuple[tuple[str, str, str], ...] = (
     ("ernie_*_mtp_magic*", "flex*", OF_STAGES),
-    ("ernie_*_mtp_tie*", "flex*", OF_STAGES),
+    ("ernie_*_tie*", "flex*", OF_STAGES),
+    ("ernie_dense_*_tie*", "unified", OF_STAGES),
     ("ernie_ep2*_mtp2_moe0", "flex*", "are one parameter in the source, with one set of states"),
     (
         "ernie_*_fusedexperts",

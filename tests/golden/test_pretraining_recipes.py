@@ -59,6 +59,7 @@ BIASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie_ep2_pp2sh2_s1v2_meta_mtp_ema_unfused_biases": ("sharding=4,ep=4", STAGES_ASKED),
     OF_BIASES: ("pp=2,sharding=4,ep=4", EXPERTS[META]),
+    "ernie_dense_sh2_s1v2_meta_tie_biases": ("pp=2", {"to": "sharding=2", "sharding_strategy": "stage1v2"}),
 }
 """Cases with ``use_bias`` → another topology, and their own."""
 EXPERTS_IN_ALL = 4
@@ -223,7 +224,8 @@ def test_fused_norms_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", BIASES)
 def test_biases_and_projections_of_their_own_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> None:
-    """Of an expert, weight and bias are copied in turn; the bias of the head is a second weight by its name."""
+    """Of an expert, weight and bias are copied in turn; the bias of the head is a second weight by its name, also where
+    the first is given up for the embedding."""
     made, (through, own) = tmp_path / "made", BIASES[case]
     paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "between", to=through)
     paddle_reshard.convert(tmp_path / "between", made, **own)
