@@ -45,6 +45,10 @@ LAYOUT = FormatOption(
     "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention."
 )
 """Shared by all formats with files of ranks."""
+PADDLE_VERSION = FormatOption(
+    "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
+)
+"""Shared by all formats that Paddle itself reads."""
 
 
 class Format(ABC):

@@ -86,6 +86,23 @@ def not_held(key: str, state: str) -> CoverageError:
     return CoverageError(f"{key} ({state})", "no file holds it, but other parameters have it")
 
 
+def common_dtype(key: str, state: str, arrays: Iterable[tuple[DType, str]]) -> DType:
+    """The dtype of all arrays of a tensor, which are given with their files; there is at least one.
+
+    Raises
+    ------
+    CoverageError
+        If their dtypes differ.
+    """
+    (first, path), *others = arrays
+    for dtype, other in others:
+        if dtype != first:
+            raise CoverageError(
+                f"{key} ({state})", f"stored as {first.name} and as {dtype.name}", (path, other)
+            )
+    return first
+
+
 def not_a_number(key: str, state: str, shape: Shape, path: str) -> CoverageError:
     """The error for an array of several elements, of a state that is one number for each parameter."""
     return CoverageError(f"{key} ({state})", f"shape {shape}, one number per parameter is expected", (path,))

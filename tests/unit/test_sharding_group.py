@@ -8,7 +8,8 @@ from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, dtype_named
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell
-from paddle_reshard.pipeline.formats.hybrid.sharding_group import ShardingGroup, common_dtype, one_number
+from paddle_reshard.pipeline.formats.hybrid.sharding_group import ShardingGroup, one_number
+from paddle_reshard.pipeline.formats.reading import common_dtype
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 
 KEY = "w"
@@ -113,9 +114,11 @@ def test_slices_that_a_rank_must_not_hold_are_refused(
 
 
 def test_arrays_of_one_tensor_have_one_dtype() -> None:
-    assert common_dtype(KEY, "moment1", [stored(0, (3,)), stored(1, (3,))]).name == "float32"
-    with pytest.raises(CoverageError, match="stored as float32 and as float16"):
-        common_dtype(KEY, "moment1", [stored(0, (3,)), stored(1, (3,), dtype="f2")])
+    single, half = [(array.dtype(), array.path) for array in (stored(0, (3,)), stored(1, (3,), dtype="f2"))]
+    assert common_dtype(KEY, "moment1", [single, single]).name == "float32"
+    with pytest.raises(CoverageError, match="stored as float32 and as float16") as refused:
+        common_dtype(KEY, "moment1", [single, half])
+    assert half[1] in str(refused.value)
 
 
 def test_a_power_of_a_beta_is_one_number() -> None:

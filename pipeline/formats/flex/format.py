@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
+    PADDLE_VERSION,
     SHARDING_STRATEGY,
     TARGET_META,
     Format,
@@ -25,9 +26,7 @@ FLEX: Final = "flex"
 AUTO_PARALLEL: Final = "auto-parallel"
 _OPTIONS: Mapping[str, FormatOption] = {
     "files": FormatOption("maximum number of data files per folder. Default: as many as hold 4 GiB each."),
-    "paddle_version": FormatOption(
-        "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
-    ),
+    "paddle_version": PADDLE_VERSION,
 }
 _BY_RANK: Mapping[str, FormatOption] = {
     "to": FormatOption(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import Sidecars
 from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
-from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.formats.huggingface.card import CARD, model_card
 from paddle_reshard.pipeline.model.transformers_config import exported_config
+
+if TYPE_CHECKING:
+    from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
 
 
 def plan_huggingface_sidecars(
@@ -21,23 +23,21 @@ def plan_huggingface_sidecars(
     folders: Sequence[str],
     wanted: Checkpoint,
     source_config: Mapping[str, Any],
-    dtype: DType | None,
-    card: Mapping[str, str] | None,
-    quantization_config: Mapping[str, Any] | None = None,
+    target: HuggingFaceTarget,
+    quantization_config: Mapping[str, Any] | None,
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
-    ``wanted`` is the source as the target holds it, ``dtype`` the one that was asked for, ``card`` the facts about the
-    target for its model card, ``None`` if it gets none, ``quantization_config`` the entry of ``config.json`` for
-    quantised weights.
+    ``wanted`` is the source as the target holds it, ``quantization_config`` the entry of ``config.json`` for quantised
+    weights.
     """
 
     def reason(path: str) -> str | None:
-        if path == CARD and card is not None:
+        if path == CARD and target.card:
             return "replaced by the model card that --card writes"
         return of_training(path)
 
-    config, remarks = exported_config(wanted.model.config, dtype)
+    config, remarks = exported_config(wanted.model.config, target.dtype)
     if wanted.history.completion is not None:
         config |= wanted.history.completion.config
     if quantization_config is not None:
@@ -49,8 +49,8 @@ def plan_huggingface_sidecars(
     if lacking:
         needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
         remarks = (*remarks, f"{needed}them from the model that training began from")
-    if card is not None:
-        content = model_card(wanted, config, card)
+    if target.card:
+        content = model_card(wanted, config, target.facts())
         sidecars = replace(sidecars, written=(*sidecars.written, (CARD, content)))
     return replace(sidecars, remarks=remarks)
 

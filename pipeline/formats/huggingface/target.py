@@ -121,14 +121,9 @@ class HuggingFaceTarget(SettledTarget):
         laid_out = layout_huggingface(source.catalog, exported, self)
         kept = [entry.part.key for entry in exported if not entry.quantised and len(entry.part.shape) == 2]
         modules = [key.removesuffix(".weight") for key in kept]
+        quantization_config = None if self.quantize is None else fp8_config(modules)
         sidecars = plan_huggingface_sidecars(
-            sizes,
-            folders,
-            wanted,
-            source.source_config,
-            self.dtype,
-            self.facts() if self.card else None,
-            None if self.quantize is None else fp8_config(modules),
+            sizes, folders, wanted, source.source_config, self, quantization_config
         )
         return replace(
             laid_out,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
+    PADDLE_VERSION,
     SHARDING_STRATEGY,
     TARGET_META,
     Format,
@@ -31,9 +32,7 @@ _OPTIONS: Mapping[str, FormatOption] = {
     "sharding_strategy": SHARDING_STRATEGY,
     "layout": LAYOUT,
     "target_meta": TARGET_META,
-    "paddle_version": FormatOption(
-        "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
-    ),
+    "paddle_version": PADDLE_VERSION,
 }
 
 

@@ -212,11 +212,8 @@ def sort_ranks(
         reader.read(StoredCell(tp, pp, ep), files_of_cell[pp, ep, tp]) for pp, ep, tp in sorted(files_of_cell)
     ]
     _name_numbers(cells, topology)
+    reader.check_complete(cells)
     of_cells = {} if meta is None else meta.cells
-    if extra := sorted(of_cells.keys() - {reader.meta_name(cell) for cell in cells}):
-        raise CheckpointError(
-            f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
-        )
     return Ranks(
         topology=topology,
         cells=tuple(cells),
@@ -470,6 +467,14 @@ class _CellReader:
             _check_dtypes(cell, self.meta_name(cell))
             _complete_shapes(cell, self.meta.cells[self.meta_name(cell)].strategy)
         return cell
+
+    def check_complete(self, cells: Sequence[StoredCell]) -> None:
+        """Check that ``model_meta.json`` describes no other cells."""
+        described = set() if self.meta is None else {*self.meta.cells}
+        if extra := sorted(described - {self.meta_name(cell) for cell in cells}):
+            raise CheckpointError(
+                f"{MODEL_META}: sharding_metas describes {extra[0]}, but no file belongs to that cell"
+            )
 
     def meta_name(self, cell: StoredCell) -> str:
         """What ``model_meta.json`` calls a cell."""

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell
+from paddle_reshard.pipeline.formats.reading import not_a_number
 from paddle_reshard.pipeline.formats.sharding import not_of_these_ranks
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
@@ -138,29 +139,8 @@ def one_number(key: str, state: str, stored: StoredArray) -> ArrayRef:
     """
     array = stored.array
     if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
-        raise CoverageError(
-            f"{key} ({state})", f"shape {array.shape}, one number per parameter is expected", (stored.path,)
-        )
+        raise not_a_number(key, state, array.shape, stored.path)
     return array
-
-
-def common_dtype(key: str, state: str, arrays: list[StoredArray]) -> DType:
-    """The dtype of all arrays of a tensor.
-
-    Raises
-    ------
-    CoverageError
-        If their dtypes differ.
-    """
-    dtype = arrays[0].dtype()
-    for stored in arrays[1:]:
-        if stored.dtype() != dtype:
-            raise CoverageError(
-                f"{key} ({state})",
-                f"stored as {dtype.name} and as {stored.dtype().name}",
-                (arrays[0].path, stored.path),
-            )
-    return dtype
 
 
 def _located_array(stored: StoredArray, flat: tuple[int, int] | None) -> Iterator[LocatedArray]:

@@ -53,13 +53,12 @@ from paddle_reshard.pipeline.formats.hybrid.ranks import (
 )
 from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
     ShardingGroup,
-    common_dtype,
     one_number,
     whole_in_model_state,
 )
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta, parse_model_meta
-from paddle_reshard.pipeline.formats.reading import StoredTensors, aliases_of, not_held
+from paddle_reshard.pipeline.formats.reading import StoredTensors, aliases_of, common_dtype, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import check_layers, lost
 from paddle_reshard.pipeline.model.lora_config import Adapter
@@ -594,7 +593,7 @@ class _HybridCatalogBuilder:
     def _add(
         self, cell: StoredCell, group: ShardingGroup, key: str, state: str, arrays: list[StoredArray]
     ) -> None:
-        dtype = common_dtype(key, state, arrays)
+        dtype = common_dtype(key, state, [(array.dtype(), array.path) for array in arrays])
         if is_per_parameter(state):
             self._add_per_parameter(key, state, dtype, arrays)
             return

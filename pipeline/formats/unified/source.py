@@ -43,7 +43,13 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.formats.reading import StoredTensors, aliases_of, not_a_number, not_held
+from paddle_reshard.pipeline.formats.reading import (
+    StoredTensors,
+    aliases_of,
+    common_dtype,
+    not_a_number,
+    not_held,
+)
 from paddle_reshard.pipeline.formats.sharding import (
     Parameter,
     cut_buffer,
@@ -176,13 +182,7 @@ def _arrays(
         if param and param[0].dtype.name == "float32":
             param += arrays.pop((key, MASTER_WEIGHT))
     for (key, state), stored in arrays.items():
-        for copy in stored[1:]:
-            if copy.dtype != stored[0].dtype:
-                raise CoverageError(
-                    f"{key} ({state})",
-                    f"stored as {stored[0].dtype.name} and as {copy.dtype.name}",
-                    (stored[0].file.path, copy.file.path),
-                )
+        common_dtype(key, state, [(array.dtype, array.file.path) for array in stored])
     return arrays
 
 
