@@ -1,7 +1,7 @@
 """The interface of a checkpoint format.
 
 Code outside a format's folder never checks which format it deals with: all differences are methods and properties here.
-``formats.py`` lists the formats.
+``formats/registry.py`` lists the formats.
 """
 
 from __future__ import annotations

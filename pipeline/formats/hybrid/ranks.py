@@ -184,15 +184,14 @@ HALF_DTYPES = ("bfloat16", "float16")
 
 def sort_ranks(
     paths: Mapping[str, int],
-    roots: Mapping[str, Any],
+    entries: Mapping[str, FileEntries],
     meta: ModelMeta | None,
     knowledge: Knowledge,
 ) -> Ranks:
     """Sort parsed files into cells.
 
-    ``paths`` are those of the whole checkpoint with their sizes. ``roots`` are the entries of every tensor file, or its
-    unpickled root with arrays as references; entries are removed as they are read, so that the names of very many
-    arrays are not in memory twice.
+    ``paths`` are those of the whole checkpoint with their sizes. ``entries`` are those of every tensor file; they are
+    removed as they are read, so that the names of very many arrays are not in memory twice.
     """
     files = [file for path in sorted(paths) if (file := parse_rank_file(path))]
     weights = _kind_of_weights(files)
@@ -201,9 +200,6 @@ def sort_ranks(
     topology = _topology(files, meta)
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
     _check_kinds(paths, files, weights, by_kind, topology)
-    entries = {
-        path: root if isinstance(root, FileEntries) else FileEntries(root) for path, root in roots.items()
-    }
     files_of_cell: dict[tuple[int, int, int], list[RankFile]] = {}
     for file in files:
         files_of_cell.setdefault(_coordinates(file, topology), []).append(file)

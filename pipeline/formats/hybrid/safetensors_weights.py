@@ -16,6 +16,7 @@ from typing import Any
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.formats.hybrid.entries import FileEntries
 from paddle_reshard.pipeline.formats.hybrid.format import HYBRID
 from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS
 from paddle_reshard.pipeline.formats.hybrid.source import read_hybrid
@@ -49,7 +50,7 @@ def hybrid_name(path: str) -> str:
 
 def read_weights_and_states(
     files: SourceFiles,
-    roots: Mapping[str, Any],
+    roots: Mapping[str, FileEntries],
     meta: ModelMeta | None,
     tables: RuleTables,
     missing: MissingPolicy | None,
@@ -88,12 +89,12 @@ def _state_dict(
     own: Mapping[str, str],
     table: RuleTable,
     config: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> FileEntries:
     """The arrays as ``model_state`` holds them: in model order, what is transposed in column-major order.
 
     ``own`` is the key of each in the model.
     """
-    held = {}
+    held: dict[str, Any] = {}
     stored = {own[key]: key for key in payload.tensors}
     for key in _in_model_order(stored, table, config):
         array = payload.tensors[stored[key]]
@@ -102,7 +103,7 @@ def _state_dict(
         if is_transposed(key, array.shape, layout, path, table, config):
             array = replace(array, shape=array.shape[::-1], axes=(1, 0))
         held[key] = replace(array, dtype=dtype.code)
-    return held
+    return FileEntries(held)
 
 
 def _in_model_order(keys: Iterable[str], table: RuleTable, config: Mapping[str, Any]) -> list[str]:

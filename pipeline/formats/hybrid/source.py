@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile
-from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
@@ -32,7 +31,7 @@ from paddle_reshard.pipeline.core.tensors import (
     is_per_parameter,
 )
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray, StoredArrays
-from paddle_reshard.pipeline.formats.hybrid.entries import index_rank_file
+from paddle_reshard.pipeline.formats.hybrid.entries import FileEntries, index_rank_file
 from paddle_reshard.pipeline.formats.hybrid.experts import (
     check_experts,
     expert_axis_of,
@@ -121,7 +120,7 @@ def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> 
 
 def read_hybrid(
     paths: Mapping[str, int],
-    roots: Mapping[str, Any],
+    roots: Mapping[str, FileEntries],
     meta: ModelMeta | None,
     config: Config,
     tables: RuleTables,
@@ -135,7 +134,7 @@ def read_hybrid(
     paths
         Every path of the checkpoint → size in bytes.
     roots
-        Path of a tensor file → its unpickled root, with arrays as references.
+        Path of a tensor file → its entries.
     meta
         Contents of ``model_meta.json``, or ``None``; ``adapter`` is the same of ``lora_config.json``.
     missing
