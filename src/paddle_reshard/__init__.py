@@ -14,229 +14,174 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.core.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from paddle_reshard.pipeline.api import clean, convert, plan
-    from paddle_reshard.pipeline.examine.cards import Alternative, CardsPlan, RefusedTopology
-    from paddle_reshard.pipeline.examine.checking import check
-    from paddle_reshard.pipeline.convert.conversion import ConversionReport
-    from paddle_reshard.pipeline.examine.coverage import Coverage, prove
-    from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport, TensorDifference, diff
-    from paddle_reshard.pipeline.examine.explain import explain
-    from paddle_reshard.pipeline.examine.explanation import ExplainedTensor, Explanation, Origin, Stretch
-    from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport, fingerprint
-    from paddle_reshard.pipeline.examine.inspection import Inspection, StateSummary, inspect
-    from paddle_reshard.pipeline.convert.integrity import Damage, IntegrityReport
-    from paddle_reshard.pipeline.examine.launch import Launch, launch
+if TYPE_CHECKING:  # "as" makes a name public to type checkers
+    from paddle_reshard.pipeline.api import (
+        clean as clean,
+        convert as convert,
+        plan as plan,
+    )
+    from paddle_reshard.pipeline.examine.cards import (
+        Alternative as Alternative,
+        CardsPlan as CardsPlan,
+        RefusedTopology as RefusedTopology,
+    )
+    from paddle_reshard.pipeline.examine.checking import check as check
+    from paddle_reshard.pipeline.convert.conversion import ConversionReport as ConversionReport
+    from paddle_reshard.pipeline.examine.coverage import (
+        Coverage as Coverage,
+        prove as prove,
+    )
+    from paddle_reshard.pipeline.examine.diff import (
+        DifferenceSummary as DifferenceSummary,
+        DiffReport as DiffReport,
+        TensorDifference as TensorDifference,
+        diff as diff,
+    )
+    from paddle_reshard.pipeline.examine.explain import explain as explain
+    from paddle_reshard.pipeline.examine.explanation import (
+        ExplainedTensor as ExplainedTensor,
+        Explanation as Explanation,
+        Origin as Origin,
+        Stretch as Stretch,
+    )
+    from paddle_reshard.pipeline.examine.fingerprint import (
+        FingerprintReport as FingerprintReport,
+        fingerprint as fingerprint,
+    )
+    from paddle_reshard.pipeline.examine.inspection import (
+        Inspection as Inspection,
+        StateSummary as StateSummary,
+        inspect as inspect,
+    )
+    from paddle_reshard.pipeline.convert.integrity import (
+        Damage as Damage,
+        IntegrityReport as IntegrityReport,
+    )
+    from paddle_reshard.pipeline.examine.launch import (
+        Launch as Launch,
+        launch as launch,
+    )
     from paddle_reshard.pipeline.request.options import (
-        AverageOptions,
-        ConversionOptions,
-        ConvertOptions,
-        TargetOptions,
+        AverageOptions as AverageOptions,
+        ConversionOptions as ConversionOptions,
+        ConvertOptions as ConvertOptions,
+        TargetOptions as TargetOptions,
     )
-    from paddle_reshard.pipeline.changes.change import LeftOut
-    from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
+    from paddle_reshard.pipeline.changes.change import LeftOut as LeftOut
+    from paddle_reshard.pipeline.convert.plan import (
+        ConversionPlan as ConversionPlan,
+        PlannedTarget as PlannedTarget,
+    )
     from paddle_reshard.pipeline.request.read_options import (
-        CheckOptions,
-        DiffOptions,
-        FingerprintOptions,
-        InspectOptions,
-        LoadOptions,
-        ReadOptions,
-        VerifyOptions,
+        CheckOptions as CheckOptions,
+        DiffOptions as DiffOptions,
+        FingerprintOptions as FingerprintOptions,
+        InspectOptions as InspectOptions,
+        LoadOptions as LoadOptions,
+        ReadOptions as ReadOptions,
+        VerifyOptions as VerifyOptions,
     )
-    from paddle_reshard.pipeline.convert.run import MoveReport
-    from paddle_reshard.pipeline.convert.series import average, ema
-    from paddle_reshard.pipeline.examine.signing import SignReport, sign
-    from paddle_reshard.pipeline.examine.verify import VerifyReport, verify
-    from paddle_reshard.pipeline.core.catalog import File
+    from paddle_reshard.pipeline.convert.run import MoveReport as MoveReport
+    from paddle_reshard.pipeline.convert.series import (
+        average as average,
+        ema as ema,
+    )
+    from paddle_reshard.pipeline.examine.signing import (
+        SignReport as SignReport,
+        sign as sign,
+    )
+    from paddle_reshard.pipeline.examine.verify import (
+        VerifyReport as VerifyReport,
+        verify as verify,
+    )
+    from paddle_reshard.pipeline.core.catalog import File as File
     from paddle_reshard.pipeline.core.errors import (
-        BusyError,
-        CastError,
-        CheckpointError,
-        ClusterError,
-        CoverageError,
-        DriftError,
-        FinishedError,
-        FormatError,
-        GroupFailedError,
-        JobError,
-        ListingError,
-        MasterDriftError,
-        MemoryBudgetError,
-        PlanError,
-        RefusedJobError,
-        RereadError,
-        ReshardError,
-        RuleError,
-        SignatureError,
-        StaleSessionError,
-        TargetError,
-        UnsafePickleError,
-        UnsupportedError,
-        UsageError,
+        BusyError as BusyError,
+        CastError as CastError,
+        CheckpointError as CheckpointError,
+        ClusterError as ClusterError,
+        CoverageError as CoverageError,
+        DriftError as DriftError,
+        FinishedError as FinishedError,
+        FormatError as FormatError,
+        GroupFailedError as GroupFailedError,
+        JobError as JobError,
+        ListingError as ListingError,
+        MasterDriftError as MasterDriftError,
+        MemoryBudgetError as MemoryBudgetError,
+        PlanError as PlanError,
+        RefusedJobError as RefusedJobError,
+        RereadError as RereadError,
+        ReshardError as ReshardError,
+        RuleError as RuleError,
+        SignatureError as SignatureError,
+        StaleSessionError as StaleSessionError,
+        TargetError as TargetError,
+        UnsafePickleError as UnsafePickleError,
+        UnsupportedError as UnsupportedError,
+        UsageError as UsageError,
     )
     from paddle_reshard.pipeline.core.events import (
-        Event,
-        FilesRead,
-        GroupEnded,
-        Observer,
-        Planned,
-        Progress,
-        StepEnded,
-        StepStarted,
-        Waiting,
-        WorkerAssigned,
+        Event as Event,
+        FilesRead as FilesRead,
+        GroupEnded as GroupEnded,
+        Observer as Observer,
+        Planned as Planned,
+        Progress as Progress,
+        StepEnded as StepEnded,
+        StepStarted as StepStarted,
+        Waiting as Waiting,
+        WorkerAssigned as WorkerAssigned,
     )
-    from paddle_reshard.pipeline.core.fingerprints import Fingerprints
-    from paddle_reshard.pipeline.core.stored import StoredTensor
-    from paddle_reshard.pipeline.core.tensors import DType, Tensor
-    from paddle_reshard.pipeline.core.topology import Topology
-    from paddle_reshard.pipeline.core.units import PathLike
-    from paddle_reshard.pipeline.training.async_ema import AsyncEma, EmaCounts
-    from paddle_reshard.pipeline.training.paddle_objects import rank_pieces
-    from paddle_reshard.pipeline.training.resume import Piece, RankPieces
-    from paddle_reshard.pipeline.training.stretches import Weights
-    from paddle_reshard.pipeline.training.ema_callback import ema_callback
-    from paddle_reshard.pipeline.checkpoint.format import RankBytes
-    from paddle_reshard.pipeline.model.lora_config import Adapter
-    from paddle_reshard.pipeline.model.model import ModelTensor
-    from paddle_reshard.pipeline.training.converter import CheckpointConverter
-    from paddle_reshard.pipeline.training.load import LoadReport, load_into
-    from paddle_reshard.pipeline.training.names import check_names
-    from paddle_reshard.pipeline.training.tensors import stage3_state_dict
-    from paddle_reshard.pipeline.training.names_callback import names_callback
-    from paddle_reshard.pipeline.planning.compare import Difference
-    from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
-    from paddle_reshard.pipeline.report.html_report import HtmlReport
-    from paddle_reshard.pipeline.versions.publish import publish
-    from paddle_reshard.pipeline.versions.pull import pull
-    from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
-    from paddle_reshard.pipeline.examine.overview import Run, RunCheckpoint, ls
-    from paddle_reshard.storage.locate import StorageOptions
-    from paddle_reshard.tasks.figures import WorkerFigures
-
-__all__ = [
-    "Adapter",
-    "Alternative",
-    "AsyncEma",
-    "AverageOptions",
-    "BusyError",
-    "CardsPlan",
-    "CarriedFile",
-    "CastError",
-    "CheckOptions",
-    "CheckpointConverter",
-    "CheckpointError",
-    "ClusterError",
-    "ConversionOptions",
-    "ConversionPlan",
-    "ConversionReport",
-    "ConvertOptions",
-    "Coverage",
-    "CoverageError",
-    "DType",
-    "Damage",
-    "DiffOptions",
-    "DiffReport",
-    "Difference",
-    "DifferenceSummary",
-    "DriftError",
-    "EmaCounts",
-    "Event",
-    "ExplainedTensor",
-    "Explanation",
-    "File",
-    "FilesRead",
-    "FingerprintOptions",
-    "FingerprintReport",
-    "Fingerprints",
-    "FinishedError",
-    "FormatError",
-    "GroupEnded",
-    "GroupFailedError",
-    "HtmlReport",
-    "InspectOptions",
-    "Inspection",
-    "IntegrityReport",
-    "JobError",
-    "Launch",
-    "LeftOut",
-    "ListingError",
-    "LoadOptions",
-    "LoadReport",
-    "MasterDriftError",
-    "MemoryBudgetError",
-    "ModelTensor",
-    "MoveReport",
-    "Observer",
-    "Origin",
-    "PathLike",
-    "Piece",
-    "Plan",
-    "PlanError",
-    "Planned",
-    "PlannedTarget",
-    "Progress",
-    "PublishReport",
-    "PullReport",
-    "RankBytes",
-    "RankPieces",
-    "ReadOptions",
-    "RefusedJobError",
-    "RefusedTopology",
-    "RereadError",
-    "ReshardError",
-    "RuleError",
-    "Run",
-    "RunCheckpoint",
-    "SignReport",
-    "SignatureError",
-    "StaleSessionError",
-    "StateSummary",
-    "StepEnded",
-    "StepStarted",
-    "StorageOptions",
-    "StoredTensor",
-    "Stretch",
-    "TargetError",
-    "TargetOptions",
-    "Tensor",
-    "TensorDifference",
-    "Topology",
-    "UnsafePickleError",
-    "UnsupportedError",
-    "UsageError",
-    "VerifyOptions",
-    "VerifyReport",
-    "Waiting",
-    "Weights",
-    "WorkerAssigned",
-    "WorkerFigures",
-    "__version__",
-    "average",
-    "check",
-    "check_names",
-    "clean",
-    "convert",
-    "diff",
-    "ema",
-    "ema_callback",
-    "explain",
-    "fingerprint",
-    "inspect",
-    "launch",
-    "load_into",
-    "ls",
-    "names_callback",
-    "plan",
-    "prove",
-    "publish",
-    "pull",
-    "rank_pieces",
-    "sign",
-    "stage3_state_dict",
-    "verify",
-]
+    from paddle_reshard.pipeline.core.fingerprints import Fingerprints as Fingerprints
+    from paddle_reshard.pipeline.core.stored import StoredTensor as StoredTensor
+    from paddle_reshard.pipeline.core.tensors import (
+        DType as DType,
+        Tensor as Tensor,
+    )
+    from paddle_reshard.pipeline.core.topology import Topology as Topology
+    from paddle_reshard.pipeline.core.units import PathLike as PathLike
+    from paddle_reshard.pipeline.training.async_ema import (
+        AsyncEma as AsyncEma,
+        EmaCounts as EmaCounts,
+    )
+    from paddle_reshard.pipeline.training.paddle_objects import rank_pieces as rank_pieces
+    from paddle_reshard.pipeline.training.resume import (
+        Piece as Piece,
+        RankPieces as RankPieces,
+    )
+    from paddle_reshard.pipeline.training.stretches import Weights as Weights
+    from paddle_reshard.pipeline.training.ema_callback import ema_callback as ema_callback
+    from paddle_reshard.pipeline.checkpoint.format import RankBytes as RankBytes
+    from paddle_reshard.pipeline.model.lora_config import Adapter as Adapter
+    from paddle_reshard.pipeline.model.model import ModelTensor as ModelTensor
+    from paddle_reshard.pipeline.training.converter import CheckpointConverter as CheckpointConverter
+    from paddle_reshard.pipeline.training.load import (
+        LoadReport as LoadReport,
+        load_into as load_into,
+    )
+    from paddle_reshard.pipeline.training.names import check_names as check_names
+    from paddle_reshard.pipeline.training.tensors import stage3_state_dict as stage3_state_dict
+    from paddle_reshard.pipeline.training.names_callback import names_callback as names_callback
+    from paddle_reshard.pipeline.planning.compare import Difference as Difference
+    from paddle_reshard.pipeline.planning.plan import (
+        CarriedFile as CarriedFile,
+        Plan as Plan,
+    )
+    from paddle_reshard.pipeline.report.html_report import HtmlReport as HtmlReport
+    from paddle_reshard.pipeline.versions.publish import publish as publish
+    from paddle_reshard.pipeline.versions.pull import pull as pull
+    from paddle_reshard.pipeline.versions.reports import (
+        PublishReport as PublishReport,
+        PullReport as PullReport,
+    )
+    from paddle_reshard.pipeline.examine.overview import (
+        Run as Run,
+        RunCheckpoint as RunCheckpoint,
+        ls as ls,
+    )
+    from paddle_reshard.storage.locate import StorageOptions as StorageOptions
+    from paddle_reshard.tasks.figures import WorkerFigures as WorkerFigures
 
 _HOMES = {
     # What a checkpoint is, and what it becomes: `inspect`, `plan`, `convert`, `ema`, `verify` and `clean` as functions
@@ -346,6 +291,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker that saw this would accept any name
+    __all__ = sorted((*_HOME, "__version__"))
 
     def _replaced() -> Any:
         return import_module(f"{__name__}.pipeline.core.replaced").NAMES
