@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion, Filled
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
@@ -190,15 +190,12 @@ class ConversionPlan(Shown):
     def _of_source(self) -> Facts:
         """What is read, and what was taken from elsewhere."""
         source = self.source
-        filled = None if source.history.filled is None else _filled_in_words(source.history.filled)
-        like = (
-            None
-            if source.history.completion is None
-            else _completion_in_words(source.history.completion, self.targets)
-        )
+        filled, completion = source.history.filled, source.history.completion
+        like = None if completion is None else _completion_in_words(completion, self.targets)
         taken = (
             *(("dequantised", source.history.dequantised), ("merged", source.history.merged)),
-            *(("filled", filled), ("like", like), ("newer", source.newer), ("not proven", source.unproven)),
+            ("filled", None if filled is None else _given_in_words(filled.tensors, filled.location)),
+            *(("like", like), ("newer", source.newer), ("not proven", source.unproven)),
         )
         return [
             ("from", source_in_words(source)),
@@ -224,18 +221,14 @@ class ConversionPlan(Shown):
 
 def _completion_in_words(completion: Completion, targets: Sequence[PlannedTarget]) -> str:
     files = sorted({name for target in targets for name in target.donated})
-    tensors = [("", key) for key in completion.tensors]
-    given = [
-        *(names for _, names in by_reason([(key, reason) for reason, key in tensors])),
-        *files,
-        *(f"{entry} of {CONFIG}" for entry in completion.config),
-    ]
-    return f"{', '.join(given) or 'nothing was lacking'}: from {completion.location}"
+    entries = (f"{entry} of {CONFIG}" for entry in completion.config)
+    return _given_in_words(completion.tensors, completion.location, *files, *entries)
 
 
-def _filled_in_words(filled: Filled) -> str:
-    given = [names for _, names in by_reason([(key, "") for key in filled.tensors])]
-    return f"{', '.join(given) or 'nothing was lacking'}: from {filled.location}"
+def _given_in_words(tensors: Sequence[str], location: str, *further: str) -> str:
+    """What another model gave."""
+    named = (names for _, names in by_reason([(key, "") for key in tensors]))
+    return f"{', '.join((*named, *further)) or 'nothing was lacking'}: from {location}"
 
 
 def source_in_words(source: Checkpoint) -> str:

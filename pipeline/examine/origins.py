@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Origins:
         if self.plan.copied_bytes:  # no op says which values these are, so the layout of the target has to
             layout = layout_of(conversion)
             self._copied = copied_values(self.plan, layout.catalog, layout.files)
-        self._ranks: dict[int, Mapping[str, int]] = {}
+        self._rank = cache(lambda file: rank_of(conversion, conversion.plan.source_files[file].path))
 
     def sizes(self) -> dict[str, int]:
         """File → size in bytes, of all files of the target."""
@@ -79,12 +80,6 @@ class Origins:
                 rank=self._rank(int(row["source_file"])),
                 copied=copied,
             )
-
-    def _rank(self, file: int) -> Mapping[str, int]:
-        if file not in self._ranks:
-            path = self.plan.source_files[file].path
-            self._ranks[file] = rank_of(self.conversion, path)
-        return self._ranks[file]
 
     def stretches(self, file: str) -> Iterator[Stretch]:
         """All stretches of a file, in order. What is neither a literal nor a value is padding."""

@@ -248,9 +248,8 @@ def _paired(
 ) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
     first = np.concatenate([memory[0], copied[0]]) // fold_source
     second = np.concatenate([memory[1], copied[1]]) // fold_target
-    none = np.zeros(0, dtype=np.int64)
-    through = np.concatenate([memory[2], np.zeros(len(copied[2]), dtype=np.int64)]) if len(first) else none
-    by_store = np.concatenate([np.zeros(len(memory[2]), dtype=np.int64), copied[2]]) if len(first) else none
+    through = np.concatenate([memory[2], np.zeros_like(copied[2])])
+    by_store = np.concatenate([np.zeros_like(memory[2]), copied[2]])
     rows, columns, moved = _summed(first, second, through)
     _, _, stored = _summed(first, second, by_store)
     return (rows, columns), (moved, stored)

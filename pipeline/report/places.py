@@ -133,15 +133,9 @@ def _axes(topology: Topology | None, ranks: Sequence[Mapping[str, int]]) -> dict
     }
     if topology is None:
         return named
-    dp = topology.dp if named["dp"] > 1 else 1
-    known = {
-        "dp": dp,
-        "pp": topology.pp,
-        "sharding": topology.sharding,
-        "tp": topology.tp,
-        "ep": topology.ep,
-    }
-    return {axis: max(known[axis], named[axis] if axis != "ep" else 1) for axis in known}
+    if named["dp"] == 1:
+        topology = replace(topology, dp=1)
+    return {axis: max(getattr(topology, axis), 1 if axis == "ep" else named[axis]) for axis in named}
 
 
 def _number(rank: Mapping[str, int], axes: Mapping[str, int]) -> int:

@@ -120,12 +120,8 @@ class RunRecord:
         private_bytes: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._observe, self._on_plan, self._private_bytes, self._clock = (
-            observe,
-            on_plan,
-            private_bytes,
-            clock,
-        )
+        self._observe, self._on_plan = observe, on_plan
+        self._private_bytes, self._clock = private_bytes, clock
         self._started = clock()
         self._steps: list[Step] = []
         self._stretches: list[BusyTime] = []
@@ -216,9 +212,7 @@ def joined_in_pairs(stretches: Iterable[BusyTime]) -> list[BusyTime]:
     for _, group in groupby(in_order, key=lambda stretch: stretch.worker):
         own = list(group)
         joined += [_joined(own[index : index + 2]) for index in range(0, len(own), 2)]
-    if len(joined) > MOST_STRETCHES:  # there are more workers than that
-        return joined[:MOST_STRETCHES]
-    return joined
+    return joined[:MOST_STRETCHES]  # there may be more workers than that
 
 
 def _joined(stretches: Sequence[BusyTime]) -> BusyTime:
@@ -253,13 +247,8 @@ def _curves(stretches: Sequence[BusyTime], seconds: float) -> Curves:
             for name in rates:
                 rates[name][index] += share * getattr(stretch, f"{name}_bytes") / width
     middles = tuple(first + (index + 0.5) * width for index in range(BINS))
-    return Curves(
-        middles,
-        tuple(rates["read"]),
-        tuple(rates["written"]),
-        tuple(rates["copied"]),
-        tuple(_memory(stretches, first, width)),
-    )
+    read, written, copied = map(tuple, rates.values())
+    return Curves(middles, read, written, copied, tuple(_memory(stretches, first, width)))
 
 
 def _memory(stretches: Sequence[BusyTime], first: float, width: float) -> list[int]:

@@ -417,8 +417,7 @@ def read_settings(
         If an option is invalid.
     """
     run = read_run(options)
-    chosen = {name: value for name, value in options.items() if name in CONVERSION_OPTIONS}
-    return ConversionSettings(read_options(cast(ConversionOptions, chosen), target, run.resume), run)
+    return ConversionSettings(read_options(options, target, run.resume), run)
 
 
 def read_run(options: Mapping[str, Any]) -> RunSettings:
@@ -429,11 +428,9 @@ def read_run(options: Mapping[str, Any]) -> RunSettings:
     UsageError
         If one is invalid.
     """
-    names = RunSettings.__dataclass_fields__.keys()
     plan = options.get("expected_plan")
-    chosen = {name: value for name, value in options.items() if name in names and name != "expected_plan"}
-    values = {name: value_of(name, value) for name, value in chosen.items()}
-    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    names = [name for name in RunSettings.__dataclass_fields__ if name != "expected_plan"]
+    given = {name: value for name, value in _values(options, names).items() if value is not None}
     given["resume"] = bool(given.get("resume") or given.get("take_over"))
     return RunSettings(**given, expected_plan=Path(plan) if plan else None)
 
