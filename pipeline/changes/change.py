@@ -58,8 +58,8 @@ class Altered:
     def read_as(self, checkpoint: Checkpoint, store: Source) -> Altered:
         """With another checkpoint to read, which the targets are to hold as it is, and the store that serves it."""
         history = replace(checkpoint.history, former_config=checkpoint.model.config)
-        found = replace(checkpoint, history=history)
-        return replace(self, store=store, source=found, wanted=found)
+        read = replace(checkpoint, history=history)
+        return replace(self, store=store, source=read, wanted=read)
 
     def each(self, change: Callable[[Checkpoint], Checkpoint]) -> Altered:
         """With the same change of what is read and of what is wanted, which stay one object if they are."""

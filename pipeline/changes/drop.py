@@ -29,14 +29,14 @@ def without(altered: Altered, names: Collection[str]) -> Altered:
     """
     before = altered.source.catalog.tensors
     states = before.states & {state for name in names for state in DROPPABLE[name]}
-    found = altered.each(lambda one: one.without(states))
+    remaining = altered.each(lambda checkpoint: checkpoint.without(states))
     if MTP in names:
-        found = found.each(without_mtp)
-        found = replace(found, wanted=configured_without_mtp(found.wanted))
+        remaining = remaining.each(without_mtp)
+        remaining = replace(remaining, wanted=configured_without_mtp(remaining.wanted))
     if HEAD in names:
-        found = found.each(without_head)
-    excluded = tuple(_excluded(before, found.source.catalog.tensors))
-    return replace(found, dropped=tuple(sorted(states)), excluded=excluded)
+        remaining = remaining.each(without_head)
+    excluded = tuple(_excluded(before, remaining.source.catalog.tensors))
+    return replace(remaining, dropped=tuple(sorted(states)), excluded=excluded)
 
 
 def _excluded(before: Tensors, after: Tensors) -> Iterator[LeftOut]:

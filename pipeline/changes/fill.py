@@ -128,6 +128,9 @@ def _of_checkpoint(
             f"{table.family} ({table.convention})"
         )
     index = base.catalog.index()
-    found = {t.key: index.get((t.tied_to or t.key, PARAM)) for t in base.model.tensors}
-    numbers = {key: number for key, number in found.items() if number is not None}
+    numbers = {
+        t.key: number
+        for t in base.model.tensors
+        if (number := index.get((t.tied_to or t.key, PARAM))) is not None
+    }
     return Filler(filling.location, base.catalog, numbers, frozenset(store.sizes()), exact=False)

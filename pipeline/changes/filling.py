@@ -129,10 +129,7 @@ def _joined(checkpoint: Checkpoint, taken: Mapping[str, int], filler: Filler) ->
     numbers[used] = np.arange(len(catalog.files), len(catalog.files) + len(used))
     rows["file"] = numbers[rows["file"]]
     rows["tensor"] = rows["tensor"] + len(catalog.tensors)
-    aliases: dict[str, tuple[str, ...]] = {}
-    for tensor in checkpoint.model.tensors:
-        if tensor.tied_to is not None:
-            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+    aliases = checkpoint.model.aliases
     added = (
         Tensor(identity, PARAM, tensor.dtype, tensor.global_shape, aliases.get(identity, ()))
         for identity, tensor in zip(taken, given.tensors, strict=True)

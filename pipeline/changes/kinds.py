@@ -57,7 +57,7 @@ class GiveAdapter(OwnChange):
         """The checkpoint with its adapter described."""
         from paddle_reshard.pipeline.checkpoint.lora import with_adapter
 
-        return altered.each(lambda one: with_adapter(one, self.adapter, altered.own.location))
+        return altered.each(lambda checkpoint: with_adapter(checkpoint, self.adapter, altered.own.location))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Rewrite(OwnChange):
         from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
 
         tables = reading.tables if self.by_table else None
-        return altered.each(lambda one: rewrite(one, self.program, tables, reading.config))
+        return altered.each(lambda checkpoint: rewrite(checkpoint, self.program, tables, reading.config))
 
 
 @dataclass(frozen=True)
@@ -180,27 +180,22 @@ class PadVocabulary(OwnChange):
     """``--vocab-pad``: more rows in the vocabulary, all of them zero."""
 
     option: ClassVar[str] = "vocab_pad"
+    grows: ClassVar[bool] = True
     rows: int
 
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint, to be written with that number of rows."""
         from paddle_reshard.pipeline.changes.vocab import with_vocabulary
 
-        return with_vocabulary(altered, self.rows, grow=True)
+        return with_vocabulary(altered, self.rows, self.grows)
 
 
 @dataclass(frozen=True)
-class TrimVocabulary(OwnChange):
+class TrimVocabulary(PadVocabulary):
     """``--vocab-trim``: fewer rows in the vocabulary."""
 
     option: ClassVar[str] = "vocab_trim"
-    rows: int
-
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint, to be written with that number of rows."""
-        from paddle_reshard.pipeline.changes.vocab import with_vocabulary
-
-        return with_vocabulary(altered, self.rows, grow=False)
+    grows: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -212,11 +207,11 @@ class Like(LocatedChange):
     @classmethod
     def asked(cls, value: str | None, targets: Sequence[Request]) -> Self | None:
         """The change, if a model is given."""
-        found = super().asked(value, targets)
+        change = super().asked(value, targets)
         formats = formats_to_complete()
-        if found is not None and any(FORMATS[asked.format] not in formats for asked in targets):
+        if change is not None and any(FORMATS[asked.format] not in formats for asked in targets):
             raise UsageError(f"--like applies only to --format {names_of(formats, 'or')}")
-        return found
+        return change
 
     def opened(self, access: Access) -> Step:
         """The change, with the model open."""

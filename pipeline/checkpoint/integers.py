@@ -199,10 +199,6 @@ def integer_weight(
 
     Parameters
     ----------
-    stored
-        Its key.
-    scheme
-        How weights are stored.
     held
         Key → path of every tensor.
     payloads

@@ -122,7 +122,7 @@ def with_base(model: Model, adapter: Adapter | None) -> Model:
     return replace(model, tensors=tuple(sorted((*model.tensors, *base), key=model_order(model.table))))
 
 
-def with_adapter(checkpoint: Checkpoint, given: Adapter | None, location: str) -> Checkpoint:
+def with_adapter(checkpoint: Checkpoint, given: Adapter, location: str) -> Checkpoint:
     """Add the ``lora_config.json`` that the user passes to a checkpoint without one.
 
     Raises
@@ -130,8 +130,6 @@ def with_adapter(checkpoint: Checkpoint, given: Adapter | None, location: str) -
     UsageError
         If the checkpoint has one, or holds no LoRA.
     """
-    if given is None:
-        return checkpoint
     if checkpoint.adapter is not None or not checkpoint.model.has_lora:
         has = f"has its own {LORA_CONFIG}" if checkpoint.adapter else "holds no LoRA"
         raise UsageError(f"--lora-config: {location} {has}; omit the option")

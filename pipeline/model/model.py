@@ -83,6 +83,15 @@ class Model:
         return tuple(name for name in self.table.recipe_switches if config_entry(self.config, name))
 
     @property
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Key → the keys that are tied to it."""
+        aliases: dict[str, tuple[str, ...]] = {}
+        for tensor in self.tensors:
+            if tensor.tied_to is not None:
+                aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+        return aliases
+
+    @property
     def has_lora(self) -> bool:
         """Whether it contains LoRA matrices."""
         return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)

@@ -193,31 +193,22 @@ def _published_entries(config: Config) -> _Agreement:
     return _Agreement({"text_config": {**text, known[0]: known[1]}})
 
 
-_EXPERTS = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
-"""Model type → what its published models call the number of experts; PaddleFormers 1.2 writes the other name."""
+_PUBLISHED: Mapping[str, Mapping[str, str]] = {
+    "qwen3_moe": {"num_experts": "num_local_experts"},
+    "gpt_oss": {"num_local_experts": "num_experts"},
+    "minimax_m2": {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"},
+}
+"""Model type → what its models are published with → what PaddleFormers 1.2 calls it (``minimax_m2/configuration.py``).
+``transformers`` 5 knows both names of the number of experts; 4.57, on which vLLM and SGLang build, only that."""
 
 
-def _experts(config: Config) -> _Agreement:
-    """``transformers`` 5 knows both names, 4.57 (on which vLLM and SGLang build) the published one only."""
-    published = _EXPERTS.get(str(config.get("model_type")), "num_experts")
-    (other,) = {"num_experts", "num_local_experts"} - {published}
-    if config.get("model_type") not in _EXPERTS or published in config or other not in config:
-        return _Agreement()
-    return _Agreement({published: config[other]})
-
-
-_MINIMAX = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"}
-"""What MiniMax-M2 is published with → what PaddleFormers 1.2 calls it."""
-
-
-def _minimax_experts(config: Config) -> _Agreement:
-    """PaddleFormers 1.2 writes its own names of the sizes of experts (``minimax_m2/configuration.py``)."""
-    if config.get("model_type") != "minimax_m2":
-        return _Agreement()
+def _published_names(config: Config) -> _Agreement:
+    """PaddleFormers 1.2 writes other names of the number and the size of experts than models are published with."""
+    names = _PUBLISHED.get(str(config.get("model_type")), {})
     return _Agreement(
         {
             published: config[own]
-            for published, own in _MINIMAX.items()
+            for published, own in names.items()
             if own in config and published not in config
         }
     )
@@ -285,8 +276,7 @@ _AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
     _glm_ocr,
     _classes,
     _published_entries,
-    _experts,
-    _minimax_experts,
+    _published_names,
     _vision,
     _ernie_routing,
     _full_attention_interval,

@@ -51,19 +51,6 @@ def _zstandard() -> Any:
 # ------------------------------------------------------------------------------------------------------- encoding
 
 
-class Encoder(Protocol):
-    """Makes the frame of one tensor."""
-
-    def add(self, new: Window, old: Window) -> None:
-        """Add the next window."""
-
-    def frame(self) -> Iterator[bytes] | None:
-        """The frame, piece by piece, when all windows are added; ``None`` if nothing changed."""
-
-    def close(self) -> None:
-        """Remove temporary files."""
-
-
 class XorEncoder:
     """:attr:`Encoding.XOR`. The frame is compressed as windows arrive, into a temporary file if it is large."""
 
@@ -121,6 +108,10 @@ class OverwriteEncoder:
         yield compressor.flush()
 
 
+Encoder = XorEncoder | OverwriteEncoder
+"""Makes the frame of one tensor: windows are added, then the frame is taken, ``None`` if nothing changed."""
+
+
 def encoder_of(encoding: Encoding, nbytes: int, folder: str | None) -> Encoder:
     """An encoder for a tensor of this size; temporary files are made in ``folder``."""
     kind = XorEncoder if encoding is Encoding.XOR else OverwriteEncoder
@@ -139,22 +130,6 @@ def _pieces(spool: IO[bytes]) -> Iterator[bytes]:
 
 
 # ------------------------------------------------------------------------------------------------------- decoding
-
-
-class Change(Protocol):
-    """The change of one tensor from a version to the next."""
-
-    def apply(self, window: Window) -> None:
-        """Turn the old bytes of the next window into the new ones, in place.
-
-        Raises
-        ------
-        FrameError
-            If the frame is damaged, or is that of a tensor of another size.
-        """
-
-    def end(self) -> None:
-        """Refuse a frame that holds more than the windows have used."""
 
 
 class ByteReader(Protocol):
@@ -267,6 +242,11 @@ class OverwriteChange:
         if len(self._at) or self._unread:
             raise FrameError(f"changes byte {self._last} of a tensor of {self._start} bytes")
         self._values.end()
+
+
+Change = XorChange | OverwriteChange
+"""The change of one tensor from a version to the next. It turns the old bytes of each window into the new ones, in
+place; :class:`FrameError` if the frame is damaged, or is that of a tensor of another size."""
 
 
 def open_change(encoding: Encoding, open_frame: OpenFrame, nbytes: int) -> Change:

@@ -242,7 +242,7 @@ def _joined(key: str, of_tensor: PartsOfTensor, parts: Mapping[str, Value], conf
         raise _own_dim(key)
     experts = []
     for keys in of_tensor.keys:
-        values = [_swapped(parts[one]) if of_tensor.transposed else parts[one] for one in keys]
+        values = [_swapped(parts[part]) if of_tensor.transposed else parts[part] for part in keys]
         experts.append(_fused(values, of_tensor.form, config, key))
     return experts[0] if len(experts) == 1 else concatenated(experts, 0)
 
@@ -269,10 +269,7 @@ def _swapped(value: Value) -> Value:
 
 def _with_aliases(catalog: Catalog, model: Model) -> Catalog:
     """The same catalog, with the keys of tied tensors as aliases of the tensors that they are tied to."""
-    aliases: dict[str, tuple[str, ...]] = {}
-    for tensor in model.tensors:
-        if tensor.tied_to is not None:
-            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
+    aliases = model.aliases
     named = [
         replace(t, aliases=aliases.get(t.key, ())) if t.state in (PARAM, EMA_PARAM) else t
         for t in catalog.tensors

@@ -53,7 +53,7 @@ def target_catalog(source: SourceTensors, outputs: Mapping[str, Value], untied: 
     order = sorted(range(len(collected.tensors)), key=collected.positions.__getitem__)
     number = np.empty(len(order), dtype=np.int32)
     number[order] = np.arange(len(order))
-    tensors = Tensors(collected.tensors[one] for one in order)
+    tensors = Tensors(collected.tensors[tensor] for tensor in order)
     index = TensorIndex(tensors)
     boxes = np.array(collected.boxes, dtype=BOX)
     boxes["target"] = number[boxes["target"]]

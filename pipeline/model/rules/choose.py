@@ -74,7 +74,7 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
         table
         for table in likely
         if (not table.model_types or model_type in table.model_types)
-        and (library is None or len(tables) == 1 or table.convention in conventions_of(library))
+        and (library is None or tables.for_any_family or table.convention in conventions_of(library))
     ]
     if not candidates:
         known = what_is_known(tables, config)

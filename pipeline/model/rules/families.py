@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +32,7 @@ class Family:
     proven: Proof
 
 
-def families(tables: Sequence[RuleTable]) -> tuple[Family, ...]:
+def families(tables: Iterable[RuleTable]) -> tuple[Family, ...]:
     """The families of the tables that record how they were tested, sorted by name and library."""
     proven = [
         _family(table, table.proven) for table in tables if table.proven is not None and table.version is None
