@@ -28,7 +28,14 @@ import numpy as np
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments, hulls
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Boxes, by_tensor, meeting_pairs
+from paddle_reshard.pipeline.core.geometry import (
+    MAX_DIMS,
+    Boxes,
+    Intervals,
+    by_tensor,
+    meeting_intervals,
+    meeting_pairs,
+)
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE
@@ -143,40 +150,37 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     parts = plan.parts[plan.parts["source_file"] != MADE]
     if not len(parts):
         return Ops.empty()
-    written = _ByFile(target.fragments, len(plan.target_files))
-    stored = _ByFile(source.fragments, len(plan.source_files))
+    start, stop, from_ = (parts[name].astype(np.int64) for name in ("start", "stop", "source_start"))
     read_from = np.arange(len(source.tensors))
     read_from[list(source.implied)] = list(source.implied.values())
-    return Ops.joined([_copied_by(part, written, stored, read_from) for part in parts])
-
-
-class _ByFile:
-    """Fragments of each file, sorted by first byte, found by a range of bytes."""
-
-    def __init__(self, fragments: Fragments, files: int) -> None:
-        self.fragments = fragments
-        start, stop = hulls(fragments)
-        self._order = np.lexsort((start, fragments["file"]))
-        self._first = np.searchsorted(fragments["file"][self._order], np.arange(files + 1))
-        self._start, self._stop = start[self._order], stop[self._order]
-
-    def meeting(self, file: int, start: int, stop: int) -> Fragments:
-        """The fragments of a file that may have bytes in a range."""
-        of_file = slice(int(self._first[file]), int(self._first[file + 1]))
-        meets = (self._start[of_file] < stop) & (self._stop[of_file] > start)
-        return self.fragments[self._order[of_file][meets]]
-
-
-def _copied_by(part: np.void, written: _ByFile, stored: _ByFile, read_from: Ints) -> Ops:
-    """The boxes that a part copies; ``read_from`` is the tensor that holds the values of each."""
-    start, stop, from_ = int(part["start"]), int(part["stop"]), int(part["source_start"])
-    target = written.meeting(int(part["file"]), start, stop)
-    source = stored.meeting(int(part["source_file"]), from_, from_ + stop - start)
-    i, j = meeting_pairs(
-        Boxes(read_from[target["tensor"]], target["offset"], target["extents"]),
-        Boxes(source["tensor"], source["offset"], source["extents"]),
+    of_target, written = _in_ranges(target.fragments, parts["file"], start, stop)
+    of_source, stored = _in_ranges(source.fragments, parts["source_file"], from_, from_ + stop - start)
+    keys = (
+        of_target * len(read_from) + read_from[written["tensor"]],
+        of_source * len(read_from) + stored["tensor"],
     )
-    target, source = target[i], source[j]
+    numbers = np.unique(np.concatenate(keys), return_inverse=True)[1].ravel()
+    i, j = meeting_pairs(
+        Boxes(numbers[: len(written)], written["offset"], written["extents"]),
+        Boxes(numbers[len(written) :], stored["offset"], stored["extents"]),
+    )
+    alike = written["dtype"][i] == stored["dtype"][j]
+    i, j = i[alike], j[alike]
+    part = of_target[i]
+    ops, inside = _clipped(_in_common(written[i], stored[j]), start[part], stop[part])
+    part = part[inside]
+    return ops[ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]]
+
+
+def _in_ranges(fragments: Fragments, file: Ints, start: Ints, stop: Ints) -> tuple[Ints, Fragments]:
+    """The fragments that may have bytes in ranges of files, and the number of the range."""
+    ranges = Intervals(file, {0: (start, stop)})
+    number, row = meeting_intervals(ranges, Intervals(fragments["file"], {0: hulls(fragments)}))
+    return number, fragments[row]
+
+
+def _in_common(target: Fragments, source: Fragments) -> Ops:
+    """What each pair of fragments has in common."""
     low = np.maximum(target["offset"], source["offset"])
     ends = (side["offset"] + side["extents"] for side in (target, source))
     ops = Ops.empty(len(target))
@@ -186,12 +190,14 @@ def _copied_by(part: np.void, written: _ByFile, stored: _ByFile, read_from: Ints
         for column in ("file", "dtype", "strides"):
             ops[f"{side}_{column}"] = boxes[column]
         ops[f"{side}_byte"] = boxes["byte_base"] + ((low - boxes["offset"]) * boxes["strides"]).sum(axis=1)
-    ops = _clipped(ops[target["dtype"] == source["dtype"]], start, stop)
-    return ops[ops["target_byte"] - start == ops["source_byte"] - from_]
+    return ops
 
 
-def _clipped(ops: Ops, start: int, stop: int) -> Ops:
-    """The slabs of boxes, along the slowest dim of each, whose bytes lie in ``[start, stop)`` of the target."""
+def _clipped(ops: Ops, start: Ints, stop: Ints) -> tuple[Ops, Flags]:
+    """The slabs of boxes, along the slowest dim of each, whose bytes lie in ``[start, stop)`` of the target.
+
+    And which boxes have any.
+    """
     extents, strides, byte = ops["extents"].copy(), ops["target_strides"], ops["target_byte"]
     rows, dim = np.arange(len(ops)), np.where(extents > 1, strides, -1).argmax(axis=1)
     count, step = extents[rows, dim], np.maximum(strides[rows, dim], 1)
@@ -205,7 +211,7 @@ def _clipped(ops: Ops, start: int, stop: int) -> Ops:
     for side in ("source", "target"):
         ops[f"{side}_byte"] = ops[f"{side}_byte"] + first * ops[f"{side}_strides"][rows, dim]
     ops["offset"], ops["extents"] = offset, extents
-    return ops[kept > 0]
+    return ops[kept > 0], kept > 0
 
 
 # -------------------------------------------------------------------------------------------- fragments and boxes
