@@ -174,7 +174,7 @@ class Records:
 
     def write(self, record: Record) -> None:
         """Write the record of a checkpoint."""
-        self.out.replace(self.path_of(record.target), json.dumps(asdict(record)).encode())
+        self.replace(self.path_of(record.target), record)
 
     def unchanged_since(self, name: str, source_stamp: str, now: float) -> float:
         """When a checkpoint was first seen in its present state; recorded for other watchers."""

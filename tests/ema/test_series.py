@@ -262,6 +262,16 @@ def test_checkpoints_of_models_that_compute_something_else_have_no_average(
     SMALL.plan_average([first, *series[1:]], tmp_path / "x", decay=0.9, to="tp=1")
 
 
+def test_an_average_has_the_room_for_metadata_that_a_conversion_has(
+    series: list[Path], tmp_path: Path
+) -> None:
+    average = SMALL.plan_average(series, tmp_path / "average", decay=0.9, to="tp=1")
+    conversion = paddle_reshard.plan(series[-1], tmp_path / "converted", to="tp=1")
+    assert average.spare_bytes == conversion.spare_bytes
+    assert conversion.same_values
+    assert not average.same_values
+
+
 def test_copies_that_differ_in_any_of_them_are_found(series: list[Path], tmp_path: Path) -> None:
     drifted = tmp_path / "checkpoint-1"
     shutil.copytree(series[0], drifted, copy_function=shutil.copyfile)
