@@ -130,7 +130,7 @@ def check_target(
         read,
         unchecked,
         tuple(damages),
-        manifest.source,
+        manifest.source.location,
         portion=manifest.portion,
     )
 
@@ -198,10 +198,10 @@ def _usable(manifest: Manifest, source: Source | None) -> set[str]:
     sizes, versions = source.sizes(), source.versions()
     return {
         path
-        for path, size in manifest.source_files.items()
+        for path, size in manifest.source.files.items()
         if path in sizes
         and sizes[path] == size
-        and kept_by_copies(versions[path]) == kept_by_copies(manifest.source_versions.get(path, ""))
+        and kept_by_copies(versions[path]) == kept_by_copies(manifest.source.versions.get(path, ""))
     }
 
 

@@ -76,14 +76,16 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class ManifestSource:
     """Entries about the source; further entries are for people."""
 
     OPEN: ClassVar = True
     location: str
+    """For display only: nothing that a manifest names is opened."""
     files: Mapping[str, _Bytes]
     versions: Mapping[str, str]
     topology: str | None = None
+    """As :meth:`~paddle_reshard.pipeline.core.topology.Topology.parse` reads it; ``None`` if it was not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class _Entries:
 
     OPEN: ClassVar = True
     files: Mapping[str, _Bytes]
-    source: _Source
+    source: ManifestSource
     parts: Mapping[str, _Columns]
     etags: Mapping[str, str] = field(default_factory=dict)
     additional_files: tuple[str, ...] = (MANIFEST,)
@@ -122,12 +124,7 @@ class Manifest:
     files: Mapping[str, int]
     """File → size in bytes."""
     parts: tuple[ManifestPart, ...]
-    source: str
-    """Location of the source, for display only: nothing that a manifest names is opened."""
-    source_files: Mapping[str, int]
-    source_versions: Mapping[str, str]
-    source_topology: str | None
-    """As :meth:`~paddle_reshard.pipeline.core.topology.Topology.parse` reads it; ``None`` if it was not known."""
+    source: ManifestSource
     etags: Mapping[str, str]
     """File → ETag, if the store reports one."""
     additional_files: frozenset[str]
@@ -139,7 +136,7 @@ class Manifest:
     unknown_fingerprints: int = 0
     """Number of tensors without one."""
     topology: str | None = None
-    """Topology of the job that the files are for, written as ``source_topology``; ``None`` if they are for any job."""
+    """Topology of the job that the files are for, written as that of the source; ``None`` if they are for any job."""
     sharding_strategy: str | None = None
     """Strategy of that job."""
     portion: str = ""
@@ -225,14 +222,10 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         entries = typed(values, _Entries)
     except EntryError as error:
         raise FormatError("damaged", path, None, f"not a valid manifest: {error}") from error
-    source = entries.source
     return Manifest(
         entries.files,
         tuple(_parts(path, entries)),
-        source.location,
-        source.files,
-        source.versions,
-        source.topology,
+        entries.source,
         entries.etags,
         frozenset(entries.additional_files),
         _changed(values),

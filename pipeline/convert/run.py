@@ -14,7 +14,7 @@ from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly
+from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
 from paddle_reshard.pipeline.convert.plan import (
     ConversionPlan,
@@ -115,7 +115,7 @@ def check_finished(target: TargetStore, source: Source, in_full: bool) -> bool:
     _check_published(target, in_full)
     manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
     reason = source_difference(
-        _describe_files(manifest.source_files, manifest.source_versions),
+        _describe_files(manifest.source.files, manifest.source.versions),
         _describe_files(source.sizes(), source.versions()),
     )
     if reason is not None:
@@ -141,8 +141,7 @@ def _already_made(described: Mapping[str, Any], target: TargetStore) -> bool:
 def _check_published(target: TargetStore, in_full: bool, observe: Observer = ignore_events) -> None:
     """Refuse a finished target that does not match its manifest; only ``in_full`` reads every byte."""
     published = target.reopen()
-    data = published.read(MANIFEST, 0, published.sizes()[MANIFEST])
-    manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
+    manifest = manifest_of(published)[1]
     if in_full:
         damages = check_target(published, manifest, None, observe).damages
     else:

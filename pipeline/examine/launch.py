@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, never_restored
-from paddle_reshard.pipeline.convert.manifest import Manifest, parse_manifest
+from paddle_reshard.pipeline.convert.integrity import manifest_of
+from paddle_reshard.pipeline.convert.manifest import Manifest
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
@@ -139,7 +140,7 @@ def launch(
         *ACCUMULATORS
     }:
         arguments["ignore_load_lr_and_optim"] = True
-    before = None if manifest is None else _parsed(manifest.source_topology)
+    before = None if manifest is None else _parsed(manifest.source.topology)
     remarks = (
         *_remarks(inspection, job, arguments, before),
         *_about_own_files(inspection, job, made_for, arguments),
@@ -186,10 +187,7 @@ def _strategy(inspection: Inspection, topology: Topology, manifest: Manifest | N
 def _manifest(checkpoint: PathLike, options: InspectOptions) -> Manifest | None:
     """Our manifest beside the checkpoint, if there is one."""
     store = open_checkpoint(os.fspath(checkpoint), source_access(options))
-    size_bytes = store.sizes().get(MANIFEST)
-    if size_bytes is None:
-        return None
-    return parse_manifest(store.read(MANIFEST, 0, size_bytes), f"{store.location}/{MANIFEST}")
+    return manifest_of(store)[1] if MANIFEST in store.sizes() else None
 
 
 def _parsed(topology: str | None) -> Topology | None:
