@@ -612,6 +612,22 @@ def _library_config(folder: Path, name: str, model_type: str, **entries: Any) ->
     return folder / "config.json"
 
 
+def test_the_library_has_no_biases(tmp_path: Path) -> None:
+    config, words = (
+        _library_config(tmp_path, OF_BIASES, "ernie4_5_moe"),
+        "paddleformers's ernie4_5_moe has not",
+    )
+    with pytest.raises(RuleError, match=rf"bias: .*\(ernie, paddleformers\) has this tensor, and {words}"):
+        paddle_reshard.convert(
+            _case(OF_BIASES) / "checkpoint-3",
+            tmp_path / "made",
+            to="tp=1",
+            convention="paddleformers",
+            config=config,
+        )
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize(
     ("case", "model_type"), [(SHARDED, "ernie4_5"), (META, "ernie4_5_moe"), (STAGES, "ernie4_5_moe")]
 )

@@ -400,6 +400,14 @@ ROWS = {
         layout={"sequence_parallel": True},
         model={"fuse_linear": False},
     ),
+    "ernie-biases-tp2sh2-to-pp2": Row("recipes/ernie_dense_mp2sh2_s1v2_meta_biases", "pp=2", 2, PP2),
+    "ernie-biases-mtp-ema-pp2ep2-to-ep4": Row(
+        "recipes/ernie_ep2_pp2sh2_s1v2_meta_mtp_ema_unfused_biases",
+        "ep=4,sharding=4",
+        4,
+        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **EMA, **ERNIE_MOE},
+        "stage1v2",
+    ),
     "ernie-fused-experts-ep2-to-ep4": Row(
         "recipes/ernie_ep2_sh2_s1v2_meta_fusedexperts",
         "ep=4,sharding=4",

@@ -141,7 +141,8 @@ def _translated(
         raise RuleError(
             unknown[0],
             f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face checkpoint: "
-            f"{source.model.table.convention}'s model has this tensor, and {table.convention}'s has not",
+            f"the source's model ({source.model.table.family}, {source.model.table.convention}) has this tensor, and "
+            f"{table.convention}'s {table.family} has not",
         )
     outputs = {
         key: _joined(key, of_tensor, parts, config)
