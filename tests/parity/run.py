@@ -267,6 +267,30 @@ ROWS = {
     ),
     "ranks-float16-to-mp2": Row("states/fp16_single", "tp=2", 2, {**FLOAT16, **TP2, **FLEX}, format="flex"),
     "ranks-float32-to-mp2": Row("sh2_s1v1_meta_fp32", "tp=2", 2, {**FLOAT32, **TP2, **FLEX}, format="flex"),
+    "ranks-8ranks-to-sh2-stage3": Row(
+        ALL_AXES, "sharding=2", 2, {**SHARDING2, **FLEX, "sharding": "stage3"}, "stage3", "flex"
+    ),
+    "ranks-8ranks-to-sh4-stage3-cut": Row(
+        ALL_AXES,
+        "sharding=4",
+        4,
+        {**SHARDING4, **FLEX, "sharding": "stage3"},
+        "stage3",
+        "flex",
+        layout={"stage3_segment_size": 16},
+        environment={"SHIM_SEGMENT": "16"},
+    ),
+    "ranks-experts-over-tp-single-to-mp2": Row(
+        "moe/ernie45moe_single", "tp=2", 2, {**TP2, **FLEX}, format="flex", model={"moe_group": "mp"}
+    ),
+    "ranks-experts-over-tp-mp2-to-mp2sh2-v2": Row(
+        "moe/ernie45moe_mpmoe_mp2",
+        "tp=2,sharding=2",
+        4,
+        {**TP2, **V2, **SHARDING2, **FLEX},
+        "stage1v2",
+        "flex",
+    ),
     "nodes-single-to-mp2sh2-v2": Row(
         "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex", nodes=2
     ),

@@ -7,8 +7,8 @@ of real jobs:
   bfloat16, which is cast from the master weights; such tensors are written once, each piece in one of the files of the
   ranks that hold it.
 * **master_weight**, **optimizer_state**, **ema_state**: of every parameter whose states the rank holds, the whole tp
-  piece, or under stage 1 v2 a range of its flattening, without padding. States that are one number for each parameter
-  are copied to every rank that holds a part of it.
+  piece, or under stage 1 v2 and of what stage 3 cuts a range of its flattening, without padding; under stage 3 an empty
+  one too. States that are one number for each parameter are copied to every rank that holds a part of it.
 
 Pieces that several ranks ask for are in the file of each.
 """
@@ -154,21 +154,23 @@ class PiecesOfRanks:
             return cell.tensors
         held = {cell.names[tensor.key] for tensor in cell.held[rank.shard]}
         hidden = self.elsewhere if state in OF_OPTIMIZER else ()
-        return [
+        holding = [
             tensor
             for tensor in cell.tensors
             if tensor.trained and cell.names[tensor.key] in held and tensor.key not in hidden
         ]
+        # Stage 3 puts parameters that it cuts first; under another stage all are cut, or none.
+        return sorted(holding, key=lambda tensor: self._range(rank, tensor) is None)
 
     def _piece(self, rank: _Rank, tensor: ModelTensor, state: str) -> DataArray | None:
-        """A rank's piece; ``None`` if its range of the tensor is all padding."""
+        """A rank's piece; ``None`` if its range of the tensor is all padding, of which stage 3 asks for nothing too."""
         cell = rank.cell
         _, stored = paddleformers_key(renumbered(tensor.key, self.shift), state)
         number = find(self.index, tensor, state)
         dtype = self.checkpoint.catalog.tensors[number].dtype
         local, cut = cell.local_shapes[tensor.key], cell.cuts[tensor.key]
         flat = None if state in _OF_RANK else self._range(rank, tensor)
-        if flat is not None and flat[0] == flat[1]:
+        if flat is not None and flat[0] == flat[1] and self.job.strategy != "stage3":
             return None
         whole = tensor.global_shape
         if is_per_parameter(state):

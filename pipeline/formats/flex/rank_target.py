@@ -107,23 +107,30 @@ class RankFlexTarget(HybridJob):
 
 
 def _remarks(wanted: Checkpoint, target: RankFlexTarget) -> tuple[str, ...]:
-    """What the trainer gets wrong by itself."""
+    """What the trainer gets wrong by itself, or starts only with other arguments."""
     lost = never_restored(wanted.model.tensors, target.strategy, wanted.model.has_lora)
-    return () if lost is None else (lost,)
+    trained = [tensor for tensor in wanted.model.tensors if tensor.trained]
+    without_masters = target.strategy == "stage1v2" and trained and not any(t.master for t in trained)
+    needs = (
+        "stage1v2 without master weights: PaddleFormers 1.2 asserts --amp_master_grad for it, and that needs --bf16 or "
+        "--fp16 (trainer/training_args.py:1925, 2281); a float32 job resumes with stage1v1 (--split_param false)"
+    )
+    return tuple(remark for remark in (lost, needs if without_masters else None) if remark is not None)
 
 
 def check_strategy(job: HybridJob) -> None:
-    """Refuse sharding strategies whose ranks do not resume from files of their own.
+    """Refuse the sharding strategy under which the trainer resumes from no FlexCheckpoint, seen of real jobs.
 
     Raises
     ------
     PlanError, UnsupportedError
     """
     check_target(job)
-    if job.strategy in ("stage2", "stage3"):
+    if job.strategy == "stage2":
         raise PlanError(
-            f"{job.strategy}: what its ranks ask a FlexCheckpoint for is not known (PaddleFormers 1.2 fails as it "
-            "resumes stage 2 from one); choose stage1v1 or stage1v2, or omit --to: whole tensors suit every job"
+            "stage2: PaddleFormers 1.2 saves FlexCheckpoints under it and resumes from none, not even its own: with "
+            "bfloat16 it fails (trainer/trainer.py:1293), otherwise the moments stay zero without a word; choose "
+            "stage1v1, stage1v2 or stage3, or --format hybrid"
         )
 
 
@@ -155,15 +162,11 @@ def _check_asked(table: RuleTable, target: RankFlexTarget) -> None:
             f"--paddle-version {target.paddle_version} with --to {topology}: only metadata of Paddle "
             f"{_NUMBERS_COPIES} and later tell the pieces of ranks and their copies apart; {_WHOLE}"
         )
-    if target.expert_axis not in (None, "ep"):
-        raise UnsupportedError(
-            f"{topology} with experts distributed over {target.expert_axis}: what its ranks ask a FlexCheckpoint for "
-            f"has not been seen; {_WHOLE}"
-        )
     if target.sharding.comm_overlap:
-        raise UnsupportedError(
-            "comm_overlap: which slices the optimizer of such a job asks a FlexCheckpoint for has not been seen; "
-            f"{_WHOLE}"
+        raise PlanError(
+            "comm_overlap: a job of PaddleFormers 1.2 with it saves FlexCheckpoints, but as it resumes its optimizer "
+            "has no buffers yet and asks for no master weight and no moment: they are lost without a word; "
+            "resume without --sharding_comm_overlap, or choose --format hybrid"
         )
 
 
@@ -177,12 +180,13 @@ def _check_tensors(model: Model, target: RankFlexTarget) -> None:
             )
     if (muon := muon_parameters(model.tensors)) and target.strategy != "none":
         raise UnsupportedError(
-            f"{muon[0]}: the optimizer is Muon; how {target.strategy} divides its tensors among ranks has not been "
-            f"compared with real files, so no rank's files can be written; {_WHOLE}"
+            f"{muon[0]}: the optimizer is Muon; how {target.strategy} divides its tensors among ranks follows from "
+            f"a buffer size that no file holds, and Paddle 3.3.1 has no Muon to compare with; {_WHOLE}"
         )
     stacked = next((t.key for t in model.tensors if t.rule.of_experts), None)
     if stacked is not None:
         raise UnsupportedError(
-            f"{stacked}: it holds all experts of a layer; with which dims a rank asks for it has not been seen; "
-            f"{_WHOLE}"
+            f"{stacked}: it holds all experts of a layer; with fused experts PaddleFormers 1.2 fails as it saves a "
+            f"FlexCheckpoint of qwen3_moe (KeyError in sharded_state_dict), and with which dims a rank of other models "
+            f"asks for them is not known of every family; {_WHOLE}"
         )
