@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from paddle_reshard.pipeline.checkpoint.stored_tensors import StoredTensors
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.storage.files.safetensors import SafetensorsPayload
@@ -189,22 +190,9 @@ def shape_keys(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
 
 
 def integer_weight(
-    stored: str,
-    scheme: IntegerScheme,
-    held: Mapping[str, str],
-    payloads: Mapping[str, SafetensorsPayload],
-    shapes: Mapping[str, tuple[int, int]],
+    stored: str, scheme: IntegerScheme, tensors: StoredTensors, shapes: Mapping[str, tuple[int, int]]
 ) -> IntegerWeight:
-    """The weight that is stored under the key ``stored``.
-
-    Parameters
-    ----------
-    held
-        Key → path of every tensor.
-    payloads
-        Path → header of every safetensors file.
-    shapes
-        Key → values of all tensors that :func:`shape_keys` finds.
+    """The weight that is stored under the key ``stored``; ``shapes`` are the values that :func:`shape_keys` locates.
 
     Raises
     ------
@@ -213,20 +201,13 @@ def integer_weight(
     UnsupportedError
         If it is not a matrix.
     """
-    path, payload = held[stored], payloads[held[stored]]
-    array, tag = payload.tensors[stored], payload.tags[stored]
+    path, array, tag = tensors.held[stored], tensors.array(stored), tensors.tag(stored)
     if len(array.shape) != 2:
         raise UnsupportedError(
             f"{stored}: quantised weights of shape {array.shape} in {path}; only matrices are supported"
         )
     name = stored.removesuffix(scheme.stored)
-    shape = (array.shape[0], array.shape[1])
-    if scheme.packed:
-        if name + SHAPE not in held:
-            raise CoverageError(name + SHAPE, f"no file holds the shape of {stored}", (path,))
-        shape = shapes[name + SHAPE]
-        if min(shape) < 0:
-            raise CoverageError(name + SHAPE, f"the shape {shape} of {stored}", (held[name + SHAPE],))
+    shape = _packed_shape(stored, name + SHAPE, tensors, shapes) if scheme.packed else array.shape[:2]
     words = -(-shape[1] * scheme.bits // 32)
     expected = ("I32", (shape[0], words)) if scheme.packed else ("I8", shape)
     if (tag, array.shape) != expected:
@@ -239,39 +220,19 @@ def integer_weight(
     group = scheme.group or max(1, shape[1])
     if shape[1] % group:
         raise CoverageError(stored, f"{shape[1]} columns cannot be divided into groups of {group}", (path,))
-    return _with_scales(stored, name + SCALE, shape, group, scheme, held, payloads)
+    columns = 1 if scheme.group is None else shape[1] // group
+    scales = tensors.scales(name + SCALE, stored, shape, (shape[0], columns), _CODES)
+    row_bytes = array.shape[1] * (4 if scheme.packed else 1)
+    integers = Integers(*scales, columns, shape[1], group, scheme.bits, row_bytes, scheme.packed)
+    return IntegerWeight((shape[0], shape[1]), tensors.tag(name + SCALE), integers)
 
 
-def _with_scales(
-    stored: str,
-    key: str,
-    shape: tuple[int, int],
-    group: int,
-    scheme: IntegerScheme,
-    held: Mapping[str, str],
-    payloads: Mapping[str, SafetensorsPayload],
-) -> IntegerWeight:
-    if key not in held:
-        raise CoverageError(key, f"no file holds the scales of {stored}", (held[stored],))
-    path = held[key]
-    array, tag = payloads[path].tensors[key], payloads[path].tags[key]
-    expected = (shape[0], 1 if scheme.group is None else shape[1] // group)
-    if array.shape != expected:
-        detail = f"shape {array.shape}, but a weight of shape {shape} has scales of shape {expected}"
-        raise CoverageError(key, detail, (path,))
-    if tag not in _CODES:
-        raise CoverageError(key, f"scales stored as {tag}; supported: {', '.join(_CODES)}", (path,))
-    stored_array = payloads[held[stored]].tensors[stored]
-    row_bytes = stored_array.shape[1] * (4 if scheme.packed else 1)
-    integers = Integers(
-        path,
-        array.byte_offset,
-        _CODES[tag],
-        expected[1],
-        shape[1],
-        group,
-        scheme.bits,
-        row_bytes,
-        scheme.packed,
-    )
-    return IntegerWeight(shape, tag, integers)
+def _packed_shape(
+    stored: str, key: str, tensors: StoredTensors, shapes: Mapping[str, tuple[int, int]]
+) -> tuple[int, ...]:
+    """The shape that a packed weight is served with, from the tensor ``key``."""
+    if key not in tensors.held:
+        raise CoverageError(key, f"no file holds the shape of {stored}", (tensors.held[stored],))
+    if min(shapes[key]) < 0:
+        raise CoverageError(key, f"the shape {shapes[key]} of {stored}", (tensors.held[key],))
+    return shapes[key]

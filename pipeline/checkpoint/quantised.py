@@ -23,12 +23,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint import integers
 from paddle_reshard.pipeline.checkpoint.integers import Integers, IntegerScheme
 from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
+from paddle_reshard.pipeline.checkpoint.stored_tensors import StoredTensors
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
 from paddle_reshard.storage.files.safetensors import (
@@ -176,7 +176,7 @@ def dequantised(
     index: Index | None,
     config: Mapping[str, Any],
     method: str,
-    shapes: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    shapes: Mapping[str, tuple[int, int]],
 ) -> Dequantised | None:
     """Lay out the files with dequantised weights; ``None`` if there are neither quantised weights nor scales.
 
@@ -200,19 +200,17 @@ def dequantised(
     UnsupportedError
         If the model is meant to be used in another dtype than that of the values, or a weight is not a matrix.
     """
-    held = {key: path for path, payload in payloads.items() for key in payload.tensors}
+    tensors = StoredTensors(payloads)
     scheme = integers.integer_scheme(config[QUANTIZATION]) if method == INTEGERS else None
-    named, companions = _weights_and_companions(payloads, held, method, scheme)
+    named, companions = _weights_and_companions(tensors, method, scheme)
     if not named and not companions:
         return None
-    _check_once(held, payloads)
-    _check_companions(companions, named, held, payloads, method)
-    weights = {
-        stored: _weight(stored, key, held, payloads, method, scheme, shapes) for stored, key in named.items()
-    }
+    tensors.check_once()
+    _check_companions(companions, named, tensors, method)
+    weights = {stored: _weight(stored, key, tensors, method, scheme, shapes) for stored, key in named.items()}
     for stored, weight in weights.items():
-        if weight.key != stored and weight.key in held:
-            raise CoverageError(weight.key, "stored both packed and as it is", (held[weight.key],))
+        if weight.key != stored and weight.key in tensors.held:
+            raise CoverageError(weight.key, "stored both packed and as it is", (tensors.held[weight.key],))
     for weight in weights.values():
         _check_dtype(weight, config, method)
     changed = {*weights, *companions}
@@ -225,10 +223,10 @@ def dequantised(
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
     if index is not None:
         total_bytes = _tensor_bytes(payloads, files)
-        made[WEIGHT_INDEX] = format_index(_index_as_served(index, held, companions, weights, total_bytes))
-    dtypes = " and ".join(sorted({_DTYPES[weight.tag] for weight in weights.values()}))
-    summary = f"{len(weights)} {_kind(method, scheme)} weights, to {dtypes}, with a scale for each "
-    return Dequantised(files, made, summary + _scaled(method, scheme))
+        made[WEIGHT_INDEX] = format_index(
+            _index_as_served(index, tensors.held, companions, weights, total_bytes)
+        )
+    return Dequantised(files, made, _summary(weights.values(), method, scheme))
 
 
 class _Weight(NamedTuple):
@@ -240,46 +238,36 @@ class _Weight(NamedTuple):
     tag: str = _BFLOAT16
 
 
-def _kind(method: str, scheme: IntegerScheme | None) -> str:
-    """What a stored value is, in words."""
-    return method.upper() if scheme is None else f"INT{scheme.bits}"
-
-
-def _scaled(method: str, scheme: IntegerScheme | None) -> str:
-    """What has a scale of its own, in words."""
+def _summary(weights: Collection[_Weight], method: str, scheme: IntegerScheme | None) -> str:
+    """What is dequantised, in words."""
+    kind, scaled = method.upper(), f"{BLOCK} × {BLOCK} elements" if method == FP8 else f"{GROUP} elements"
     if scheme is not None:
-        return scheme.group_in_words
-    return f"{BLOCK} × {BLOCK} elements" if method == FP8 else f"{GROUP} elements"
-
-
-def _stored_tag(method: str) -> str:
-    return "I8" if method == INTEGERS else "FP8"
+        kind, scaled = f"INT{scheme.bits}", scheme.group_in_words
+    dtypes = " and ".join(sorted({_DTYPES[weight.tag] for weight in weights}))
+    return f"{len(weights)} {kind} weights, to {dtypes}, with a scale for each {scaled}"
 
 
 def _weights_and_companions(
-    payloads: Mapping[str, SafetensorsPayload],
-    held: Mapping[str, str],
-    method: str,
-    scheme: IntegerScheme | None,
+    tensors: StoredTensors, method: str, scheme: IntegerScheme | None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Keys of quantised weights as stored → as served; keys of scales and shapes → of the weight as stored."""
+    held = tensors.held
     if scheme is not None:
         integers.refuse_further_tensors(held)
         named = {
             key: key.removesuffix(scheme.stored) + integers.WEIGHT
-            for key, path in held.items()
-            if key.endswith(scheme.stored) and (scheme.packed or payloads[path].tags[key] == "I8")
+            for key in held
+            if key.endswith(scheme.stored) and (scheme.packed or tensors.tag(key) == "I8")
         }
         endings = (integers.SCALE, integers.SHAPE) if scheme.packed else (integers.SCALE,)
-        companions = {
+        return named, {
             key: key.removesuffix(ending) + scheme.stored
             for key in held
             for ending in endings
             if key.endswith(ending)
         }
-        return named, companions
     if method == FP8:
-        named = {key: key for key, path in held.items() if payloads[path].tags[key] == FP8_TAG}
+        named = {key: key for key in held if tensors.tag(key) == FP8_TAG}
         return named, {key: key.removesuffix(SCALES) for key in held if key.endswith(SCALES)}
     named = {key: key.removesuffix(PACKED) for key in held if key.endswith(PACKED)}
     ending = PACKED_SCALES
@@ -289,15 +277,14 @@ def _weights_and_companions(
 def _weight(
     stored: str,
     key: str,
-    held: Mapping[str, str],
-    payloads: Mapping[str, SafetensorsPayload],
+    tensors: StoredTensors,
     method: str,
     scheme: IntegerScheme | None,
     shapes: Mapping[str, tuple[int, int]],
 ) -> _Weight:
     if scheme is None:
-        return (_scales if method == FP8 else _packed)(stored, key, held, payloads)
-    shape, tag, arrays = integers.integer_weight(stored, scheme, held, payloads, shapes)
+        return _scales(key, tensors) if method == FP8 else _packed(stored, key, tensors)
+    shape, tag, arrays = integers.integer_weight(stored, scheme, tensors, shapes)
     return _Weight(key, shape, arrays, tag)
 
 
@@ -315,26 +302,15 @@ def _check_dtype(weight: _Weight, config: Mapping[str, Any], method: str) -> Non
         )
 
 
-def _check_once(held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]) -> None:
-    for path, payload in payloads.items():
-        for key in payload.tensors:
-            if held[key] != path:
-                raise CoverageError(key, "two files hold it", (path, held[key]))
-
-
 def _check_companions(
-    companions: Mapping[str, str],
-    named: Mapping[str, str],
-    held: Mapping[str, str],
-    payloads: Mapping[str, SafetensorsPayload],
-    method: str,
+    companions: Mapping[str, str], named: Mapping[str, str], tensors: StoredTensors, method: str
 ) -> None:
     """Check that the weights of all scales are stored, quantised."""
     for key, weight in sorted(companions.items()):
         if weight not in named:
-            stored = f"is {payloads[held[weight]].tags[weight]}" if weight in held else "no file holds"
-            not_quantised = f", not {_stored_tag(method)}" if weight in held else ""
-            raise CoverageError(key, f"scales of {weight}, which {stored}{not_quantised}", (held[key],))
+            expected = "I8" if method == INTEGERS else "FP8"
+            there = f"is {tensors.tag(weight)}, not {expected}" if weight in tensors.held else "no file holds"
+            raise CoverageError(key, f"scales of {weight}, which {there}", (tensors.held[key],))
 
 
 def _tensor_bytes(payloads: Mapping[str, SafetensorsPayload], files: Mapping[str, ServedFile]) -> int:
@@ -344,57 +320,35 @@ def _tensor_bytes(payloads: Mapping[str, SafetensorsPayload], files: Mapping[str
     return served + sum(array.nbytes for payload in unchanged for array in payload.tensors.values())
 
 
-def _scales(
-    stored: str, key: str, held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]
-) -> _Weight:
-    path = held[stored]
-    shape = payloads[path].tensors[key].shape
+def _scales(key: str, tensors: StoredTensors) -> _Weight:
+    shape = tensors.array(key).shape
     if len(shape) != 2:
         raise UnsupportedError(
-            f"{key}: an FP8 tensor of shape {shape} in {path}; only matrices are supported"
+            f"{key}: an FP8 tensor of shape {shape} in {tensors.held[key]}; only matrices are supported"
         )
-    name = key + SCALES
-    if name not in held:
-        raise CoverageError(name, f"no file holds the scales of {key}, which is FP8", (path,))
-    payload = payloads[held[name]]
-    array, tag = payload.tensors[name], payload.tags[name]
     expected = tuple(-(-extent // BLOCK) for extent in shape)
-    if array.shape != expected:
-        detail = f"shape {array.shape}, but a weight of shape {shape} has scales of shape {expected}"
-        raise CoverageError(name, detail, (held[name],))
-    if tag not in _SCALE_CODES:
-        raise CoverageError(
-            name, f"scales stored as {tag}; supported: {', '.join(_SCALE_CODES)}", (held[name],)
-        )
-    scales = Scales(held[name], array.byte_offset, _SCALE_CODES[tag], expected[1], shape[1])
-    return _Weight(key, shape, scales)
+    scales = tensors.scales(key + SCALES, key, shape, expected, _SCALE_CODES)
+    return _Weight(key, shape, Scales(*scales, expected[1], shape[1]))
 
 
-def _packed(
-    stored: str, key: str, held: Mapping[str, str], payloads: Mapping[str, SafetensorsPayload]
-) -> _Weight:
-    path, name = held[stored], key + PACKED_SCALES
-    payload = payloads[path]
-    shape = payload.tensors[stored].shape
-    if payload.tags[stored] != _BYTE or len(shape) != 4 or shape[-1] != GROUP_BYTES:
+def _packed(stored: str, key: str, tensors: StoredTensors) -> _Weight:
+    shape, name = tensors.array(stored).shape, key + PACKED_SCALES
+    if tensors.tag(stored) != _BYTE or len(shape) != 4 or shape[-1] != GROUP_BYTES:
         raise CoverageError(
             stored,
-            f"{payload.tags[stored]} of shape {shape}; MXFP4 experts are {_BYTE} of shape (experts, columns, groups, "
+            f"{tensors.tag(stored)} of shape {shape}; MXFP4 experts are {_BYTE} of shape (experts, columns, groups, "
             f"{GROUP_BYTES})",
-            (path,),
+            (tensors.held[stored],),
         )
-    if name not in held:
-        raise CoverageError(name, f"no file holds the scales of {stored}", (path,))
-    payload = payloads[held[name]]
-    array, tag = payload.tensors[name], payload.tags[name]
+    tensors.check_scales(name, stored)
+    path, array, tag = tensors.held[name], tensors.array(name), tensors.tag(name)
     if (tag, array.shape) != (_BYTE, shape[:-1]):
         raise CoverageError(
-            name, f"{tag} of shape {array.shape}, expected {_BYTE} of shape {shape[:-1]}", (held[name],)
+            name, f"{tag} of shape {array.shape}, expected {_BYTE} of shape {shape[:-1]}", (path,)
         )
     experts, columns, groups, _ = shape
-    return _Weight(
-        key, (experts, groups * GROUP, columns), Packed(held[name], array.byte_offset, columns, groups)
-    )
+    scales = Packed(path, array.byte_offset, columns, groups)
+    return _Weight(key, (experts, groups * GROUP, columns), scales)
 
 
 def _served(
