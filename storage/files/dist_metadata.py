@@ -54,8 +54,16 @@ from paddle_reshard.storage.files.dist_metadata_values import (
     PIECE_FIELDS,
     Memo,
 )
-from paddle_reshard.storage.files.framed_pickle import FramedPickle
-from paddle_reshard.storage.files.paddle_pickle import ARRAY_GLOBALS, Global, Instance, Machine, Window
+from paddle_reshard.storage.files.framed_pickle import FramedPickle, get_opcode
+from paddle_reshard.storage.files.paddle_pickle import (
+    ARRAY_GLOBALS,
+    Global,
+    Instance,
+    Machine,
+    Window,
+    is_file_name,
+    shown_text,
+)
 from paddle_reshard.storage.files.paddle_pickle_writer import plain_opcodes
 
 READ_AHEAD_BYTES: Final = 1 << 23
@@ -343,12 +351,7 @@ class _Distinct:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.keys, self.dtypes, self.shapes, self.files = (
-            _Numbering(),
-            _Numbering(),
-            _Numbering(),
-            _Numbering(),
-        )
+        self.keys, self.dtypes, self.shapes, self.files = (_Numbering() for _ in range(4))
 
     def key(self, value: object) -> int:
         if not isinstance(value, str) or not value:
@@ -356,7 +359,7 @@ class _Distinct:
         return self.keys.add(value)
 
     def file(self, value: object) -> int:
-        if not isinstance(value, str) or value in ("", ".", "..") or set(value) & set("/\\\0"):
+        if not isinstance(value, str) or not is_file_name(value):
             _bad(self.path, "bad_file", f"{_printable(value)} is not the name of a file next to the metadata")
         return self.files.add(value)
 
@@ -473,7 +476,7 @@ class _Assembly:
         lost[indexed] = False
         if lost.any():
             name = distinct.keys[pieces["key"][np.flatnonzero(lost)[0]]]
-            _bad(self.path, "lost_piece", f"no file holds a piece of {_shown(name)}")
+            _bad(self.path, "lost_piece", f"no file holds a piece of {shown_text(name)}")
         locations = _Locations(np.repeat(indexed.astype(np.int32), rows.lengths), file, replica)
         pairs = _packed(locations.piece, locations.replica)
         _no_doubles("duplicate_index", self.path, distinct.keys, pieces["key"][locations.piece], pairs)
@@ -499,7 +502,7 @@ def _check_geometry(pieces: Columns, distinct: _Distinct) -> None:
         _bad(
             distinct.path,
             "bad_piece",
-            f"a piece of {_shown(distinct.keys[row['key']])} contradicts itself: "
+            f"a piece of {shown_text(distinct.keys[row['key']])} contradicts itself: "
             + ", ".join(f"{name} {shape}" for name, shape in zip(_SHAPES, given, strict=True)),
         )
 
@@ -513,13 +516,13 @@ def _find_pieces(
     double = np.flatnonzero(own[1:] == own[:-1])
     if len(double):
         name = distinct.keys[of_pieces[order[double[0]]]]
-        _bad(distinct.path, "duplicate_piece", f"two pieces of {_shown(name)} are identical")
+        _bad(distinct.path, "duplicate_piece", f"two pieces of {shown_text(name)} are identical")
     at = np.searchsorted(own, wanted)
     exists = at < len(own)
     exists[exists] = own[at[exists]] == wanted[exists]
     if not exists.all():
         name = distinct.keys[of_indexes[np.flatnonzero(~exists)[0]]]
-        detail = f"storage_metadata has an index for a piece of {_shown(name)} that does not exist"
+        detail = f"storage_metadata has an index for a piece of {shown_text(name)} that does not exist"
         _bad(distinct.path, "unknown_piece", detail)
     return order[at]
 
@@ -531,7 +534,7 @@ def _no_doubles(
     twice = _first_double(pairs)
     if twice is not None:
         name = keys[int(key[twice])]
-        _bad(path, reason, f"a piece of {_shown(name)} appears twice in storage_metadata")
+        _bad(path, reason, f"a piece of {shown_text(name)} appears twice in storage_metadata")
 
 
 def _in_order(
@@ -617,12 +620,8 @@ def _ascending(table: _Numbering) -> tuple[tuple[Any, ...], Ids]:
 def _printable(value: object) -> str:
     """A value for a message; containers are not printed, because their length is unbounded."""
     if isinstance(value, str):
-        return _shown(value)
+        return shown_text(value)
     return str(value) if type(value) is int and value.bit_length() < 64 else f"a {type(value).__name__}"
-
-
-def _shown(value: str) -> str:
-    return repr(value if len(value) <= 100 else value[:100] + "...")
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -762,11 +761,11 @@ class _FramedMetadataEncoder:
         elif name == "dtype":
             file.text(self.metadata.dtypes[ids[name]])
         elif name == "replica_id":
-            file.number(ids[name])
+            file.simple(ids[name])
         elif name in self.shared and self.shared[name][number] >= 0:
             file.recall(int(self.shared[name][number]))
         else:
-            stored = file.tuple_of(self.metadata.shapes[ids[name]], file.number)
+            stored = file.tuple_of(self.metadata.shapes[ids[name]], file.simple)
             if stored is not None and name in self.shared:
                 self.shared[name][number] = stored
 
@@ -806,8 +805,7 @@ class _MetadataEncoder:
     def _stored(self, name: object, opcodes: Callable[[], bytes]) -> bytes:
         if name in self.memo:
             return self.memo[name]
-        index = len(self.memo)
-        self.memo[name] = b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
+        self.memo[name] = get_opcode(len(self.memo))
         return opcodes() + b"\x94"
 
     def _new(self, kind: str) -> None:

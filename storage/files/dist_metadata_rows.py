@@ -46,9 +46,9 @@ from paddle_reshard.storage.files.dist_metadata_walk import (
     Flags,
     Longs,
     Scan,
-    get_opcode,
     opcode_set,
 )
+from paddle_reshard.storage.files.framed_pickle import get_opcode
 from paddle_reshard.storage.files.paddle_pickle import Instance, Machine
 
 _FIRST_BLOCK_ENTRIES: Final = 1 << 10

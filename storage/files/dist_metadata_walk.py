@@ -48,11 +48,6 @@ BATCH: Final = b"u("
 _NUMPY_NUMBER_TAIL: Final = b"\x94\x86\x94R\x94"
 
 
-def get_opcode(index: int) -> bytes:
-    """The opcode that refers to a memo index, as CPython writes it."""
-    return b"h" + bytes([index]) if index < 256 else b"j" + index.to_bytes(4, "little")
-
-
 class EntryValue(NamedTuple):
     """A value of each entry: its start in the window, its length, and its first opcode."""
 

@@ -30,6 +30,33 @@ _ONE_OBJECT_EACH: Final = 256
 T = TypeVar("T")
 
 
+def get_opcode(index: int) -> bytes:
+    """The opcode that refers to a memo index, as CPython writes it."""
+    return b"h" + bytes((index,)) if index < 256 else b"j" + index.to_bytes(4, "little")
+
+
+def simple_opcodes(value: object) -> bytes:
+    """Opcodes of ``None``, a flag, an integer or a float, as CPython writes them."""
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if type(value) is float:
+        return b"G" + struct.pack(">d", value)
+    if type(value) is not int:
+        raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
+    if 0 <= value < 1 << 8:
+        return b"K" + value.to_bytes(1, "little")
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    width_bytes = (value if value >= 0 else ~value).bit_length() // 8 + 1
+    if width_bytes > 255:
+        raise ValueError("an integer of more than 255 bytes")
+    return b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True)
+
+
 class FramedPickle:
     """A file that is being written, opcode by opcode."""
 
@@ -79,7 +106,7 @@ class FramedPickle:
     def recall(self, number: int) -> None:
         """An object of the memo again."""
         self._begin()
-        self.emit(b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little"))
+        self.emit(get_opcode(number))
 
     def payload(self, header: bytes, nbytes: int) -> int:
         """Reserve the payload of an array after its opcode and length. Returns its byte offset."""
@@ -114,31 +141,10 @@ class FramedPickle:
         """Write a bytes object; which are one object follows the rule of :meth:`text`."""
         self._text_or_data(value, value, b"C", b"B")
 
-    def number(self, value: int) -> None:
-        """An integer."""
+    def simple(self, value: object) -> None:
+        """``None``, a flag, an integer or a float, which no memo stores."""
         self._begin()
-        if 0 <= value < 1 << 8:
-            self.emit(b"K" + value.to_bytes(1, "little"))
-        elif 0 <= value < 1 << 16:
-            self.emit(b"M" + value.to_bytes(2, "little"))
-        elif -(1 << 31) <= value < 1 << 31:
-            self.emit(b"J" + value.to_bytes(4, "little", signed=True))
-        else:
-            magnitude = value if value >= 0 else ~value
-            width_bytes = magnitude.bit_length() // 8 + 1
-            if width_bytes > 255:
-                raise ValueError("an integer of more than 255 bytes")
-            self.emit(b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True))
-
-    def simple(self, value: float | bool | None) -> None:
-        """``None``, a flag or a float, which no memo stores."""
-        self._begin()
-        if value is None:
-            self.emit(b"N")
-        elif isinstance(value, bool):
-            self.emit(b"\x88" if value else b"\x89")
-        else:
-            self.emit(b"G" + struct.pack(">d", value))
+        self.emit(simple_opcodes(value))
 
     def named(self, module: str, name: str) -> None:
         """A class or function; the names of modules are one object each."""

@@ -143,8 +143,7 @@ def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) 
     """
     machine = Machine(Window(read, size_bytes, path))
     root, opcodes = machine.run()
-    plain = _plain(machine, root, opcodes + MAX_SHARED_VALUES)
-    return PicklePayload(_rejoined(machine, plain), machine.protocol)
+    return PicklePayload(_rejoined(machine, plain_value(machine, root, opcodes)), machine.protocol)
 
 
 # ---------------------------------------------------------------------------------------------- reading bytes
@@ -450,8 +449,14 @@ class Machine:
 _Step: TypeAlias = Callable[[Machine], None]
 
 
-def _shown(value: str) -> str:
+def shown_text(value: str) -> str:
+    """A text of a file for a message, cut where it is long."""
     return repr(value if len(value) <= 100 else value[:100] + "...")
+
+
+def is_file_name(name: str) -> bool:
+    """Whether it names a file next to the one that says so, and nothing elsewhere."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 # ---------------------------------------------------------------------------------------------------- opcodes
@@ -574,7 +579,7 @@ def _put(m: Machine, target: object, items: list[object]) -> None:
         if not m.is_key(key):
             m.bad("bad_key", "a dict key that is neither text nor a small integer")
         if key in target:
-            m.bad("duplicate_key", f"the key {_shown(str(key))} appears twice in one dict")
+            m.bad("duplicate_key", f"the key {shown_text(str(key))} appears twice in one dict")
         target[key] = items[index + 1]
 
 
@@ -634,7 +639,7 @@ def _allowed(m: Machine, module: object, name: object) -> Global:
     allowed = m.globals.get((module, name))
     if allowed is None:
         m.unsafe(
-            "forbidden_global", f"asks for the global {_shown(f'{module}.{name}')}, which is not allowed"
+            "forbidden_global", f"asks for the global {shown_text(f'{module}.{name}')}, which is not allowed"
         )
     return allowed
 
@@ -715,11 +720,14 @@ def _call_frombuffer(m: Machine, arguments: tuple[object, ...]) -> object:
         m.bad("bad_array", "an array whose shape is not a tuple of sizes")
     if len(arguments) == 5:
         if order != "K":
-            m.bad("bad_order", f"an array of order {_shown(order)} with an order of dims, which only 'K' has")
+            m.bad(
+                "bad_order",
+                f"an array of order {shown_text(order)} with an order of dims, which only 'K' has",
+            )
         return _Array(_permuted(m, _located(m, payload, dtype, shape, None), arguments[4]))
     if order not in ("C", "F"):
-        m.bad("bad_order", f"an array of order {_shown(order)}; arrays are stored in order 'C', 'F', or 'K' with an "
-              "order of dims")  # fmt: skip
+        known = "arrays are stored in order 'C', 'F', or 'K' with an order of dims"
+        m.bad("bad_order", f"an array of order {shown_text(order)}; {known}")
     axes = tuple(range(len(shape) - 1, -1, -1)) if order == "F" else None
     return _Array(_located(m, payload, dtype, shape, axes))
 
@@ -751,7 +759,7 @@ def _call_dtype(m: Machine, arguments: tuple[object, ...]) -> object:
     if len(arguments) != 3 or arguments[1:] != (False, True) or not isinstance(arguments[0], str):
         m.unsafe("forbidden_call", "numpy.dtype in another form than for a plain number type")
     if arguments[0] not in ITEM_BYTES:
-        m.bad("unsupported_dtype", f"dtype {_shown(arguments[0])} is not a plain number type")
+        m.bad("unsupported_dtype", f"dtype {shown_text(arguments[0])} is not a plain number type")
     return NumpyDtype(arguments[0])
 
 
@@ -940,13 +948,13 @@ class _Level:
         return tuple(self.done) if isinstance(self.source, tuple) else self.done
 
 
-def _plain(m: Machine, root: object, budget: int) -> object:
-    """Copy the graph the opcodes built into plain values, at most ``budget`` of them.
+def plain_value(m: Machine, root: object, opcodes: int) -> object:
+    """Copy the graph that so many opcodes built into plain values, of which there may be few more than opcodes.
 
     The graph may share and even contain itself (that is what a memo is for), so its size as a tree has no
     bound; the copy has one. The stack is explicit: nesting in a file never becomes nesting of calls.
     """
-    levels = [_Level([root])]
+    levels, budget = [_Level([root])], opcodes + MAX_SHARED_VALUES
     while True:
         level = levels[-1]
         for value in level.pending:
@@ -964,11 +972,6 @@ def _plain(m: Machine, root: object, budget: int) -> object:
             if not levels:
                 return level.done[0]
             levels[-1].add(m, level.result())
-
-
-def plain_value(machine: Machine, root: object, opcodes: int) -> object:
-    """The result of a machine as plain values; ``opcodes`` is the number that were executed."""
-    return _plain(machine, root, opcodes + MAX_SHARED_VALUES)
 
 
 def _refuse_nesting(m: Machine, levels: list[_Level]) -> NoReturn:
@@ -1013,11 +1016,11 @@ def _rejoined(m: Machine, root: object) -> object:
     joined: dict[str, SplitArray] = {}
     for key, entry in table.items():
         if not isinstance(key, str) or key in root:
-            m.bad("bad_split", f"the split array {_shown(str(key))} is also stored whole")
+            m.bad("bad_split", f"the split array {shown_text(str(key))} is also stored whole")
         names, shape = _split_entry(m, key, entry)
         for name in names:
             if name in owner:
-                m.bad("bad_split", f"{_shown(name)} is a part of two arrays")
+                m.bad("bad_split", f"{shown_text(name)} is a part of two arrays")
             owner[name] = key
         joined[key] = _split_array(m, key, [root.get(name) for name in names], shape)
     out: dict[object, object] = {}
@@ -1040,16 +1043,19 @@ def _split_entry(m: Machine, key: str, entry: object) -> tuple[list[str], tuple[
             and is_shape(shape)
         ):
             return names, shape
-    m.bad("bad_split", f"the entry of the split array {_shown(key)} is not of the known form")
+    m.bad("bad_split", f"the entry of the split array {shown_text(key)} is not of the known form")
 
 
 def _split_array(m: Machine, key: str, values: list[object], shape: tuple[int, ...]) -> SplitArray:
     parts = tuple(part for part in values if isinstance(part, ArrayRef) and len(part.shape) == 1)
     if len(parts) != len(values) or len({part.dtype for part in parts}) != 1:
         m.bad(
-            "bad_split", f"the split array {_shown(key)} lacks a part, or its parts are not 1-D of one dtype"
+            "bad_split",
+            f"the split array {shown_text(key)} lacks a part, or its parts are not 1-D of one dtype",
         )
     total = sum(part.shape[0] for part in parts)
     if total != prod(shape):
-        m.bad("bad_split", f"the parts of {_shown(key)} hold {total} elements, {shape} needs {prod(shape)}")
+        m.bad(
+            "bad_split", f"the parts of {shown_text(key)} hold {total} elements, {shape} needs {prod(shape)}"
+        )
     return SplitArray(parts, shape)

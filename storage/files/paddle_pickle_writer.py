@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array as numbers_of
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from itertools import accumulate, islice
 from math import prod
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
-from paddle_reshard.storage.files.framed_pickle import FramedPickle
+from paddle_reshard.storage.files.framed_pickle import FramedPickle, simple_opcodes
 from paddle_reshard.storage.files.paddle_pickle import (
     ITEM_BYTES,
     MAX_INTEGER_KEY,
@@ -289,21 +288,17 @@ class _FramedEncoder:
             self._plain(value)
 
     def _plain(self, value: object) -> None:
-        if value is None or isinstance(value, bool) or type(value) is float:
-            self._file.simple(value)
-        elif type(value) is int:
-            self._file.number(value)
-        elif type(value) is str:
+        if type(value) is str:
             self._file.text(_of_length(value))
         elif type(value) is bytes:
             self._file.data(_of_length(value))
         else:
-            raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
+            self._file.simple(value)
 
     def _entry(self, key: object, value: object, depth: int) -> None:
         key = _checked_key(key)
         if isinstance(key, int):
-            self._file.number(key)
+            self._file.simple(key)
         else:
             number = self._file.text(_of_length(key))
             if isinstance(value, ArraySlot) and value.name is None and depth == 0:
@@ -342,7 +337,7 @@ class _FramedEncoder:
         steps: tuple[Callable[[], object], ...] = (
             lambda: self._payload(slot.slot, nbytes),
             lambda: self._dtype(slot.dtype),
-            lambda: self._file.tuple_of(slot.shape, self._file.number),
+            lambda: self._file.tuple_of(slot.shape, self._file.simple),
             lambda: self._file.text("C"),
         )
         self._file.named("numpy.core.numeric", "_frombuffer")
@@ -413,30 +408,7 @@ def plain_opcodes(value: object) -> bytes:
     if type(value) is str:
         data = value.encode()
         return _SHORT_TEXT[len(data)] + data if len(data) < 256 else _sized(data, b"\x8c", b"X")
-    if value is None:
-        return b"N"
-    if isinstance(value, bool):
-        return b"\x88" if value else b"\x89"
-    if type(value) is int:
-        return _int_opcodes(value)
-    if type(value) is float:
-        return b"G" + struct.pack(">d", value)
-    if type(value) is bytes:
-        return _sized(value, b"C", b"B")
-    raise TypeError(f"a value of type {type(value).__name__} has no place in a checkpoint file")
-
-
-def _int_opcodes(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + value.to_bytes(1, "little")
-    if 0 <= value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    width_bytes = value.bit_length() // 8 + 1
-    if width_bytes > 255:
-        raise ValueError("an integer of more than 255 bytes")
-    return b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True)
+    return _sized(value, b"C", b"B") if type(value) is bytes else simple_opcodes(value)
 
 
 def _sized(data: bytes, short: bytes, long: bytes) -> bytes:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
-from paddle_reshard.storage.files.paddle_pickle import ArrayRef, truncated
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef, is_file_name, shown_text, truncated
 from paddle_reshard.storage.files.paddle_pickle_writer import EncodedFile
 
 MAX_HEADER_BYTES: Final = 100_000_000
@@ -191,7 +191,7 @@ def _check_metadata(metadata: object, path: str) -> None:
     for key, value in metadata.items():
         _check_text(key, path)
         if not isinstance(value, str):
-            detail = f"{_METADATA} of {_shown(key)} is not text"
+            detail = f"{_METADATA} of {shown_text(key)} is not text"
             raise FormatError("bad_metadata", path, _LENGTH_BYTES, detail)
         _check_text(value, path)
 
@@ -200,7 +200,9 @@ def _check_text(value: str, path: str) -> None:
     try:
         nbytes = len(value.encode("utf-8"))
     except UnicodeEncodeError:
-        raise FormatError("bad_text", path, _LENGTH_BYTES, f"half a character in {_shown(value)}") from None
+        raise FormatError(
+            "bad_text", path, _LENGTH_BYTES, f"half a character in {shown_text(value)}"
+        ) from None
     if nbytes > MAX_NAME_BYTES:
         detail = f"a text of {nbytes} bytes, at most {MAX_NAME_BYTES} are read"
         raise FormatError("value_too_long", path, _LENGTH_BYTES, detail)
@@ -210,21 +212,21 @@ def _entry(key: str, value: object, start: int, path: str, codes: Mapping[str, s
     """Tag and array of a tensor; ``start`` is the byte offset of the first payload, ``codes`` those of known tags."""
     _check_text(key, path)
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        detail = f"the entry of {_shown(key)} is not {{dtype, shape, data_offsets}}"
+        detail = f"the entry of {shown_text(key)} is not {{dtype, shape, data_offsets}}"
         raise FormatError("bad_entry", path, _LENGTH_BYTES, detail)
     tag, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(tag, str) or tag not in codes:
-        detail = f"{_shown(key)} has the dtype {_shown(str(tag))}; known: {', '.join(codes)}"
+        detail = f"{shown_text(key)} has the dtype {shown_text(str(tag))}; known: {', '.join(codes)}"
         raise FormatError("unsupported_dtype", path, _LENGTH_BYTES, detail)
     if not _is_sizes(shape) or len(shape) > _MAX_RANK:
-        detail = f"the shape of {_shown(key)} is not a list of sizes"
+        detail = f"the shape of {shown_text(key)} is not a list of sizes"
         raise FormatError("bad_shape", path, _LENGTH_BYTES, detail)
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        detail = f"the data_offsets of {_shown(key)} are not a range"
+        detail = f"the data_offsets of {shown_text(key)} are not a range"
         raise FormatError("bad_offsets", path, _LENGTH_BYTES, detail)
     nbytes, expected = offsets[1] - offsets[0], prod(shape) * int(codes[tag][1:])
     if nbytes != expected:
-        detail = f"{_shown(key)} of shape {tuple(shape)} {tag} holds {nbytes} bytes, expected {expected}"
+        detail = f"{shown_text(key)} of shape {tuple(shape)} {tag} holds {nbytes} bytes, expected {expected}"
         raise FormatError("size_mismatch", path, _LENGTH_BYTES, detail)
     return tag, ArrayRef(start + offsets[0], codes[tag], tuple(shape), None, None)
 
@@ -238,17 +240,13 @@ def _check_tiling(tensors: Iterable[tuple[str, ArrayRef]], start: int, size_byte
     for key, ref in tensors:
         if ref.byte_offset != start:
             reason = "hole" if ref.byte_offset > start else "overlap"
-            detail = f"{_shown(key)} begins at byte {ref.byte_offset}, the bytes before it end at {start}"
+            detail = f"{shown_text(key)} begins at byte {ref.byte_offset}, the bytes before it end at {start}"
             raise FormatError(reason, path, ref.byte_offset, detail)
         start += ref.nbytes
     if start > size_bytes:
         raise FormatError("truncated", path, size_bytes, truncated(size_bytes, start))
     if start < size_bytes:
         raise FormatError("trailing_bytes", path, start, f"{size_bytes - start} bytes after the last tensor")
-
-
-def _shown(value: str) -> str:
-    return repr(value if len(value) <= 100 else value[:100] + "...")
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -306,7 +304,7 @@ def _check_slot(slot: TensorSlot) -> None:
     if not _is_sizes(list(slot.shape)) or len(slot.shape) > _MAX_RANK:
         raise ValueError(f"{slot.key!r}: {slot.shape!r} is not a shape")
     if slot.key == _METADATA or len(slot.key.encode("utf-8")) > MAX_NAME_BYTES:
-        raise ValueError(f"{_shown(slot.key)} cannot be the key of a tensor")
+        raise ValueError(f"{shown_text(slot.key)} cannot be the key of a tensor")
 
 
 # ------------------------------------------------------------------------------------------------ index files
@@ -331,16 +329,13 @@ def parse_index(data: bytes, path: str) -> Index:
         raise FormatError("bad_index", path, None, "its metadata is not a table")
     for key, name in weight_map.items():
         _check_text(key, path)
-        if not isinstance(name, str) or not _is_file_name(name):
-            detail = f"the file of {_shown(key)} is {_shown(str(name))}, which is not the name of a file"
+        if not isinstance(name, str) or not is_file_name(name):
+            detail = (
+                f"the file of {shown_text(key)} is {shown_text(str(name))}, which is not the name of a file"
+            )
             raise FormatError("bad_index", path, None, detail)
         _check_text(name, path)
     return Index(weight_map, metadata, root)
-
-
-def _is_file_name(name: str) -> bool:
-    """Whether it names a file next to the index, and nothing elsewhere."""
-    return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def format_index(index: Index) -> bytes:

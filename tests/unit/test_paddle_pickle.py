@@ -847,3 +847,16 @@ def test_parsing_needs_no_numpy_and_no_pickle(monkeypatch):
         patched.setattr(builtins, "__import__", guarded)
         root = parse(data).root
     assert root["s"] == 2.0
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_integers_are_as_short_as_python_writes_them(protocol: int) -> None:
+    values = [
+        sign * (2**bits + more)
+        for sign in (1, -1)
+        for bits in (7, 8, 15, 16, 31, 39, 63, 200)
+        for more in (-1, 0, 1)
+    ]
+    for value in values:
+        ((_, written),) = encode_pickle({"key": value}, protocol).literals
+        assert pickle.dumps(value, 3)[2:-1] in written, value
