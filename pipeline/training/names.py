@@ -8,7 +8,6 @@ without sequence parallelism, finds states under its names too, and they are tho
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -33,6 +32,7 @@ from paddle_reshard.pipeline.formats.jobs.keys import cell_name
 from paddle_reshard.pipeline.formats.model_meta import parse_model_meta
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
+from paddle_reshard.pipeline.training.tensors import hybrid_group
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 from paddle_reshard.storage.locate import Access, StorageOptions
 from paddle_reshard.tasks.index import index_here
@@ -110,8 +110,7 @@ def check_names(
 
 def _place() -> str:
     """The part of file names for this process's position in ``fleet``: ``tp00_pp01``; empty for a single rank."""
-    fleet = sys.modules.get("paddle.distributed.fleet")
-    group = getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
+    group = hybrid_group()
     if group is None:
         return ""
     places = (

@@ -55,9 +55,7 @@ def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) ->
     for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
         name = master.removeprefix(SLICE_PREFIX)
         if name not in parameters:
-            raise UsageError(
-                f"{master}: this master weight belongs to no parameter in the model's state_dict"
-            )
+            raise _of_no_parameter(master)
         key, parameter = parameters[name]
         expert = bool(getattr(parameter, "no_sync", False))
         if expert and experts.get(name) != _expert_of(key):
@@ -75,6 +73,10 @@ def rank_pieces(model: Any, optimizer: Any, *, tp: int = 1, tp_rank: int = 0) ->
             raise UnsupportedError(f"{name}: in none of the communication buffers of sharding stage 1 v2")
         pieces[master] = Piece(key, tuple(int(extent) for extent in parameter.shape), flat, whole=expert)
     return RankPieces(pieces, tp, tp_rank)
+
+
+def _of_no_parameter(master: str) -> UsageError:
+    return UsageError(f"{master}: this master weight belongs to no parameter in the model's state_dict")
 
 
 def rank_boxes(model: Any, optimizer: Any) -> RankBoxes:
@@ -111,9 +113,7 @@ def _boxes_from_optimizer(model: Any, optimizer: Any, of_model: Mapping[str, Any
         if key.endswith(MASTER_SUFFIX):
             name = names.get(key.removesuffix(MASTER_SUFFIX))
             if name is None:
-                raise UsageError(
-                    f"{key}: this master weight belongs to no parameter in the model's state_dict"
-                )
+                raise _of_no_parameter(key)
             masters[name] = _box(key, weight)
     return masters
 
@@ -130,9 +130,7 @@ def _boxes_of_stage3(stage3: Any, optimizer: Any, of_model: Mapping[str, Any]) -
     for master in optimizer.state_dict().get(MASTER_WEIGHTS, {}):
         name = master.removeprefix(SLICE_PREFIX)
         if name not in keys:
-            raise UsageError(
-                f"{master}: this master weight belongs to no parameter in the model's state_dict"
-            )
+            raise _of_no_parameter(master)
         box = _box(f"{keys[name]}{MASTER_SUFFIX}", of_model[keys[name]])
         if name != master:
             start, stop = (min(end, prod(box.local_shape)) for end in _slice_of_stage3(stage3, name))

@@ -284,10 +284,15 @@ def _as_bytes(tensor: Any) -> Any:
 # -------------------------------------------------------------------------------------------------- the job
 
 
+def hybrid_group() -> Any:
+    """The hybrid communication group of ``fleet``; ``None`` where fleet is not initialised."""
+    fleet = sys.modules.get("paddle.distributed.fleet")
+    return getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
+
+
 def tensor_parallel() -> TensorParallel:
     """This process's position among the tp ranks of ``fleet``; without an initialised fleet there is one rank."""
-    fleet = sys.modules.get("paddle.distributed.fleet")
-    group = getattr(getattr(fleet, "fleet", None), "_hcg", None)  # its getter fails before fleet.init
+    group = hybrid_group()
     if group is None:
         return TensorParallel()
     return TensorParallel(int(group.get_model_parallel_world_size()), int(group.get_model_parallel_rank()))
