@@ -110,6 +110,11 @@ class Lock:
     held: bool
 
 
+def _new_lock() -> Lock:
+    """A lock that a run of this process takes now."""
+    return Lock(this_process(), os.urandom(8).hex(), time.time(), LEASE_SECONDS, True)
+
+
 def blocker(lock: Lock, gone: bool, now: float) -> str | None:
     """Who holds a lock that is still valid, as text; ``None`` if it is not valid.
 
@@ -331,9 +336,8 @@ def acquire_lock(store: SessionStore, location: str, take_over: bool) -> bool:
     stored = store.read()
     if stored is None:
         return False
-    record, now = SessionRecord.parse(stored[0], store.location), time.time()
-    refuse_busy(record, location, take_over, now)
-    lock = Lock(this_process(), os.urandom(8).hex(), now, LEASE_SECONDS, True)
+    record, lock = SessionRecord.parse(stored[0], store.location), _new_lock()
+    refuse_busy(record, location, take_over, lock.renewed_at)
     if store.write(replace(record, lock=lock).data(), stored[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
@@ -372,7 +376,6 @@ class Session:
         identity: Identity,
         resume: bool,
         take_over: bool,
-        clock: Callable[[], float] = time.time,
     ) -> Session:
         """Begin a session, or resume the existing one.
 
@@ -383,15 +386,14 @@ class Session:
         TargetError
             If another run holds it, or if it exists and ``resume`` is not set.
         """
-        now, me = clock(), this_process()
-        lock = Lock(me, os.urandom(8).hex(), now, LEASE_SECONDS, True)
+        lock = _new_lock()
         stored = store.read()
         if stored is None:
-            record, version, records = SessionRecord(identity, lock, Phase.MOVE, me.boot), None, []
+            record, version, records = SessionRecord(identity, lock, Phase.MOVE, lock.holder.boot), None, []
         else:
             earlier = SessionRecord.parse(stored[0], store.location)
             version = stored[1]
-            refuse_busy(earlier, location, take_over, now)
+            refuse_busy(earlier, location, take_over, lock.renewed_at)
             if not resume:
                 refuse_unfinished(earlier, location)
             if (reason := difference(earlier.identity, identity)) is not None:
