@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from paddle_reshard.pipeline.core.topology import STRATEGIES
 
@@ -65,35 +65,28 @@ class Format(ABC):
     help: str
     """Description for the command line's help."""
 
-    @property
-    def options(self) -> Mapping[str, FormatOption]:
-        """Name → option, for the options that apply to a target of this format."""
-        return {}
-
-    @property
-    def needs_topology(self) -> bool:
-        """Whether a target must be given the topology of its job (``to``)."""
-        return False
-
-    @property
-    def average_options(self) -> Mapping[str, str]:
-        """Options that export the moving average as a model; empty if the format stores it along with the weights."""
-        return {}
-
-    @property
-    def model_only(self) -> bool:
-        """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
-        return False
-
-    @property
-    def starts_with(self) -> str:
-        """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
-        return ""
-
-    @property
-    def starts_with_masters(self) -> str:
-        """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
-        return ""
+    options: ClassVar[Mapping[str, FormatOption]] = {}
+    """Name → option, for the options that apply to a target of this format."""
+    needs_topology: ClassVar[bool] = False
+    """Whether a target must be given the topology of its job (``to``)."""
+    average_options: ClassVar[Mapping[str, str]] = {}
+    """Options that export the moving average as a model; empty if the format stores it along with the weights."""
+    model_only: ClassVar[bool] = False
+    """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
+    starts_with: ClassVar[str] = ""
+    """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
+    starts_with_masters: ClassVar[str] = ""
+    """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
+    cannot_hold: ClassVar[tuple[str, ...]] = ()
+    """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
+    holds_lora: ClassVar[bool] = False
+    """Whether its files can hold LoRA."""
+    special_optimizers: ClassVar[tuple[str, ...]] = ()
+    """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
+    by_table: ClassVar[bool] = False
+    """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
+    loses_tensors: ClassVar[bool] = False
+    """Whether its trainers lose tensors, which ``--fill`` can supply."""
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
         """Arguments with which a library's trainer reads it, and goes on saving it, under a sharding strategy.
@@ -101,31 +94,6 @@ class Format(ABC):
         ``None`` if the trainer cannot, or how is not known.
         """
         return None
-
-    @property
-    def cannot_hold(self) -> tuple[str, ...]:
-        """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
-        return ()
-
-    @property
-    def holds_lora(self) -> bool:
-        """Whether its files can hold LoRA."""
-        return False
-
-    @property
-    def special_optimizers(self) -> tuple[str, ...]:
-        """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
-        return ()
-
-    @property
-    def by_table(self) -> bool:
-        """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
-        return False
-
-    @property
-    def loses_tensors(self) -> bool:
-        """Whether its trainers lose tensors, which ``--fill`` can supply."""
-        return False
 
     @property
     def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
