@@ -109,7 +109,8 @@ def _table_of(convention: str, tables: RuleTables, former: RuleTable, config: Co
         raise RuleError(
             f"model type {model_type!r}",
             f"it is that of the recipe {former.recipe}; give the config.json of the model that is to train on with "
-            f"--config FILE, with model_type {' or '.join(former.library_types)}",
+            f"--config FILE, with model_type {' or '.join(former.library_types)}; a source without config.json needs "
+            "two conversions, the first with its own and without --convention",
         )
     families = sorted({name for t in tables if t.convention == convention for name in t.model_types})
     raise RuleError(
