@@ -650,6 +650,18 @@ def test_the_library_goes_on_with_all_states(case: str, model_type: str, tmp_pat
     assert json.loads((tmp_path / "made/config.json").read_bytes())["model_type"] == model_type
 
 
+def test_a_source_without_its_config_takes_the_names_of_the_library_in_two_steps(tmp_path: Path) -> None:
+    source, asked = _case(FLEX) / "checkpoint-3", {"to": "tp=1", "convention": "paddleformers"}
+    with pytest.raises(RuleError, match="needs two conversions, the first with its own and without --conv"):
+        paddle_reshard.plan(source, config=_config(FLEX), **asked)
+    paddle_reshard.convert(source, tmp_path / "first", to="sharding=2,ep=2", config=_config(FLEX))
+    config = _library_config(tmp_path, FLEX, "ernie4_5_moe")
+    paddle_reshard.convert(tmp_path / "first", tmp_path / "made", config=config, **asked)
+    wanted = dict(_in_library(*entry) for entry in _truth(FLEX).items())
+    wanted = {key: array.tobytes() for key, array in wanted.items() if f"{BIAS}." not in key}
+    assert read_one_card(tmp_path / "made") == wanted
+
+
 def test_a_dense_model_of_the_library_goes_back_to_the_recipe(tmp_path: Path) -> None:
     """Parameters, optimizer and average: the config of the recipe says that its job is to train on."""
     given = _case(SHARDED) / "checkpoint-3"
