@@ -94,7 +94,7 @@ def test_only_answers_of_paddlenlp_are_not_known() -> None:
     assert set(LOGITS.glob("*.npz")) <= {case.logits for case in CASES}
 
 
-@pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: f"{table.family}-{table.convention}")
+@pytest.mark.parametrize("table", [*shipped_tables()], ids=lambda table: f"{table.family}-{table.convention}")
 def test_a_table_is_called_proven_by_transformers_if_a_case_here_proves_it(table: RuleTable) -> None:
     asked = {(case.config["model_type"], case.convention) for case in CASES if case.logits.exists()}
     current = table.version is None and not table.recipe
