@@ -10,11 +10,10 @@ from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType, Tensor
-from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.placement import ArrayKind, Placements
 
 
-class StoredTensors:
+class TensorCollector:
     """Collects tensors and the arrays that hold them, numbering the copies of each tensor."""
 
     def __init__(
@@ -70,15 +69,6 @@ class StoredTensors:
     def catalog(self, implied: Mapping[int, int] | None = None) -> Catalog:
         """All that was added."""
         return Catalog(self.tensors, self.files, self.placements.fragments(), implied or {})
-
-
-def aliases_of(model: Model) -> dict[str, tuple[str, ...]]:
-    """Key → the keys that are tied to it."""
-    aliases: dict[str, tuple[str, ...]] = {}
-    for tensor in model.tensors:
-        if tensor.tied_to is not None:
-            aliases[tensor.tied_to] = (*aliases.get(tensor.tied_to, ()), tensor.key)
-    return aliases
 
 
 def not_held(key: str, state: str) -> CoverageError:

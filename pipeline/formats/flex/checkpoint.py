@@ -38,7 +38,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
 )
 from paddle_reshard.pipeline.formats.flex.source import Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.formats.flex.stacked import arrays_with_two_dims, with_two_dims
-from paddle_reshard.pipeline.formats.reading import aliases_of, not_held
+from paddle_reshard.pipeline.formats.reading import not_held
 from paddle_reshard.pipeline.model.completeness import check_complete
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, predict_parameter_names, read_model
@@ -308,7 +308,7 @@ def _check(model: Model, catalog: Catalog) -> None:
 
 def _with_implied(catalog: Catalog, model: Model) -> Catalog:
     """The catalog with parameters that no file holds added as casts of their master weights."""
-    aliases, index = aliases_of(model), catalog.index()
+    aliases, index = model.aliases, catalog.index()
     tensors = list(catalog.tensors)
     implied = {}
     for of_model in model.tensors:

@@ -33,7 +33,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
     folder_of,
     paddleformers_name,
 )
-from paddle_reshard.pipeline.formats.reading import StoredTensors, not_a_number
+from paddle_reshard.pipeline.formats.reading import TensorCollector, not_a_number
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut, in_words
 from paddle_reshard.storage.files.dist_metadata import Columns, DistMetadata
@@ -153,7 +153,7 @@ class _FlexCatalogBuilder:
     """Adds the arrays of all folders to the tensors that their metadata describe."""
 
     def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
-        self.stored = StoredTensors(File(path, sizes[path]) for path in sorted(sizes))
+        self.stored = TensorCollector(File(path, sizes[path]) for path in sorted(sizes))
         self.sizes, self.fused = sizes, fused
         self.copies = defaultdict[int, int](int)
         """Tensor → number of copies so far."""

@@ -57,7 +57,7 @@ from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
 )
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta, parse_model_meta
-from paddle_reshard.pipeline.formats.reading import StoredTensors, aliases_of, common_dtype, not_held
+from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import check_layers, lost
 from paddle_reshard.pipeline.model.lora_config import Adapter
@@ -575,7 +575,7 @@ class _HybridCatalogBuilder:
         self.missing: set[str] = set()
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
         self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
-        self.stored = StoredTensors(files, aliases_of(model), max(self.topology.tp, self.topology.ep))
+        self.stored = TensorCollector(files, model.aliases, max(self.topology.tp, self.topology.ep))
 
     def catalog(self) -> Catalog:
         for cell, group in zip(self.source.cells, self.groups, strict=True):

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedErro
 from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import PARAM
-from paddle_reshard.pipeline.formats.reading import StoredTensors
+from paddle_reshard.pipeline.formats.reading import TensorCollector
 from paddle_reshard.pipeline.formats.unified.format import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import ADAPTER
 from paddle_reshard.pipeline.formats.writing import UNCUT
@@ -50,7 +50,7 @@ def index_adapter(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     config = files.config()
     in_model = keys_in_model(tables, keys, config)
     table = choose_table(tables, [in_model.get(key, key) for key in keys], config, UNIFIED)
-    stored = StoredTensors(File(path, files.sizes[path]) for path in sorted(held))
+    stored = TensorCollector(File(path, files.sizes[path]) for path in sorted(held))
     for file in stored.files:
         payload = held[file.path]
         for saved, array in payload.tensors.items():

@@ -44,8 +44,7 @@ from paddle_reshard.pipeline.core.tensors import (
     is_per_parameter,
 )
 from paddle_reshard.pipeline.formats.reading import (
-    StoredTensors,
-    aliases_of,
+    TensorCollector,
     common_dtype,
     not_a_number,
     not_held,
@@ -409,9 +408,7 @@ def _catalog(arrays: Arrays, model: Model, files: Sequence[UnifiedFile], sizes: 
     """The tensors in the files, and those that are cast from others."""
     cutting = _Cutting(model, files)
     sliced = bool(cutting.sliced(arrays))
-    stored = StoredTensors(
-        [File(file.path, sizes[file.path]) for file in files], aliases_of(model), cutting.tp
-    )
+    stored = TensorCollector([File(file.path, sizes[file.path]) for file in files], model.aliases, cutting.tp)
     for (key, state), of_tensor in arrays.items():
         shape = cutting.by_key[key].global_shape
         if is_per_parameter(state):
@@ -428,7 +425,7 @@ def _catalog(arrays: Arrays, model: Model, files: Sequence[UnifiedFile], sizes: 
     return stored.catalog(_imply(stored, model, arrays))
 
 
-def _add_numbers(stored: StoredTensors, key: str, state: str, arrays: Sequence[_StoredArray]) -> None:
+def _add_numbers(stored: TensorCollector, key: str, state: str, arrays: Sequence[_StoredArray]) -> None:
     """Every rank that holds a piece of a parameter holds a copy of its numbers."""
     dtype = arrays[0].dtype
     index = stored.tensor(key, state, dtype, (1,))
@@ -440,7 +437,7 @@ def _add_numbers(stored: StoredTensors, key: str, state: str, arrays: Sequence[_
 
 
 def _add_slices(
-    stored: StoredTensors, index: int, cut: TensorCut, local: Shape, arrays: Sequence[_StoredArray]
+    stored: TensorCollector, index: int, cut: TensorCut, local: Shape, arrays: Sequence[_StoredArray]
 ) -> None:
     """One copy of a rank's piece, in consecutive slices of its flattening."""
     rank = arrays[0].file.tp if cut.dim is not None else 0
@@ -453,7 +450,7 @@ def _add_slices(
 
 
 def _add_whole(
-    stored: StoredTensors, index: int, cut: TensorCut, local: Shape, arrays: Sequence[_StoredArray]
+    stored: TensorCollector, index: int, cut: TensorCut, local: Shape, arrays: Sequence[_StoredArray]
 ) -> None:
     """Copies of a rank's piece."""
     rank = arrays[0].file.tp if cut.dim is not None else 0
@@ -469,7 +466,7 @@ def _add_whole(
         stored.place(index, kind, dtype, rank, stored.copy(index, rank), path, array.array.byte_offset)
 
 
-def _imply(stored: StoredTensors, model: Model, arrays: Arrays) -> dict[int, int]:
+def _imply(stored: TensorCollector, model: Model, arrays: Arrays) -> dict[int, int]:
     """Tensors that no file holds → their source: parameters are cast from master weights, and vice versa."""
     implied = {}
     index = {identity: number for number, identity in enumerate(arrays)}
