@@ -130,7 +130,7 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
         files = {file.path: file.size_bytes for file in plan.source_files}
         source = Nothing(files, Path(gate), workers)
         conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None, quantised=Quantisation())
-        target = LocalTarget(Path(folder) / "T", overwrite=False)
+        target = LocalTarget(Path(folder) / "T")
         marks: list[tuple[float, float]] = []
 
         def counted(*arguments: Any) -> Any:

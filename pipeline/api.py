@@ -25,7 +25,8 @@ from paddle_reshard.pipeline.request.options import (
     takes,
 )
 from paddle_reshard.pipeline.request.parse import locations_of, read_settings
-from paddle_reshard.storage.locate import StorageOptions, open_target
+from paddle_reshard.storage.locate import Access, StorageOptions, open_target
+from paddle_reshard.storage.store import Permission
 
 
 @overload
@@ -145,7 +146,6 @@ def clean(
     TargetError
         If the conversion is running, or its lock has not expired.
     """
-    unfinished = open_target(
-        os.fspath(target), False, storage_options or {}, True, take_over=take_over, schemes=allow_scheme
-    )
+    access = Access(storage_options or {}, tuple(allow_scheme))
+    unfinished = open_target(os.fspath(target), access, Permission(resume=True, take_over=take_over))
     return tuple(unfinished.clean())

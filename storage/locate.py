@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES, S3_SCHEMES
-from paddle_reshard.storage.store import Source
+from paddle_reshard.storage.store import Permission, Source
 
 if TYPE_CHECKING:
     from paddle_reshard.storage.local.target import LocalTarget
@@ -116,17 +116,9 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
 
 
 def open_target(
-    location: str,
-    overwrite: bool,
-    options: StorageOptions,
-    resume: bool = False,
-    take_over: bool = False,
-    schemes: Collection[str] = (),
+    location: str, access: Access, permission: Permission = Permission()
 ) -> LocalTarget | StagedTarget | S3Target:
     """Check that a new checkpoint can be written to a location; nothing is written yet.
-
-    With ``resume``, the location may hold an unfinished conversion; with ``take_over``, also a conversion whose process
-    on another machine may still be alive.
 
     Raises
     ------
@@ -136,21 +128,21 @@ def open_target(
         If the scheme of a URL is not allowed or cannot be written, or the URL is malformed.
     """
     _refuse_hub(location)
-    check_scheme(location, schemes)
+    check_scheme(location, access.schemes)
     if is_local(location):
         from paddle_reshard.storage.local.target import LocalTarget
 
-        return LocalTarget(local_path(location), overwrite, resume, take_over)
+        return LocalTarget(local_path(location), permission)
     from paddle_reshard.storage.remote.target import StagedTarget
 
-    folder = open_folder(location, options, TargetError)
+    folder = open_folder(location, access.options, TargetError)
     if "::" not in location and _scheme(location) in S3_SCHEMES:
         from paddle_reshard.storage.s3.folder import S3Folder
         from paddle_reshard.storage.s3.target import S3Target
 
         if isinstance(folder, S3Folder):
-            return S3Target(folder, overwrite, resume, take_over)
-    return StagedTarget(folder, overwrite, resume, take_over)
+            return S3Target(folder, permission)
+    return StagedTarget(folder, permission)
 
 
 def _refuse_hub(location: str) -> None:

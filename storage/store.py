@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.part_limits import CopyLimits
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 OWN_PREFIX = ".paddle_reshard_"
 """Prefix of names that do not belong to a checkpoint."""
+
+
+class Permission(NamedTuple):
+    """What the location of a new checkpoint may hold, because the user says so; by default nothing."""
+
+    overwrite: bool = False
+    """A checkpoint, which is replaced."""
+    resume: bool = False
+    """An unfinished conversion, which is continued."""
+    take_over: bool = False
+    """One whose process, on another machine, may still be running."""
 
 
 @dataclass(frozen=True, slots=True)

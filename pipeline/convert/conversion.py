@@ -66,6 +66,7 @@ from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
+from paddle_reshard.storage.store import Permission
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.index import index_here
 
@@ -149,7 +150,7 @@ def plan_request(
     """
     locations = request.locations
     if outputs is None and locations.targets:
-        outputs = open_targets(locations, settings.resume)
+        outputs = open_targets(locations, settings)
     altered = read(request, index_files)
     if outputs is None:
         return plan_checkpoint(altered, request)
@@ -162,21 +163,16 @@ def plan_request(
     return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
 
 
-def open_targets(locations: Locations, resume: bool, take_over: bool = False) -> Outputs:
+def open_targets(locations: Locations, settings: RunSettings) -> Outputs:
     """Open all targets; a location that is already in use is refused before anything is read."""
     for number, location in enumerate(locations.targets):
         for read in (*locations.sources, *locations.brought):
             check_apart(read, location)
         for earlier in locations.targets[:number]:
             check_targets_apart(earlier, location)
-    access = locations.writing
+    permission = Permission(locations.overwrite, settings.resume, settings.take_over)
     try:
-        return Outputs(
-            [
-                open_target(location, locations.overwrite, access.options, resume, take_over, access.schemes)
-                for location in locations.targets
-            ]
-        )
+        return Outputs([open_target(at, locations.writing, permission) for at in locations.targets])
     except TargetError:
         for source in locations.sources:  # a mistake there comes first, as it does in the command
             open_source(source, *locations.reading)
@@ -192,7 +188,7 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
         If all targets are finished already.
     """
     locations = read_locations((source,), targets, asked)
-    outputs = open_targets(locations, True, settings.take_over)
+    outputs = open_targets(locations, settings)
     for store in outputs.targets.values():
         if (session := store.unfinished) is None:
             continue
@@ -233,7 +229,7 @@ def run_request(
     started = time.monotonic()
     earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
-    outputs = open_targets(request.locations, settings.resume, settings.take_over)
+    outputs = open_targets(request.locations, settings)
     conversion = plan_request(request, settings, index_files, engine.in_process, outputs, read)
     plan, conversion = conversion.plan, replace(conversion, asked=asked)
     if settings.expected_plan is not None:

@@ -63,7 +63,7 @@ from paddle_reshard.storage.locate import (
     source_access,
     target_access,
 )
-from paddle_reshard.storage.store import OWN_PREFIX, Receipt, TargetStore
+from paddle_reshard.storage.store import OWN_PREFIX, Permission, Receipt, TargetStore
 
 _EXPORT: Final = "huggingface"
 _NOT_COMPARED = ("memory",)
@@ -326,7 +326,7 @@ class _Publisher:
         self, where: str, new: StoredModel, texts: Mapping[str, bytes], spool: IO[bytes], at_a_time: int
     ) -> None:
         access = self.versions.access
-        target = open_target(where, False, access.options, True, schemes=access.schemes)
+        target = open_target(where, access, Permission(resume=True))
         units = [_unit(target, path, text, spool) for path, text in texts.items()]
         content = hashlib.sha256(b"".join(texts.values())).hexdigest()[:16]
         sizes = {unit.path: unit.nbytes for unit in units}

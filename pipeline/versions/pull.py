@@ -56,7 +56,7 @@ from paddle_reshard.storage.locate import (
     open_source,
     open_target,
 )
-from paddle_reshard.storage.store import Receipt, Source, TargetStore
+from paddle_reshard.storage.store import Permission, Receipt, Source, TargetStore
 
 _PULLED = "pulled"
 """Entry of the manifest of a copy: the version that it holds, and where that lies."""
@@ -113,7 +113,7 @@ def pull(
     access = Access(storage_options or {}, tuple(allow_scheme))
     known = Versions(open_root(os.fspath(versions), access.options, access.schemes), access)
     number = _wanted(known, version)
-    target = open_target(where, True, {}, True, take_over)
+    target = open_target(where, Access({}), Permission(True, True, take_over))
     held = _held(target, where, known.root.location)
     if held == number:
         start, written = number, Written(0, 0)

@@ -50,6 +50,7 @@ from paddle_reshard.storage.store import (
     Identity,
     NewFile,
     Openness,
+    Permission,
     Read,
     ReadRange,
     Receipt,
@@ -167,10 +168,10 @@ class LocalTarget:
     smallest_part_bytes = 1
     most_parts = None
 
-    def __init__(self, root: Path, overwrite: bool, resume: bool = False, take_over: bool = False) -> None:
+    def __init__(self, root: Path, permission: Permission = Permission()) -> None:
         self.root = Path(os.path.abspath(root))
         self.location = str(root)
-        self.overwrite, self.resume, self.take_over = overwrite, resume, take_over
+        self.permission = permission
         self.staging = Staging(staging_folder(self.root), self.location)
         self.files: Sequence[NewFile] = ()
         self.session: Session | None = None
@@ -178,11 +179,11 @@ class LocalTarget:
             left = self.staging.find()
             self.unfinished = None if left is None or self.staging.is_moved(left) else left.identity
             if left is None or self.staging.is_moved(left):
-                if not resume:
-                    check_free(self.root, overwrite)
+                if not permission.resume:
+                    check_free(self.root, permission.overwrite)
             else:  # before the source is read; whoever takes the session looks again
-                refuse_busy(left, self.location, take_over, time.time())
-                if not resume:
+                refuse_busy(left, self.location, permission, time.time())
+                if not permission.resume:
                     refuse_unfinished(left, self.location)
 
     def _translated(self) -> AbstractContextManager[None]:
@@ -219,7 +220,7 @@ class LocalTarget:
         if left is None:
             self.staging.session_store.tidy()
         elif self.staging.is_moved(left):
-            with self.staging.taken(self.take_over) as still:
+            with self.staging.taken(self.permission) as still:
                 if still is not None and self.staging.is_moved(still):
                     self._remove_replaced()
                     self.staging.session_store.remove_alone()
@@ -235,9 +236,9 @@ class LocalTarget:
         with self._translated():
             self._sweep()
             if self.staging.find() is None:
-                check_free(self.root, self.overwrite)
+                check_free(self.root, self.permission.overwrite)
             self.files = files
-            self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+            self.session, records = self.staging.begin(files, identity, self.permission)
         return LocalWriter(self.staging.files, self.location, direct_writes(self.staging.files)), records
 
     def note(self, records: Sequence[Record]) -> None:
@@ -272,7 +273,7 @@ class LocalTarget:
                 list(pool.map(sync, (staging.files / path for path in files)))  # raises the first error
             for path in sorted(inner, reverse=True):  # "." comes last
                 sync(staging.files / path)
-            occupied = check_free(self.root, self.overwrite)
+            occupied = check_free(self.root, self.permission.overwrite)
             session.update(phase=Phase.PUBLISH)
             if occupied:
                 self._set_aside()
@@ -317,7 +318,7 @@ class LocalTarget:
         with self._translated():
             if not folder.is_dir():
                 return []
-            with self.staging.taken(self.take_over):
+            with self.staging.taken(self.permission):
                 self._take_back()
         return [str(folder)]
 

@@ -51,6 +51,7 @@ from paddle_reshard.storage.store import (
     Identity,
     NewFile,
     Openness,
+    Permission,
     ReadRange,
     Receipt,
     Record,
@@ -74,9 +75,8 @@ class FsspecTarget(ABC):
     smallest_part_bytes = 1
     most_parts: int | None = None
 
-    def __init__(self, folder: FsspecFolder, overwrite: bool, resume: bool, take_over: bool) -> None:
-        self.folder, self.overwrite = folder, overwrite
-        self.resume, self.take_over = resume, take_over
+    def __init__(self, folder: FsspecFolder, permission: Permission = Permission()) -> None:
+        self.folder, self.permission = folder, permission
         self.location = folder.location
         self.files: dict[str, NewFile] = {}
         self.receipts: Mapping[tuple[str, int], Receipt] = {}
@@ -88,12 +88,12 @@ class FsspecTarget(ABC):
         self.unfinished: Identity | None = None
         if found is not None and not self.is_published(found, listing):
             self.unfinished = found.identity
-            refuse_busy(found, self.location, take_over, time.time())
-            if not resume:
+            refuse_busy(found, self.location, permission, time.time())
+            if not permission.resume:
                 refuse_unfinished(found, self.location)
-        elif not resume:
+        elif not permission.resume:
             self.check_free(listing)
-        folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=overwrite)
+        folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=permission.overwrite)
 
     @abstractmethod
     def open_session_store(self) -> SessionStore:
@@ -123,7 +123,7 @@ class FsspecTarget(ABC):
         names = [name for name in listing.files if not name.startswith(OWN_PREFIX)]
         if not names and not listing.folders:
             return []
-        if not self.overwrite:
+        if not self.permission.overwrite:
             raise TargetError(
                 f"{self.location}: is not empty; choose another target, or --overwrite to replace it"
             )
@@ -174,7 +174,7 @@ class FsspecTarget(ABC):
         listing = self.folder.listing()
         found = self.find_session(listing)
         if found is not None and self.is_published(found, listing):
-            acquire_lock(self.session_store, self.location, self.take_over)
+            acquire_lock(self.session_store, self.location, self.permission)
             self.session_store.remove()
             return self.folder.listing(), None
         return listing, found
@@ -248,7 +248,7 @@ class FsspecTarget(ABC):
             session.update(phase=Phase.PUBLISH)
         self._show([name for name in self.files if is_marker(name)], listing)
         session.check()
-        if self.overwrite:
+        if self.permission.overwrite:
             self.folder.attempt(manifest_path, self.folder.put, manifest_path, manifest)
         elif not self.folder.attempt(manifest_path, self.folder.put_new, manifest_path, manifest):
             raise TargetError(
@@ -281,7 +281,9 @@ class FsspecTarget(ABC):
         self.session.stop()
         self.session_store.shorten_timeouts()
         failures = self.take_back()
-        visible = self.made if self.overwrite or self.session.phase is Phase.MOVE else self.files.keys()
+        visible = (
+            self.made if self.permission.overwrite or self.session.phase is Phase.MOVE else self.files.keys()
+        )
         failures += self.try_each(self.folder.delete, sorted(visible, key=lambda n: (not is_marker(n), n)))
         try:
             self.session_store.remove()
@@ -385,7 +387,7 @@ class StagedTarget(FsspecTarget):
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
-            self.session, records = self.staging.begin(files, identity, self.resume, self.take_over)
+            self.session, records = self.staging.begin(files, identity, self.permission)
         return StagedWriter(self.staging.files, self.location), records
 
     def make_visible(self, name: str) -> None:
@@ -402,6 +404,6 @@ class StagedTarget(FsspecTarget):
         with translated(folder, self.location, TargetError):
             if not folder.is_dir():
                 return []
-            with self.staging.taken(self.take_over):
+            with self.staging.taken(self.permission):
                 self.staging.session_store.remove_alone()
         return [str(folder)]

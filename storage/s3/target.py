@@ -36,6 +36,7 @@ from paddle_reshard.storage.store import (
     CopyRange,
     Identity,
     NewFile,
+    Permission,
     ReadRange,
     Receipt,
     Record,
@@ -105,11 +106,11 @@ class S3Target(FsspecTarget):
     smallest_part_bytes = SMALLEST_PART_BYTES
     most_parts = MOST_PARTS
 
-    def __init__(self, folder: S3Folder, overwrite: bool, resume: bool, take_over: bool) -> None:
+    def __init__(self, folder: S3Folder, permission: Permission = Permission()) -> None:
         self.s3 = folder
         self.uploads: dict[str, str] = {}
         self.completed: set[str] = set()
-        super().__init__(folder, overwrite, resume, take_over)
+        super().__init__(folder, permission)
 
     def open_session_store(self) -> SessionStore:
         """The session, under keys next to those of the new files."""
@@ -155,11 +156,11 @@ class S3Target(FsspecTarget):
             check_limits(new)
         writes = any(new.size_bytes for new in files)
         with ThreadPoolExecutor(1) as beside:  # the trial and the session do not know each other
-            trial = beside.submit(self._part_check, True) if writes and not self.resume else None
-            session = Session.take(self.session_store, self.location, identity, self.resume, self.take_over)
+            trial = beside.submit(self._part_check, True) if writes and not self.permission.resume else None
+            session = Session.take(self.session_store, self.location, identity, self.permission)
             self.session = session
         self.uploads = dict(session.record.uploads)
-        if self.resume:
+        if self.permission.resume:
             self._abort_strays()
         begins = session.phase is Phase.MOVE and not any(self.uploads.values())
         check = PartCheck.MD5
@@ -275,7 +276,7 @@ class S3Target(FsspecTarget):
         refuse_replacing(found, self.location)
         session = (
             find_session(self.session_store)
-            if acquire_lock(self.session_store, self.location, self.take_over)
+            if acquire_lock(self.session_store, self.location, self.permission)
             else None
         )
         strays = self.folder.attempt("", uploads.list_uploads, self.s3)

@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, parse_memory
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import typed
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
-from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Receipt, Record
+from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Permission, Receipt, Record
 
 _RECEIPT = tuple[str, int, int, str, str, str, str]
 """The fields of a :class:`Receipt`, as a line of the ledger holds them."""
@@ -282,7 +282,7 @@ def find_session(store: SessionStore) -> SessionRecord | None:
     return None if stored is None else SessionRecord.parse(stored[0], store.location)
 
 
-def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: float) -> None:
+def refuse_busy(record: SessionRecord, location: str, permission: Permission, now: float) -> None:
     """Refuse while another run holds the lock; a lock of another machine can be taken over.
 
     Raises
@@ -303,7 +303,7 @@ def refuse_busy(record: SessionRecord, location: str, take_over: bool, now: floa
     )
     if here:
         raise BusyError(f"{location}: another conversion is writing it: {owner}; wait for it, or stop it")
-    if not take_over:
+    if not permission.take_over:
         remaining = lock.lease_seconds - max(0.0, now - lock.renewed_at)
         raise BusyError(
             f"{location}: another conversion is writing it: {owner}; if it has ended, wait {remaining:.0f} s, or "
@@ -325,7 +325,7 @@ def refuse_unfinished(record: SessionRecord, location: str) -> None:
     )
 
 
-def acquire_lock(store: SessionStore, location: str, take_over: bool) -> bool:
+def acquire_lock(store: SessionStore, location: str, permission: Permission) -> bool:
     """Take the lock of a session in order to remove it; False if there is no session.
 
     Raises
@@ -337,7 +337,7 @@ def acquire_lock(store: SessionStore, location: str, take_over: bool) -> bool:
     if stored is None:
         return False
     record, lock = SessionRecord.parse(stored[0], store.location), _new_lock()
-    refuse_busy(record, location, take_over, lock.renewed_at)
+    refuse_busy(record, location, permission, lock.renewed_at)
     if store.write(replace(record, lock=lock).data(), stored[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
@@ -369,14 +369,7 @@ class Session:
         self._thread.start()
 
     @classmethod
-    def take(
-        cls,
-        store: SessionStore,
-        location: str,
-        identity: Identity,
-        resume: bool,
-        take_over: bool,
-    ) -> Session:
+    def take(cls, store: SessionStore, location: str, identity: Identity, permission: Permission) -> Session:
         """Begin a session, or resume the existing one.
 
         Raises
@@ -384,7 +377,7 @@ class Session:
         StaleSessionError
             If it belongs to another conversion.
         TargetError
-            If another run holds it, or if it exists and ``resume`` is not set.
+            If another run holds it, or if it exists and may not be resumed.
         """
         lock = _new_lock()
         stored = store.read()
@@ -393,8 +386,8 @@ class Session:
         else:
             earlier = SessionRecord.parse(stored[0], store.location)
             version = stored[1]
-            refuse_busy(earlier, location, take_over, lock.renewed_at)
-            if not resume:
+            refuse_busy(earlier, location, permission, lock.renewed_at)
+            if not permission.resume:
                 refuse_unfinished(earlier, location)
             if (reason := difference(earlier.identity, identity)) is not None:
                 raise StaleSessionError(

@@ -38,7 +38,7 @@ from paddle_reshard.storage.session.ledger import (
     parse_ledger,
     refuse_busy,
 )
-from paddle_reshard.storage.store import Identity, NewFile, Openness, Receipt, Record
+from paddle_reshard.storage.store import Identity, NewFile, Openness, Permission, Receipt, Record
 
 MOST_TRIES = 1000
 MOST_REFUSALS = 10
@@ -279,7 +279,7 @@ class Staging:
         return find_session(self.session_store)
 
     @contextlib.contextmanager
-    def taken(self, take_over: bool) -> Iterator[SessionRecord | None]:
+    def taken(self, permission: Permission) -> Iterator[SessionRecord | None]:
         """Take the lock in order to remove everything; this writes nothing, so it works on a full disk.
 
         Raises
@@ -290,14 +290,14 @@ class Staging:
         with self.session_store.locked():
             left = self.find()
             if left is not None:
-                refuse_busy(left, self.location, take_over, time.time())
+                refuse_busy(left, self.location, permission, time.time())
             yield left
 
     def begin(
-        self, files: Sequence[NewFile], identity: Identity, resume: bool, take_over: bool
+        self, files: Sequence[NewFile], identity: Identity, permission: Permission
     ) -> tuple[Session, list[Record]]:
         """Create every file in its final size, or find the files of an earlier run; the units that are done."""
-        session = Session.take(self.session_store, self.location, identity, resume, take_over)
+        session = Session.take(self.session_store, self.location, identity, permission)
         try:
             return session, self._restore(files, session)
         except BaseException:

@@ -89,9 +89,7 @@ class Conversion:
         """Run it with another engine; the result must not differ in any byte."""
         made = self.folder / "made"
         engine = engine if isinstance(engine, Engine) else Through(engine)
-        report = run_conversion(
-            self.plan, Outputs([LocalTarget(made, overwrite=False)]), engine, ignore_events
-        )
+        report = run_conversion(self.plan, Outputs([LocalTarget(made)]), engine, ignore_events)
         assert contents(made) == self.files
         assert anywhere(report) == anywhere(self.inline)
         return report
@@ -126,7 +124,7 @@ def plan(made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]], tmp_pat
         key = (to, group_bytes, *sorted(options.items()))
         if key not in made_inline:
             planned = small.plan(source, there, to=to, **options)
-            target = Outputs([LocalTarget(there, overwrite=False)])
+            target = Outputs([LocalTarget(there)])
             made_inline[key] = run_conversion(planned, target, InlineEngine(), ignore_events), contents(there)
         anew = small.plan(source, tmp_path / "made", to=to, **options)
         return Conversion(anew, *made_inline[key], tmp_path)

@@ -57,7 +57,7 @@ calls.PATIENCE_SECONDS = 1.0
 plan = in_groups(int(sys.argv[5])).plan(source, target, to="tp=2,sharding=3")
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes, seconds), writer))
 try:
-    workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
+    workflow.run_conversion(plan, Outputs([LocalTarget(target)]), watched, workflow.ignore_events)
 except paddle_reshard.ReshardError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """

@@ -91,7 +91,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
     options = {"decay": 0.7, "format": "huggingface"}
     small.average(series, tmp_path / "inline", **options)
     planned = small.plan_average(series, tmp_path / "ray", **options)
-    target = Outputs([LocalTarget(tmp_path / "ray", overwrite=False)])
+    target = Outputs([LocalTarget(tmp_path / "ray")])
     run_conversion(planned, target, engine(exchange=exchange), ignore_events)
     assert contents(tmp_path / "ray") == contents(tmp_path / "inline")
     assert bool(exchanged) == (exchange == "always")
@@ -138,7 +138,7 @@ def test_workers_quantise_and_dequantise(tmp_path: Path) -> None:
         inline, made = tmp_path / f"{name}-inline", tmp_path / name
         small.convert(source, inline, **options)
         planned = small.plan(source, made, **options)
-        outputs = Outputs([LocalTarget(made, overwrite=False)])
+        outputs = Outputs([LocalTarget(made)])
         run_conversion(planned, outputs, engine(exchange="always"), ignore_events)
         assert contents(made) == contents(inline)
         source = inline
@@ -159,7 +159,7 @@ def test_states_of_another_step_are_refused(format: str, exchange: str, tmp_path
     ) as refused:
         run_conversion(
             planned,
-            Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
+            Outputs([LocalTarget(tmp_path / "made")]),
             engine(exchange=exchange),
             ignore_events,
         )
@@ -171,7 +171,7 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     conversion = plan()
     report = run_conversion(
         conversion.plan,
-        Outputs([LocalTarget(tmp_path / "made", overwrite=False)]),
+        Outputs([LocalTarget(tmp_path / "made")]),
         Through(
             lambda works, source, target: engine(workers=1).run(
                 works, FailsOnce(source, tmp_path / "failed"), target
@@ -351,7 +351,7 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
     path = conversion.plan.plan.source_files[int(copy["target_file"])].path
     reports = []
     for inner in (InlineEngine(), engine(exchange="always")):
-        made = Outputs([LocalTarget(tmp_path / f"drift {len(reports)}", overwrite=False)])
+        made = Outputs([LocalTarget(tmp_path / f"drift {len(reports)}")])
         reports.append(
             run_conversion(
                 conversion.plan,
@@ -376,7 +376,7 @@ def test_one_worker_reads_for_a_group_while_it_has_another(conversion: Conversio
 
 def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    writer = LocalTarget(tmp_path / "T", overwrite=False)
+    writer = LocalTarget(tmp_path / "T")
     with writer as target:
         begun, _ = target.begin([], Identity("plan", "version", "source", {}))
         works = Works(conversion.plan.plan)
@@ -482,7 +482,7 @@ from tests.cluster.faults import Through, Watched
 source, target, notes = map(Path, sys.argv[1:])
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3", fingerprint="known")
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes), writer))
-workflow.run_conversion(plan, Outputs([LocalTarget(target, overwrite=False)]), watched, workflow.ignore_events)
+workflow.run_conversion(plan, Outputs([LocalTarget(target)]), watched, workflow.ignore_events)
 import ray
 assert not ray.is_initialized()
 """

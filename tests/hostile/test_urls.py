@@ -15,7 +15,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.storage.listing import open_root
-from paddle_reshard.storage.locate import open_file, open_source, open_target
+from paddle_reshard.storage.locate import Access, open_file, open_source, open_target
 from tests.conftest import COMMITTED
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -58,7 +58,7 @@ def test_only_plain_stores_are_opened_unasked(location: str) -> None:
         with pytest.raises(UnsupportedError, match="--allow-scheme"):
             function(location, {})
     with pytest.raises(UnsupportedError, match="--allow-scheme"):
-        open_target(location, False, {})
+        open_target(location, Access({}))
     drivers = {name for name in set(sys.modules) - before if name.startswith("fsspec.implementations.")}
     assert not drivers  # not even their drivers are imported
 

@@ -12,11 +12,11 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import TargetError
-from paddle_reshard.storage.locate import open_source, open_target
+from paddle_reshard.storage.locate import Access, open_source, open_target
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3.target import SMALLEST_PART_BYTES
 from paddle_reshard.storage.s3.uploads import PartCheck
-from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Record
+from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Permission, Record
 from tests.storage.contents import ONE_CARD, SMALL, assert_same_checkpoint, in_bucket, uploads
 from tests.storage.servers import Proxy, Store, crc64nvme, first, running_proxy
 
@@ -95,7 +95,7 @@ def test_copied_parts_have_a_trial_too_and_a_run_resumes_over_another_connection
     nbytes, last = SMALLEST_PART_BYTES + 900, content[100:1000]
     with (
         pytest.raises(TargetError, match="interrupted"),
-        open_target(f"s3://{bucket}/c", False, options) as target,
+        open_target(f"s3://{bucket}/c", Access(options)) as target,
     ):
         assert target.copies_from(source)
         writer, _ = _begin(target, nbytes)
@@ -108,7 +108,7 @@ def test_copied_parts_have_a_trial_too_and_a_run_resumes_over_another_connection
     assert not [name for name in in_bucket(store, bucket, "c/") if "probe" in name]
 
     plain = {"key": store.key, "secret": store.secret, "endpoint_url": store.url}
-    with open_target(f"s3://{bucket}/c", False, plain, resume=True) as target:
+    with open_target(f"s3://{bucket}/c", Access(plain), Permission(resume=True)) as target:
         writer, records = _begin(target, nbytes)
         assert (writer.check, writer.with_checksums) == (PartCheck.MD5, True)
         receipt = writer.write_part("a", SMALLEST_PART_BYTES, memoryview(last))
@@ -123,7 +123,7 @@ def test_the_checksum_of_a_receipt_is_the_one_that_is_sent(
     secure.checksums = "checked"
     options = options_for(store, secure, authority)
     content = b"0123456789" * 1000
-    with open_target(f"s3://{bucket}/c", False, options) as target:
+    with open_target(f"s3://{bucket}/c", Access(options)) as target:
         writer, _ = target.begin(
             [NewFile("a", len(content), (0,))], Identity("plan", "version", "source", {})
         )

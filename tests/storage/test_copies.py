@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.events import Event, StepEnded
 from paddle_reshard.storage.local.direct import BLOCK_BYTES
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.local.target import LocalWriter
-from paddle_reshard.storage.locate import open_source, open_target
+from paddle_reshard.storage.locate import Access, open_source, open_target
 from paddle_reshard.storage.s3 import target as s3
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
@@ -126,7 +126,7 @@ def test_s3_copies_what_does_not_change(
 
 
 def _open(store: Store, bucket: str, **options: Any) -> Any:
-    return open_target(f"s3://{bucket}/c", False, {**store.options, **options})
+    return open_target(f"s3://{bucket}/c", Access({**store.options, **options}))
 
 
 def test_who_copies_from_whom(
@@ -143,7 +143,7 @@ def test_who_copies_from_whom(
     assert target.copies_from(LocalSource(folder)) is None
     # Another server, as far as addresses tell.
     assert _open(store, bucket, endpoint_url=proxy.url).copies_from(here) is None
-    assert open_target(f"memory://{bucket}/c", False, {}).copies_from(here) is None
+    assert open_target(f"memory://{bucket}/c", Access({})).copies_from(here) is None
 
 
 def test_a_store_that_cannot_copy_is_found_out(
@@ -151,7 +151,7 @@ def test_a_store_that_cannot_copy_is_found_out(
 ) -> None:
     options = {**store.options, "endpoint_url": proxy.url}
     here = open_source(large[0], options)
-    target = open_target(f"s3://{bucket}/c", False, options)
+    target = open_target(f"s3://{bucket}/c", Access(options))
     assert target.copies_from(here) == s3.COPIES
     proxy.fault = lambda method, path: "internal" if "partNumber=1" in path else None
     assert target.copies_from(here) is None
@@ -171,7 +171,7 @@ def test_a_copy_is_of_the_version_that_was_seen(store: Store, bucket: str, proxy
     store.client.put_object(Bucket=bucket, Key="s/a", Body=content)
     options = {**store.options, "endpoint_url": proxy.url}
     source = open_source(f"s3://{bucket}/s", options)
-    target = open_target(f"s3://{bucket}/c", False, options)
+    target = open_target(f"s3://{bucket}/c", Access(options))
     with pytest.raises(CheckpointError, match=r"s/a: changed while it was read$"), target:
         writer = _begun(target, len(content))
         again = writer.copy_part(CopyRange("a", 0, s3.SMALLEST_PART_BYTES, "a", 7), source)
@@ -214,7 +214,7 @@ def test_copies_are_retried_when_the_store_is_busy(store: Store, bucket: str, pr
     store.client.put_object(Bucket=bucket, Key="s/a", Body=content)
     options = {**store.options, "endpoint_url": proxy.url}
     source = open_source(f"s3://{bucket}/s", options)
-    with open_target(f"s3://{bucket}/c", False, options) as target:
+    with open_target(f"s3://{bucket}/c", Access(options)) as target:
         writer = _begun(target, s3.SMALLEST_PART_BYTES + 900)
         copying = first(2, "slow_down", lambda method, path: "partNumber" in path)
         proxy.fault = copying

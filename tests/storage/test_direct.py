@@ -149,7 +149,7 @@ def test_only_pages_that_lie_wholly_in_a_part_bypass_the_cache(tmp_path: Path) -
     if found is None:
         pytest.skip(f"{tmp_path} is on {file_system(tmp_path.stat().st_dev)}")
     unit = found.unit_bytes // PAGE
-    with LocalTarget(tmp_path / "t", overwrite=False) as target:
+    with LocalTarget(tmp_path / "t") as target:
         writer, _ = target.begin(
             [NewFile("a", SIZE, (0, 3)), NewFile("b", SIZE, (0,))], Identity("plan", "version", "source", {})
         )

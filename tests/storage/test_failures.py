@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
-from paddle_reshard.storage.locate import open_source, open_target
+from paddle_reshard.storage.locate import Access, open_source, open_target
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3.folder import S3Folder
@@ -158,7 +158,7 @@ def test_copies_by_the_store_are_retried_and_counted(
     store.client.put_object(Bucket=bucket, Key=f"here/{name}", Body=content)
     options = _through(proxy, store)
     source = open_source(f"s3://{bucket}/here", options)
-    with open_target(f"s3://{bucket}/there", False, options) as target:
+    with open_target(f"s3://{bucket}/there", Access(options)) as target:
         assert target.copies_from(source) is not None
         new = NewFile(name, part + 7, (0, part))
         writer, _ = target.begin([new], Identity("plan", "version", "source", {}))

@@ -11,7 +11,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UnsupportedError, UsageError
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.local.target import LocalTarget
-from paddle_reshard.storage.locate import comparable_path, is_local, open_source, open_target
+from paddle_reshard.storage.locate import Access, comparable_path, is_local, open_source, open_target
 from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options, without_secrets
 from paddle_reshard.storage.s3.target import S3Target
 from paddle_reshard.storage.store import Identity
@@ -24,7 +24,7 @@ def test_paths_and_file_urls_are_local(tmp_path: Path) -> None:
     assert is_local("file:///a/b")
     assert not is_local("s3://a/b")
     assert isinstance(open_source(f"file://{SMALL}", {}), LocalSource)
-    assert isinstance(open_target(f"file://{tmp_path / 'new'}", False, {}), LocalTarget)
+    assert isinstance(open_target(f"file://{tmp_path / 'new'}", Access({})), LocalTarget)
     paddle_reshard.convert(SMALL, f"file://{tmp_path / 'new'}", **TARGET)
     assert (tmp_path / "new" / "paddle_reshard.json").exists()
 
@@ -32,7 +32,7 @@ def test_paths_and_file_urls_are_local(tmp_path: Path) -> None:
 def test_a_folder_may_be_called_as_a_scheme_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("hf", "s3", "memory"):
-        assert isinstance(open_target(name, False, {}), LocalTarget)
+        assert isinstance(open_target(name, Access({})), LocalTarget)
 
 
 def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,9 +42,9 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_source("far://bucket/c", {}, ("far",))
     monkeypatch.setitem(known_implementations, "far", {**driver, "class": "fsspec.no_such_driver.FileSystem"})
     with pytest.raises(UnsupportedError, match="far://: a hint of fsspec"):
-        open_target("far://bucket/c", False, {}, schemes=("far",))
+        open_target("far://bucket/c", Access({}, ("far",)))
     with pytest.raises(UnsupportedError, match="nonsense:// is not a scheme"):
-        open_target("nonsense://bucket/c", False, {}, schemes=("nonsense",))
+        open_target("nonsense://bucket/c", Access({}, ("nonsense",)))
 
 
 def test_unknown_options_are_a_wrong_request(store: Store) -> None:
@@ -102,7 +102,7 @@ def test_plans_reports_and_manifests_hold_no_secret(store: Store, bucket: str, s
         small_source, f"s3://{bucket}/there", storage_options=store.options, **TARGET
     )
     manifest = store.client.get_object(Bucket=bucket, Key="there/paddle_reshard.json")["Body"].read().decode()
-    target = open_target(f"s3://{bucket}/new", False, store.options)
+    target = open_target(f"s3://{bucket}/new", Access(store.options))
     assert isinstance(target, S3Target)
     with target:
         begun = target.begin([], Identity("plan", "version", "source", {}))

@@ -9,8 +9,8 @@ import fsspec
 import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
-from paddle_reshard.storage.locate import open_source, open_target
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, TargetStore, WritePart
+from paddle_reshard.storage.locate import Access, open_source, open_target
+from paddle_reshard.storage.store import Identity, NewFile, Permission, Receipt, TargetStore, WritePart
 from tests.storage.contents import in_bucket, in_memory, uploads, visible
 from tests.storage.servers import Store
 
@@ -46,7 +46,7 @@ def _write(writer: WritePart, backwards: bool = True) -> list[Receipt]:
 
 def _open(scheme: str, store: Store, bucket: str, overwrite: bool = False) -> TargetStore:
     options = store.options if scheme == "s3" else {}
-    return open_target(f"{scheme}://{bucket}/c", overwrite, options)
+    return open_target(f"{scheme}://{bucket}/c", Access(options), Permission(overwrite))
 
 
 def _found(scheme: str, store: Store, bucket: str) -> dict[str, bytes]:
@@ -107,7 +107,7 @@ def test_parts_that_were_not_announced_are_refused(store: Store, bucket: str) ->
 
 
 def test_staged_parts_can_only_be_written_where_they_are_staged(bucket: str, tmp_path: Path) -> None:
-    target = open_target(f"memory://{bucket}/c", False, {})
+    target = open_target(f"memory://{bucket}/c", Access({}))
     with target:
         writer = _begin(target)
     with pytest.raises(UnsupportedError, match="this worker runs on a different one"):

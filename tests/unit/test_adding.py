@@ -36,9 +36,7 @@ def engine() -> Engine:
 
 def test_the_engine_that_is_shown_converts(engine: Engine, tmp_path: Path) -> None:
     conversion = paddle_reshard.plan(SOURCE, tmp_path / "made", to="tp=1")
-    report = run_conversion(
-        conversion, Outputs([LocalTarget(tmp_path / "made", False)]), engine, ignore_events
-    )
+    report = run_conversion(conversion, Outputs([LocalTarget(tmp_path / "made")]), engine, ignore_events)
     assert report.groups == conversion.plan.groups
     paddle_reshard.convert(SOURCE, tmp_path / "T", to="tp=1")
     for file in conversion.plan.target_files:
