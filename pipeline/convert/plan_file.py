@@ -1,32 +1,31 @@
-"""Save a plan to a file and load it: a sequence of Arrow streams, with nothing that could be executed.
+"""Save a plan to a file, and compare it with one: a sequence of Arrow streams, with nothing that could be executed.
 
 The first stream is a header without rows; its metadata identify the file. A stream follows for each table of the plan.
-Any Arrow library can read the file, stream by stream.
+Any Arrow library can read the file, stream by stream. Nothing here makes a plan of it: what is run is always planned
+anew, and compared with the file (docs/decisions/010-saved-plans.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.columns import narrowed
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import FormatError, PlanError, UsageError
 from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
+from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
-from paddle_reshard.pipeline.planning.plan import BAND, CarriedFile, Plan
+from paddle_reshard.pipeline.planning.plan import BAND, Plan
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 
 require("pyarrow", "arrow", "a saved plan")
@@ -40,8 +39,6 @@ _COMPRESSION = "lz4"
 _FIRST_BYTES = b"\xff\xff\xff\xff"
 """First bytes of every Arrow stream."""
 
-Rows = npt.NDArray[np.void]
-
 _NUMBER = np.dtype([("value", np.int64)])
 _ROWS = {"op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
 _OPS = {
@@ -52,7 +49,6 @@ _OPS = {
     for dims in [[str(dim)] if OP[name].shape else []]
 }
 """Column of ops → its name in the file. Of the end of a box, the file holds the distance from its first byte."""
-_WIDTHS = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
 _FILE = pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])
 _TABLES = {
     "tensors": pa.schema(
@@ -74,6 +70,8 @@ _TABLES = {
     ),
     "literal_files": pa.schema([("file", pa.int64()), ("template", pa.int64())]),
 }
+_OF_VALUES = ("tensors", "source_files", "target_files", "carried")
+"""Tables whose rows are Python values, and which tell what has changed between two plans."""
 _SCALARS = (
     "budget_bytes",
     "allow_replica_drift",
@@ -189,43 +187,41 @@ def _batches(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-# ------------------------------------------------------------------------------------------------ reading
-
-
-def saved_plan_id(path: Path) -> str:
-    """The id of the plan in a file, according to its header.
-
-    Raises
-    ------
-    UsageError, FormatError
-        As :func:`load_plan`.
-    """
-    with _opened(path) as file:
-        return str(_read_header(file, str(path)).get("plan_id"))
+# ---------------------------------------------------------------------------------------------- comparing
 
 
 def check_is_saved(plan: Plan, path: Path) -> None:
-    """Refuse unless ``plan`` is the plan in a file.
+    """Refuse unless ``plan`` is the plan in a file. Of the file only the id counts, and what tells two plans apart.
 
     Raises
     ------
     PlanError
         With what has changed.
-    UsageError, FormatError
-        As :func:`load_plan`.
+    UsageError
+        If the file cannot be read.
+    FormatError
+        If it is not a plan, has an unknown generation, or is truncated.
     """
-    saved = saved_plan_id(path)
-    if saved != plan.plan_id:
-        change = _first_change(load_plan(path), plan)
-        raise PlanError(f"{path} holds the plan {saved}, but this conversion has {plan.plan_id}: {change}")
+    with _opened(path) as file:
+        header = _read_header(file, str(path))
+        saved = header.get("plan_id")
+        if saved == plan.plan_id:
+            return
+        change = _first_change(header.get("budget_bytes"), _read_tables(file, str(path)), plan)
+    raise PlanError(f"{path} holds the plan {saved}, but this conversion has {plan.plan_id}: {change}")
 
 
-def _first_change(then: Plan, now: Plan) -> str:
-    for side, before, after in (
-        ("source", then.source_files, now.source_files),
-        ("target", then.target_files, now.target_files),
-    ):
-        sizes, new_sizes = ({f.path: f.size_bytes for f in files} for files in (before, after))
+def _first_change(budget_bytes: int | None, then: Mapping[str, pa.Table], plan: Plan) -> str:
+    """What differs between a saved plan, given by its budget and tables, and another one."""
+    now = {
+        name: pa.Table.from_batches(_batches(rows, _TABLES[name]), _TABLES[name])
+        for name, rows in _tables_of(plan).items()
+    }
+    for side in ("source", "target"):
+        sizes, new_sizes = (
+            dict(zip(*(column.to_pylist() for column in tables[f"{side}_files"].columns), strict=True))
+            for tables in (then, now)
+        )
         for path in sorted(sizes.keys() | new_sizes.keys()):
             if sizes.get(path) != new_sizes.get(path):
                 was, is_now = (
@@ -233,27 +229,13 @@ def _first_change(then: Plan, now: Plan) -> str:
                     for size in (sizes.get(path), new_sizes.get(path))
                 )
                 return f"the {side}'s file {path} {was} in the saved plan and {is_now} now"
-    if then.budget_bytes != now.budget_bytes:
-        return f"the budget was {then.budget_bytes} bytes and is {now.budget_bytes}"
-    if then.tensors != now.tensors or then.carried != now.carried:
+    if budget_bytes != plan.budget_bytes:
+        return f"the budget was {budget_bytes} bytes and is {plan.budget_bytes}"
+    if any(then[name] != now[name] for name in ("tensors", "carried")):
         return "the tensors or the carried files differ"
     return (
         "the same files, but made in different parts or order: options or the version of this package differ"
     )
-
-
-def load_plan(path: Path) -> Plan:
-    """Load a saved plan.
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be read.
-    FormatError
-        If it is not a plan, has an unknown generation, is truncated, or does not match its id.
-    """
-    with _opened(path) as file:
-        return _read_plan(file, str(path))
 
 
 @contextmanager
@@ -267,41 +249,6 @@ def _opened(path: Path) -> Iterator[Any]:
         if error.errno is None:  # raised by Arrow for a truncated file
             raise _malformed(str(path), f"not a complete plan file: {error}") from error
         raise UsageError(f"{path}: the plan cannot be read: {error}") from error
-
-
-def _read_plan(file: Any, path: str) -> Plan:
-    facts = _read_header(file, path)
-    values: dict[str, Any] = {name: facts[name] for name in _SCALARS if name in facts}
-    values["ops"] = _read_ops(file, path)
-    for name, dtype in _ROWS.items():
-        widest = {field: dtype[field] for field in dtype.names or ()}
-        blocks = (_rows_of(batch, dtype) for batch in _read(file, name, partial(_is_narrow, widest), path))
-        values[name] = np.concatenate([np.zeros(0, dtype=dtype), *blocks])
-    for name in ("op_groups", "group_peaks"):
-        values[name] = values[name]["value"]
-    tables = {}
-    for name, schema in _TABLES.items():
-        batches = _read(file, name, schema, path)
-        tables[name] = [row for batch in batches for row in zip(*map(_values, batch.columns), strict=True)]
-    try:
-        plan = Plan(
-            tensors=Tensors(
-                Tensor(key, state, dtype_named(dtype), tuple(shape), tuple(aliases))
-                for key, state, dtype, shape, aliases in tables["tensors"]
-            ),
-            source_files=tuple(File(*row) for row in tables["source_files"]),
-            target_files=tuple(File(*row) for row in tables["target_files"]),
-            literals=Literals.of_templates(Literals(tables["literals"]), tables["literal_files"]),
-            carried=tuple(CarriedFile(*row) for row in tables["carried"]),
-            **values,
-        )
-        found = plan.plan_id
-    except (TypeError, ValueError, CheckpointError) as error:
-        raise _malformed(path, f"holds invalid values: {error}") from error
-    if found != facts.get("plan_id"):
-        raise _malformed(path, f"its header names the plan {facts.get('plan_id')}, but it holds {found}")
-    _check_numbers(plan, path)
-    return plan
 
 
 def _digest(facts: dict[str, Any]) -> str:
@@ -332,67 +279,20 @@ def _read_header(file: Any, path: str) -> dict[str, Any]:
     return facts
 
 
-def _read_ops(file: Any, path: str) -> Ops:
-    blocks: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _OPS.values()}
-    widest = {column: OP[name].base for (name, _), column in _OPS.items()}
-    for batch in _read(file, "ops", partial(_is_narrow, widest), path):
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            blocks[name].append(column.to_numpy(zero_copy_only=False))
-    none = np.zeros(0, dtype=np.int8)
-    return Ops.of_columns(
-        {column: np.concatenate([none, *blocks.pop(_OPS[column])]) for column in Ops.COLUMNS}
-    )
-
-
-def _is_narrow(widest: Mapping[str, np.dtype[Any]], schema: pa.Schema) -> bool:
-    """Whether a table has these columns of whole numbers, none wider than in memory."""
-    return schema.names == list(widest) and all(
-        kind in _WIDTHS and kind.bit_width <= 8 * most.itemsize
-        for kind, most in zip(schema.types, widest.values(), strict=True)
-    )
-
-
-def _read(
-    file: Any, name: str, schema: pa.Schema | Callable[[pa.Schema], bool], path: str
-) -> Iterator[pa.RecordBatch]:
-    """The next table of the file, which must be ``name``."""
-    with pa.ipc.open_stream(file) as stream:
-        table, found = (stream.schema.metadata or {}).get(b"table"), stream.schema.remove_metadata()
-        fits = schema(found) if callable(schema) else found == schema
-        if table != name.encode() or not fits:
-            raise _malformed(path, f"the table {name!r} is missing or has unexpected columns")
-        for batch in stream:
-            batch.validate(full=True)
-            if any(column.null_count for column in batch.columns):
-                raise _malformed(path, f"the table {name!r} has missing values")
-            yield batch
-
-
-def _rows_of(batch: pa.RecordBatch, dtype: np.dtype[Any]) -> Rows:
-    rows = np.zeros(batch.num_rows, dtype=dtype)
-    for name, column in zip(dtype.names or (), batch.columns, strict=True):
-        rows[name] = column.to_numpy(zero_copy_only=False)
-    return rows
-
-
-def _check_numbers(plan: Plan, path: str) -> None:
-    """Check that all groups, files and tensors named by rows exist."""
-    for what, numbers, count in (
-        ("group", plan.op_groups, plan.groups),
-        *(("group", rows["group"], plan.groups) for rows in (plan.bands, plan.parts)),
-        ("source file", plan.bands["file"], len(plan.source_files)),
-        ("target file", plan.parts["file"], len(plan.target_files)),
-        ("tensor", plan.ops["tensor"], len(plan.tensors)),
-    ):
-        wrong = numbers[(numbers < 0) | (numbers >= count)]
-        if len(wrong):
-            raise _malformed(path, f"names the {what} {int(wrong[0])}, but there are {count}")
-    if len(plan.op_groups) != len(plan.ops):
-        raise _malformed(path, f"has {len(plan.ops)} ops, but groups for {len(plan.op_groups)}")
-
-
-def _values(column: pa.Array) -> list[Any]:
-    return column.to_pylist()
+def _read_tables(file: Any, path: str) -> dict[str, pa.Table]:
+    """The tables whose rows are Python values, of a file that stands behind its header."""
+    tables = {}
+    for name in ("ops", *_ROWS, *_OF_VALUES):
+        with pa.ipc.open_stream(file) as stream:
+            found, schema = (stream.schema.metadata or {}).get(b"table"), stream.schema.remove_metadata()
+            if found != name.encode() or schema != _TABLES.get(name, schema):
+                raise _malformed(path, f"the table {name!r} is missing or has unexpected columns")
+            batches = [batch for batch in stream if name in _OF_VALUES]
+        tables[name] = pa.Table.from_batches(batches, schema)
+        tables[name].validate(full=True)
+        if any(column.null_count for column in tables[name].columns):
+            raise _malformed(path, f"the table {name!r} has missing values")
+    return tables
 
 
 def _malformed(path: str, detail: str) -> FormatError:
