@@ -19,7 +19,8 @@ from paddle_reshard.pipeline.convert.conversion import (
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.convert.series import read_average, read_series, weigh
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.examine.verify import VerifyReport, read_verify_request, verify_request
+from paddle_reshard.pipeline.examine.reading import Reader
+from paddle_reshard.pipeline.examine.verify import Scope, VerifyReport, verify_with
 from paddle_reshard.pipeline.planning.settings import PlanSizes
 from paddle_reshard.pipeline.request.parse import ConversionSettings, locations_of, read_settings
 from paddle_reshard.tasks.index import index_here
@@ -67,8 +68,10 @@ class Sized:
         observe: Observer = ignore_events,
         **options: Any,
     ) -> VerifyReport:
-        request = read_verify_request(a, b, None, False, options, resume=resume, sizes=self.sizes)
-        return verify_request(request, observe)
+        scope = Scope(resume=None if resume is None else Path(resume))
+        return verify_with(
+            str(a), None if b is None else str(b), scope, Reader.of(options, observe, self.sizes)
+        )
 
 
 def _weighting(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -6,35 +6,27 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
-from paddle_reshard.pipeline.core.suggest import did_you_mean
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.indexing.pair import index_pair
-from paddle_reshard.pipeline.planning.compare import SIDE_A, SIDE_B, Comparison, Difference, plan_differences
-from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
+from paddle_reshard.pipeline.core.units import PathLike, texts_of
+from paddle_reshard.pipeline.examine.reading import Reader, check_states, joined, spare_of
+from paddle_reshard.pipeline.indexing.pair import Contents
+from paddle_reshard.pipeline.planning.compare import Comparison, Difference, plan_differences
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import Works
-from paddle_reshard.pipeline.request.inputs import given_inputs
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import DiffOptions
-from paddle_reshard.storage.locate import is_local, source_access, target_access
 from paddle_reshard.storage.store import Source
-from paddle_reshard.storage.views import JoinedSource, Mount
 from paddle_reshard.tasks.groups_ended import groups_ended
-from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.statistics import Statistics, Tolerance, combined
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -206,13 +198,11 @@ def diff(
     check_names(options, DiffOptions)
     if not (atol >= 0 and rtol >= 0 and math.isfinite(atol + rtol)):
         raise UsageError(f"atol {atol} and rtol {rtol}: tolerances cannot be negative or infinite")
-    locations = os.fspath(a), os.fspath(b)
-    access = source_access(options), target_access(options)
-    stores = list(map(open_checkpoint, locations, access))
-    spare = spare_bytes(all(map(is_local, locations)))
-    comparison = _planned(stores, states, options, spare, observe)
+    reader = Reader.of(options, observe)
+    stores = reader.open_two(os.fspath(a), os.fspath(b))
+    comparison = _planned(*reader.index_two(stores), states, reader.planning)
     plan = comparison.plan
-    statistics = _measured(plan, stores, Tolerance(atol, rtol), spare, observe)
+    statistics = _measured(plan, stores, Tolerance(atol, rtol), observe)
     for store in stores:
         store.check_unchanged()
     differing = sorted(
@@ -223,38 +213,30 @@ def diff(
     return DiffReport(comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences)
 
 
-def _planned(
-    stores: Sequence[Source],
-    states: Sequence[str] | None,
-    options: DiffOptions,
-    spare: int,
-    observe: Observer,
-) -> Comparison:
-    """Index both checkpoints and plan their comparison, within the memory that metadata may take."""
-    missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
-    inputs = given_inputs(options.get("rules"), options.get("config"))
-    of_a, of_b = index_pair(stores[0], stores[1], *inputs, missing, partial(index_here, observe=observe))
-    pairs = (
-        None if states is None else _pairs(states, of_a.catalog.tensors.states | of_b.catalog.tensors.states)
-    )
-    settings = PlanSettings(budget_bytes=parse_memory(options.get("memory", DEFAULT_MEMORY)))
-    tensors = max(len(side.catalog.tensors) for side in (of_a, of_b))
-    pieces = max(len(side.catalog.fragments) for side in (of_a, of_b))
-    check_metadata(tensors, pieces, 0, settings.budget_bytes, spare)
-    return plan_differences(of_a.catalog, of_b.catalog, settings, pairs)
+def _planned(a: Contents, b: Contents, states: Sequence[str] | None, settings: PlanSettings) -> Comparison:
+    pairs = None
+    if states is not None:
+        pairs = dict(map(_pair, texts_of(states)))
+        check_states({*pairs, *pairs.values()}, a.catalog.tensors.states | b.catalog.tensors.states)
+    return plan_differences(a.catalog, b.catalog, settings, pairs)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """The states of A and of B that ``STATE`` or ``STATE:STATE`` compares."""
+    state_a, _, state_b = text.strip().partition(":")
+    return state_a, state_b or state_a
 
 
 def _measured(
-    plan: Plan, stores: Sequence[Source], tolerance: Tolerance, spare: int, observe: Observer
+    plan: Plan, stores: Sequence[Source], tolerance: Tolerance, observe: Observer
 ) -> dict[int, Statistics]:
     """Number of a tensor in the plan → statistics of its differences."""
     trim_heap()
     engine = InlineEngine(plan.budget_bytes, observe=observe)
-    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare)
-    pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
+    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_of(stores))
     observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
     parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
-    with closing(engine.measure(Works(plan), pair, tolerance)) as reports:
+    with closing(engine.measure(Works(plan), joined(stores), tolerance)) as reports:
         for report in reports:
             for number, statistics in report.statistics:
                 parts[number].append((report.group, statistics))
@@ -286,20 +268,3 @@ def _differing(plan: Plan, statistics: Mapping[int, Statistics]) -> Iterator[Ten
             first=measured.first,
             values=measured.values,
         )
-
-
-def _pairs(states: Sequence[str], known: Collection[str]) -> dict[str, str]:
-    """State of A → state of B, as asked for."""
-    pairs = dict(map(_pair, texts_of(states)))
-    if unknown := {*pairs, *pairs.values()} - set(known):
-        raise UsageError(
-            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
-            f"{did_you_mean(min(unknown), known)}"
-        )
-    return pairs
-
-
-def _pair(text: str) -> tuple[str, str]:
-    """The states that ``STATE`` or ``STATE:STATE`` compares."""
-    state_a, _, state_b = text.strip().partition(":")
-    return state_a, state_b or state_a

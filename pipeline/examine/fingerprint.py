@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
 from paddle_reshard.pipeline.core import version
@@ -17,18 +15,14 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.planning.metadata import spare_bytes
-from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.examine.reading import Reader, spare_of
 from paddle_reshard.pipeline.planning.sums import plan_sums
-from paddle_reshard.pipeline.request.inputs import given_inputs
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
-from paddle_reshard.storage.locate import absolute, is_local, source_access
+from paddle_reshard.storage.locate import absolute
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,38 +78,23 @@ def fingerprint(
         If ``output`` cannot be written.
     """
     check_names(options, FingerprintOptions)
-    return fingerprint_with(os.fspath(source), output, options, observe)
-
-
-def fingerprint_with(
-    source: str,
-    output: PathLike | None,
-    options: FingerprintOptions,
-    observe: Observer = ignore_events,
-    sizes: PlanSizes = PlanSizes(),
-) -> FingerprintReport:
-    """:func:`fingerprint`, with its options as a value."""
-    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-    cluster, workers = options.get("cluster", "inline"), options.get("workers")
-    selector = texts_of(options.get("label_selector", ()))
-    engine = choose_engine(cluster, workers, budget_bytes, label_selector=selector)
-    engine = engine.observed(observe)
-    store = open_checkpoint(source, source_access(options))
-    missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
-    tables, config = given_inputs(options.get("rules"), options.get("config"))
-    checkpoint = index_checkpoint(store, tables, config, missing, engine.indexing(observe))
-    settings = PlanSettings(budget_bytes=budget_bytes, sizes=sizes)
-    plan = plan_sums(checkpoint.catalog, settings)
-    tensors = checkpoint.catalog.tensors
-    del checkpoint
-    trim_heap()
-    sums = run_sums(plan, store, engine, spare_bytes(is_local(source)), observe)
-    store.check_unchanged()
-    fingerprints = fingerprints_of(tensors, sums)
-    report = FingerprintReport(store.location, fingerprints, plan.read_bytes)
+    report = fingerprint_with(os.fspath(source), Reader.of(options, observe))
     if output is not None:
         write_fingerprints(report, Path(output))
     return report
+
+
+def fingerprint_with(source: str, reader: Reader) -> FingerprintReport:
+    """:func:`fingerprint`, with its options as a value."""
+    store = reader.open(source)
+    checkpoint = reader.index(store)
+    plan = plan_sums(checkpoint.catalog, reader.planning)
+    tensors = checkpoint.catalog.tensors
+    del checkpoint
+    trim_heap()
+    sums = run_sums(plan, store, reader.engine, spare_of([store]), reader.observe)
+    store.check_unchanged()
+    return FingerprintReport(store.location, fingerprints_of(tensors, sums), plan.read_bytes)
 
 
 def write_fingerprints(report: FingerprintReport, path: Path) -> None:

@@ -6,16 +6,12 @@ What only some comparisons need, and takes long to load, is imported where it is
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.clusters.engine import Engine
-from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.choices import REPLICAS, parse_choice
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -29,31 +25,23 @@ from paddle_reshard.pipeline.core.shown import (
     readable_bytes,
     reread_in_words,
 )
-from paddle_reshard.pipeline.core.suggest import did_you_mean
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
+from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.pipeline.examine.comparing import compared, differences_of, run_comparisons
+from paddle_reshard.pipeline.examine.reading import Reader, all_local, check_states, joined, spare_of
 from paddle_reshard.pipeline.indexing import small_files
-from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.indexing.pair import Contents, index_pair
+from paddle_reshard.pipeline.indexing.pair import Contents
 from paddle_reshard.pipeline.planning.compare import (
-    SIDE_A,
-    SIDE_B,
     Comparison,
     Difference,
     plan_comparison,
     plan_self_comparison,
 )
-from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
-from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.request.inputs import given_inputs
+from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
-from paddle_reshard.storage.locate import Access, is_local, open_source, source_access, target_access
+from paddle_reshard.storage.locate import Access, open_source, target_access
 from paddle_reshard.storage.store import ReadRange, Source
-from paddle_reshard.storage.views import JoinedSource, Mount
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,41 +94,36 @@ class VerifyReport(Shown):
 
 
 @dataclass(frozen=True)
-class VerifyRequest:
-    """A requested comparison, with every value parsed and in range."""
+class Scope:
+    """What of a checkpoint is compared, and with what."""
 
-    a: str
-    b: str | None
-    """``None``: compare what ``a`` stores twice."""
-    access: tuple[Access, Access]
-    """Access to ``a`` and to ``b``."""
-    rules: PathLike | None
-    config: PathLike | None
-    missing: MissingPolicy
-    engine: Engine
-    """Where groups are compared."""
-    planning: PlanSettings
     states: frozenset[str] | None = None
     """States to compare; ``None`` for all states and the small files that a trainer reads."""
     subset: bool = False
-    """Whether ``b`` may hold fewer tensors; with ``against``, whether ``a`` may."""
+    """Whether the second checkpoint may hold fewer tensors; with ``against``, whether the first may."""
     against: Fingerprints | None = None
-    """What ``a`` is compared with, instead of ``b``."""
-    signed_by: str | None = None
-    """Whose signature ``against`` has, if that was checked."""
+    """Compared in place of a second checkpoint."""
     recorded: bool = False
     """Whether manifests are compared, and nothing else is read."""
     resume: Path | None = None
     """The file with the progress of an earlier run."""
 
-    def __post_init__(self) -> None:
+    def check(self, two: bool) -> None:
+        """Refuse what contradicts itself; ``two`` checkpoints are given, or one.
+
+        Raises
+        ------
+        UsageError
+        """
         if self.resume is not None and (self.recorded or self.against is not None):
             raise UsageError("--resume does not apply to --against and --recorded")
-        if self.recorded and self.b is None and self.against is None:
-            raise UsageError("--recorded compares two targets, or one with --against")
-        if self.b is not None and self.against is not None:
+        if two and self.against is not None:
             raise UsageError("give either a second checkpoint or --against")
-        if self.b is None and self.against is None and (self.states is not None or self.subset):
+        if two or self.against is not None:
+            return
+        if self.recorded:
+            raise UsageError("--recorded compares two targets, or one with --against")
+        if self.states is not None or self.subset:
             raise UsageError("--states and --subset require two checkpoints, or --against")
 
 
@@ -205,63 +188,29 @@ def verify(
     SignatureError
         If ``against`` has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
-    request = read_verify_request(
-        a, b, states, subset, options, against, recorded, resume, public_key, ca_certificate, signature
-    )
-    return verify_request(request, observe)
-
-
-def read_verify_request(
-    a: PathLike,
-    b: PathLike | None,
-    states: Sequence[str] | None,
-    subset: bool,
-    options: VerifyOptions,
-    against: PathLike | None = None,
-    recorded: bool = False,
-    resume: PathLike | None = None,
-    public_key: PathLike | None = None,
-    ca_certificate: PathLike | None = None,
-    signature: PathLike | None = None,
-    sizes: PlanSizes = PlanSizes(),
-) -> VerifyRequest:
-    """Parse the options of a comparison.
-
-    Raises
-    ------
-    UsageError
-        If an option is invalid, or options contradict each other.
-    """
     check_names(options, VerifyOptions)
-    budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
     fingerprints, signer = _given_fingerprints(against, public_key, ca_certificate, signature)
-    return VerifyRequest(
-        a=os.fspath(a),
-        b=None if b is None else os.fspath(b),
-        access=(source_access(options), target_access(options)),
-        rules=options.get("rules"),
-        config=options.get("config"),
-        missing=MissingPolicy(allowed=texts_of(options.get("allow_missing", ()))),
-        planning=PlanSettings(
-            compare_replicas=parse_choice(
-                options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas"
-            ),
-            budget_bytes=budget_bytes,
-            sizes=sizes,
-        ),
-        states=None if states is None else frozenset(texts_of(states)),
-        subset=subset,
-        signed_by=signer,
-        against=fingerprints,
-        recorded=recorded,
-        engine=choose_engine(
-            options.get("cluster", "inline"),
-            options.get("workers"),
-            budget_bytes,
-            label_selector=texts_of(options.get("label_selector", ())),
-        ),
-        resume=None if resume is None else Path(resume),
+    scope = Scope(
+        None if states is None else frozenset(texts_of(states)),
+        subset,
+        fingerprints,
+        recorded,
+        None if resume is None else Path(resume),
     )
+    other = None if b is None else os.fspath(b)
+    return replace(verify_with(os.fspath(a), other, scope, Reader.of(options, observe)), signed_by=signer)
+
+
+def verify_with(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyReport:
+    """:func:`verify`, with its options as values."""
+    scope.check(two=b is not None)
+    if scope.recorded:
+        return _verify_recorded(a, b, scope, reader)
+    if scope.against is not None:
+        return _verify_against(a, scope.against, scope, reader)
+    if b is None:
+        return _verify_alone(a, scope, reader)
+    return _verify_two(a, b, scope, reader)
 
 
 def _given_fingerprints(
@@ -286,65 +235,47 @@ def _given_fingerprints(
     return parse_document(data, against), signer
 
 
-def verify_request(request: VerifyRequest, observe: Observer = ignore_events) -> VerifyReport:
-    """Run a request made by :func:`read_verify_request`."""
-    request = replace(request, engine=request.engine.observed(observe))
-    return replace(_run(request, observe), signed_by=request.signed_by)
-
-
-def _run(request: VerifyRequest, observe: Observer) -> VerifyReport:
-    if request.recorded:
-        return _verify_recorded(request)
-    if request.against is not None:
-        return _verify_against(request, request.against, observe)
-    if request.b is None:
-        return _verify_alone(request, observe)
-    return _verify_two(request, request.b, observe)
-
-
-def _verify_alone(request: VerifyRequest, observe: Observer) -> VerifyReport:
+def _verify_alone(a: str, scope: Scope, reader: Reader) -> VerifyReport:
     """Compare what a checkpoint stores twice."""
     from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 
-    store = open_checkpoint(request.a, request.access[0])
-    inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(store, *inputs, request.missing, request.engine.indexing(observe), True)
+    store = reader.open(a)
+    checkpoint = reader.index(store, pieces=True)
     check_optimizer(store, checkpoint)
-    comparison = plan_self_comparison(checkpoint.catalog, _in_steps(request))
-    report = _compared(comparison, store, [store], request, observe)
+    comparison = plan_self_comparison(checkpoint.catalog, _in_steps(reader, [store]))
+    report = _compared(comparison, store, [store], scope, reader)
     store.check_unchanged()
     return report
 
 
-def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Observer) -> VerifyReport:
+def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader) -> VerifyReport:
     """Compare a checkpoint with fingerprints."""
     from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_reads
     from paddle_reshard.pipeline.planning.sums import plan_sums
     from paddle_reshard.tasks.sums import Sum, added
 
-    store = open_checkpoint(request.a, request.access[0])
-    inputs = given_inputs(request.rules, request.config)
-    checkpoint = index_checkpoint(store, *inputs, request.missing, request.engine.indexing(observe))
+    store = reader.open(a)
+    checkpoint = reader.index(store)
     tensors = checkpoint.catalog.tensors
-    _check_states(request.states, tensors.states | against.tensors.states)
-    chosen = _of_states(tensors, request.states)
-    if request.states is not None:
-        against = against.only(request.states)
-    plan = plan_sums(checkpoint.catalog, request.planning, chosen, copies=True)
+    chosen = None
+    if scope.states is not None:
+        check_states(scope.states, tensors.states | against.tensors.states)
+        chosen = [n for n in range(len(tensors)) if tensors.identity(n)[1] in scope.states]
+        against = against.only(scope.states)
+    plan = plan_sums(checkpoint.catalog, reader.planning, chosen, copies=True)
     del checkpoint
     trim_heap()
     sums, differences = list[Sum](), list[Difference]()
-    for report in run_reads(plan, store, request.engine, _spare(request), observe):
+    for report in run_reads(plan, store, reader.engine, spare_of([store]), reader.observe):
         sums += report.sums
         differences += differences_of([compared(report)])
     store.check_unchanged()
     fingerprints = fingerprints_of(tensors, added(sums), chosen)
-    unlike = mismatches(against, fingerprints, ("the fingerprints", "the checkpoint"), request.subset)
+    unlike = mismatches(against, fingerprints, ("the fingerprints", "the checkpoint"), scope.subset)
     differences += (Difference(entry.tensor, entry.detail) for entry in unlike)
-    elements = sum(tensor.elements for tensor in fingerprints.tensors)
     return VerifyReport(
         len(fingerprints),
-        elements,
+        sum(tensor.elements for tensor in fingerprints.tensors),
         plan.read_bytes,
         tuple(sorted(differences, key=lambda difference: difference.tensor)),
         plan.read_amplification,
@@ -352,21 +283,20 @@ def _verify_against(request: VerifyRequest, against: Fingerprints, observe: Obse
     )
 
 
-def _verify_recorded(request: VerifyRequest) -> VerifyReport:
-    """Compare the fingerprints in manifests."""
-    names = ("A", "B") if request.against is None else ("the manifest", "the fingerprints")
-    a = _recorded(request.a, request.access[0])
-    b = _recorded(request.b, request.access[1]) if request.b is not None else request.against
-    assert b is not None  # noqa: S101
-    _check_states(request.states, a.tensors.states | b.tensors.states)
-    if request.states is not None:
-        a, b = a.only(request.states), b.only(request.states)
-    if request.against is None:
-        unlike = mismatches(a, b, names, request.subset)
-    else:
-        unlike = mismatches(b, a, names[::-1], request.subset)
+def _verify_recorded(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyReport:
+    """Compare the fingerprints in manifests, or those in one with the given ones."""
+    locations = [location for location in (a, b) if location is not None]
+    sides = list(map(_recorded, locations, reader.access))
+    names = ("A", "B")
+    if scope.against is not None:
+        sides, names = [scope.against, *sides], ("the fingerprints", "the manifest")
+    first, second = sides
+    if scope.states is not None:
+        check_states(scope.states, first.tensors.states | second.tensors.states)
+        first, second = first.only(scope.states), second.only(scope.states)
+    unlike = mismatches(first, second, names, scope.subset)
     differences = tuple(Difference(entry.tensor, entry.detail) for entry in unlike)
-    common = sum(b.tensors.find(*a.tensors.identity(number)) is not None for number in range(len(a)))
+    common = sum(second.tensors.find(*first.tensors.identity(n)) is not None for n in range(len(first)))
     return VerifyReport(common, 0, 0, differences, 1.0, None)
 
 
@@ -395,27 +325,14 @@ def _recorded(location: str, access: Access) -> Fingerprints:
     return manifest.fingerprints
 
 
-def _of_states(tensors: Tensors, states: Collection[str] | None) -> list[int]:
-    """The numbers of the tensors of ``states``; ``None`` for all."""
-    return [n for n in range(len(tensors)) if states is None or tensors.identity(n)[1] in states]
-
-
-def _verify_two(request: VerifyRequest, b: str, observe: Observer) -> VerifyReport:
+def _verify_two(a: str, b: str, scope: Scope, reader: Reader) -> VerifyReport:
     """Compare two checkpoints."""
-    stores = [
-        open_checkpoint(location, access)
-        for location, access in zip((request.a, b), request.access, strict=True)
-    ]
+    stores = reader.open_two(a, b)
     _refuse_quantised(stores)
-    inputs = given_inputs(request.rules, request.config)
-    index_files = request.engine.indexing(observe)
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
-    comparison = _plan_two(
-        request, stores, *index_pair(stores[0], stores[1], *inputs, request.missing, index_files)
-    )
+    comparison = _plan_two(stores, *reader.index_two(stores), scope, _in_steps(reader, stores))
     trim_heap()
-    pair = JoinedSource((Mount(SIDE_A, stores[0]), Mount(SIDE_B, stores[1])))
-    report = _compared(comparison, pair, stores, request, observe)
+    report = _compared(comparison, joined(stores), stores, scope, reader)
     for store in stores:
         store.check_unchanged()
     return report
@@ -437,58 +354,32 @@ def _refuse_quantised(stores: Sequence[Source]) -> None:
 
 
 def _plan_two(
-    request: VerifyRequest, stores: Sequence[Source], contents_a: Contents, contents_b: Contents
+    stores: Sequence[Source], a: Contents, b: Contents, scope: Scope, settings: PlanSettings
 ) -> Comparison:
-    _check_states(request.states, contents_a.catalog.tensors.states | contents_b.catalog.tensors.states)
-    tensors = max(len(side.catalog.tensors) for side in (contents_a, contents_b))
-    pieces = max(len(side.catalog.fragments) for side in (contents_a, contents_b))
-    if request.engine.in_process:
-        check_metadata(tensors, pieces, 0, request.planning.budget_bytes, _spare(request))
-    planned = plan_comparison(
-        contents_a.catalog, contents_b.catalog, _in_steps(request), request.states, request.subset
-    )
-    differences = planned.differences
-    if request.states is None:
-        differences += _small_file_differences(
-            stores, contents_a.lr_scheduler, contents_b.lr_scheduler, request.subset
-        )
-    return replace(planned, differences=differences)
+    if scope.states is not None:
+        check_states(scope.states, a.catalog.tensors.states | b.catalog.tensors.states)
+    planned = plan_comparison(a.catalog, b.catalog, settings, scope.states, scope.subset)
+    if scope.states is not None:
+        return planned
+    further = _small_file_differences(stores, a.lr_scheduler, b.lr_scheduler, scope.subset)
+    return replace(planned, differences=planned.differences + further)
 
 
-def _spare(request: VerifyRequest) -> int:
-    """Part of the footprint that is free for metadata."""
-    return spare_bytes(_all_local(request))
-
-
-def _in_steps(request: VerifyRequest) -> PlanSettings:
+def _in_steps(reader: Reader, stores: Sequence[Source]) -> PlanSettings:
     """How a comparison is planned: local files are read a little at a time."""
-    planning = request.planning
-    return replace(planning, sizes=planning.sizes.in_steps()) if _all_local(request) else planning
-
-
-def _all_local(request: VerifyRequest) -> bool:
-    return all(location is None or is_local(location) for location in (request.a, request.b))
-
-
-def _check_states(chosen: Collection[str] | None, known: Collection[str]) -> None:
-    if unknown := set(chosen or ()) - set(known):
-        raise UsageError(
-            f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"
-            f"{did_you_mean(min(unknown), known)}"
-        )
+    planning = reader.planning
+    return replace(planning, sizes=planning.sizes.in_steps()) if all_local(stores) else planning
 
 
 def _compared(
-    comparison: Comparison,
-    source: ReadRange,
-    stores: Sequence[Source],
-    request: VerifyRequest,
-    observe: Observer,
+    comparison: Comparison, source: ReadRange, stores: Sequence[Source], scope: Scope, reader: Reader
 ) -> VerifyReport:
     """Run a comparison of files of ``source``, which are those of ``stores``."""
-    plan, engine = comparison.plan, request.engine
-    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, _spare(request))
-    groups = run_comparisons(plan, source, stores, engine, observe, request.resume)
+    plan = comparison.plan
+    engine = reader.engine.reserving_metadata(
+        len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_of(stores)
+    )
+    groups = run_comparisons(plan, source, stores, engine, reader.observe, scope.resume)
     return VerifyReport(
         comparison.tensors,
         sum(group.elements for group in groups),

@@ -203,11 +203,13 @@ def test_a_checkpoint_that_lacks_a_file_has_no_fingerprint(tmp_path: Path) -> No
 
 
 def test_little_memory_gives_the_same_root() -> None:
+    from paddle_reshard.pipeline.core.events import ignore_events
     from paddle_reshard.pipeline.examine.fingerprint import fingerprint_with
+    from paddle_reshard.pipeline.examine.reading import Reader
     from paddle_reshard.pipeline.planning.settings import PlanSizes
 
     small = PlanSizes(group_bytes=2048, pass_bytes=512)
-    found = fingerprint_with(str(SOURCE), None, {"memory": "256MiB"}, sizes=small)
+    found = fingerprint_with(str(SOURCE), Reader.of({"memory": "256MiB"}, ignore_events, small))
     assert found.root == paddle_reshard.fingerprint(SOURCE).root
 
 

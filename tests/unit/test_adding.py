@@ -15,7 +15,8 @@ import paddle_reshard
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.run import run_conversion
 from paddle_reshard.pipeline.core.events import ignore_events
-from paddle_reshard.pipeline.examine.verify import read_verify_request, verify_request
+from paddle_reshard.pipeline.examine.reading import Reader
+from paddle_reshard.pipeline.examine.verify import Scope, verify_with
 from paddle_reshard.pipeline.model import rules
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
@@ -47,13 +48,13 @@ def test_the_engine_that_is_shown_verifies(engine: Engine, tmp_path: Path) -> No
     """Equal checkpoints of two topologies, and one of which a byte of a tensor was changed."""
     one = tmp_path / "one"
     paddle_reshard.convert(SOURCE, one, to="tp=1")
-    request = replace(read_verify_request(SOURCE, one, None, False, {}), engine=engine)
-    assert verify_request(request).differences == ()
+    reader = replace(Reader.of({}, ignore_events), engine=engine)
+    assert verify_with(str(SOURCE), str(one), Scope(), reader).differences == ()
     file = one / "optimizer.pdopt"
     content = bytearray(file.read_bytes())
     content[1562531] ^= 1  # [20, 18] of a master weight, as docs/tour.md computes it
     file.write_bytes(content)
-    (difference,) = verify_request(request).differences
+    (difference,) = verify_with(str(SOURCE), str(one), Scope(), reader).differences
     assert "model.layers.3.self_attn.k_proj.weight" in difference.tensor
 
 
