@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.events import Event, Observer, ignore_events
+from paddle_reshard.pipeline.core.events import Event, Observer, Planned, ignore_events
 from paddle_reshard.pipeline.core.heap import private_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.cards import CardsPlan
@@ -80,14 +80,18 @@ class HtmlReport:
         self.path = Path(os.fspath(path))
         self.command = command
         check_writable(self.path)
-        self._record = RunRecord(observe, self._keep_plan, private_bytes)
+        self._record, self._observe = RunRecord(private_bytes), observe
         self._conversion: ConversionPlan | None = None
         self._picture: Picture | None = None
         self._proof: Coverage | None = None
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
+        """Record an event, and pass it on. A plan is drawn and proven while it still has its ops."""
+        if isinstance(event, Planned) and isinstance(event.conversion, ConversionPlan):
+            self._conversion, self._picture = event.conversion, picture_of(event.conversion)
+            self._proof = prove(event.conversion)
         self._record(event)
+        self._observe(event)
 
     def show(
         self,
@@ -163,12 +167,6 @@ class HtmlReport:
                 self._write(said, after_failure(error, self.command))
             except UsageError as unwritten:  # the conversion's own error counts
                 log.warning("paddle-reshard: %s", unwritten)
-
-    def _keep_plan(self, conversion: object) -> None:
-        """Draw and prove a plan while it still has its ops."""
-        if isinstance(conversion, ConversionPlan):
-            self._conversion, self._picture = conversion, picture_of(conversion)
-            self._proof = prove(conversion)
 
 
 def _command(conversion: ConversionPlan) -> str:

@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
+import numpy as np
+
 from paddle_reshard.pipeline.core.events import (
     THREAD,
     Event,
     GroupEnded,
-    Observer,
-    Planned,
     Progress,
     StepEnded,
     StepStarted,
     Waiting,
-    ignore_events,
 )
 
 MOST_STRETCHES = 4096
@@ -97,16 +96,12 @@ class RunData:
 
 
 class RunRecord:
-    """An observer that keeps what a report shows of a run, and passes events on.
+    """An observer that keeps what a report shows of a run.
 
     It takes at most a few megabytes: neighbouring groups of a worker are joined when there are many.
 
     Parameters
     ----------
-    observe
-        Called with every event afterwards.
-    on_plan
-        Called with the :class:`ConversionPlan` before its groups are run.
     private_bytes
         Returns the memory of this process; ``None`` to leave it out.
     clock
@@ -115,12 +110,9 @@ class RunRecord:
 
     def __init__(
         self,
-        observe: Observer = ignore_events,
-        on_plan: Callable[[object], None] | None = None,
         private_bytes: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._observe, self._on_plan = observe, on_plan
         self._private_bytes, self._clock = private_bytes, clock
         self._started = clock()
         self._steps: list[Step] = []
@@ -134,7 +126,7 @@ class RunRecord:
         self._budget_bytes: int | None = None
 
     def __call__(self, event: Event) -> None:
-        """Keep an event, and pass it on."""
+        """Keep an event."""
         now = self._clock() - self._started
         if isinstance(event, StepStarted):
             self._end_step(now, "")
@@ -143,8 +135,6 @@ class RunRecord:
             self._steps = [*self._steps[-MOST_STEPS:], step]
         elif isinstance(event, StepEnded):
             self._end_step(now, event.summary)
-        elif isinstance(event, Planned) and self._on_plan is not None:
-            self._on_plan(event.conversion)
         elif isinstance(event, GroupEnded):
             self._add(event, now)
             self._advance(0, 1)
@@ -154,7 +144,6 @@ class RunRecord:
         elif isinstance(event, Waiting) and len(self._waited_for) < MOST_STEPS:
             self._waited_for[event.what] = None
         self._sample(now)
-        self._observe(event)
 
     def data(self, finished: bool = False) -> RunData:
         """The record so far. If the run has ``finished``, so has its last step."""
@@ -233,22 +222,20 @@ def _joined(stretches: Sequence[BusyTime]) -> BusyTime:
 
 def _curves(stretches: Sequence[BusyTime], seconds: float) -> Curves:
     """Rates, as if every stretch had moved its bytes evenly, and memory."""
-    first = min(stretch.start for stretch in stretches)
+    start = np.array([stretch.start for stretch in stretches])
+    first = float(start.min())
     width = max(seconds - first, 1e-6) / BINS
-    rates = {name: [0.0] * BINS for name in ("read", "written", "copied")}
-    for stretch in stretches:
-        low, high = (min(int((at - first) / width), BINS - 1) for at in (stretch.start, stretch.stop))
-        length = max(stretch.stop - stretch.start, 1e-9)
-        for index in range(low, high + 1):
-            start, stop = first + index * width, first + (index + 1) * width
-            share = (
-                1.0 if low == high else max(0.0, min(stop, stretch.stop) - max(start, stretch.start)) / length
-            )
-            for name in rates:
-                rates[name][index] += share * getattr(stretch, f"{name}_bytes") / width
-    middles = tuple(first + (index + 0.5) * width for index in range(BINS))
-    read, written, copied = map(tuple, rates.values())
-    return Curves(middles, read, written, copied, tuple(_memory(stretches, first, width)))
+    edges = first + width * np.arange(BINS + 1)
+    edges[-1] = np.inf
+    length = np.array([max(stretch.stop - stretch.start, 1e-9) for stretch in stretches])
+    done = np.clip((edges[:, None] - start) / length, 0, 1)  # of each stretch at each edge
+    moved = [(one.read_bytes, one.written_bytes, one.copied_bytes) for one in stretches]
+    read, written, copied = map(tuple, (np.diff(done @ np.array(moved), axis=0) / width).T.tolist())
+    return Curves(_middles(first, width), read, written, copied, tuple(_memory(stretches, first, width)))
+
+
+def _middles(first: float, width: float) -> tuple[float, ...]:
+    return tuple(first + (index + 0.5) * width for index in range(BINS))
 
 
 def _memory(stretches: Sequence[BusyTime], first: float, width: float) -> list[int]:
@@ -284,6 +271,5 @@ def _curve_of_progress(samples: Sequence[tuple[float, int]], seconds: float) -> 
             low, high = (min(int(at / width), BINS - 1) for at in (before, now))
             for index in range(low, high + 1):
                 done[index] += (has - had) / (high - low + 1) / width
-    zeros = (0,) * BINS
-    middles = tuple((index + 0.5) * width for index in range(BINS))
-    return Curves(middles, tuple(done), (0.0,) * BINS, (0.0,) * BINS, zeros)
+    nothing = (0.0,) * BINS
+    return Curves(_middles(0.0, width), tuple(done), nothing, nothing, (0,) * BINS)
