@@ -82,13 +82,7 @@ class IntegrityReport(Shown):
 
 
 def manifest_of(target: Source) -> tuple[bytes, Manifest]:
-    """The manifest of a target, as it is stored and parsed.
-
-    Raises
-    ------
-    CheckpointError
-        If it has none.
-    """
+    """The manifest of a target, as it is stored and parsed; a :class:`CheckpointError` if it has none."""
     sizes = target.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(

@@ -82,13 +82,7 @@ _SCALARS = (
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan, replacing an existing file.
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be written.
-    """
+    """Write a plan, replacing an existing file."""
     header = {
         "format": FORMAT,
         "generation": GENERATION,
@@ -191,16 +185,9 @@ def _batches(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.
 
 
 def check_is_saved(plan: Plan, path: Path) -> None:
-    """Refuse unless ``plan`` is the plan in a file. Of the file only the id counts, and what tells two plans apart.
+    """Refuse unless ``plan`` is the plan in a file, with a :class:`PlanError` that says what has changed.
 
-    Raises
-    ------
-    PlanError
-        With what has changed.
-    UsageError
-        If the file cannot be read.
-    FormatError
-        If it is not a plan, has an unknown generation, or is truncated.
+    Of the file only the id counts, and what tells two plans apart.
     """
     with _opened(path) as file:
         header = _read_header(file, str(path))

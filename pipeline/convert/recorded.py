@@ -49,10 +49,7 @@ class Known:
 def known_of(store: Source) -> Known | None:
     """What the manifest of a source records, if its files have the names and sizes that it lists.
 
-    Raises
-    ------
-    CheckpointError
-        If a file of tensors has the right size, but visibly another content.
+    A file of tensors that has the right size, but visibly another content, is refused.
     """
     sizes = store.sizes()
     if MANIFEST not in sizes:
@@ -122,10 +119,7 @@ class Recorder:
     def entry(self, staged: Source, catalog: Catalog, exported: str | None) -> dict[str, Any]:
         """The entry of the manifest of a target with this ``catalog``.
 
-        Raises
-        ------
-        CheckpointError
-            If a tensor of the source is not what its manifest records.
+        A tensor of the source that is not what its manifest records is refused.
         """
         tensors, dtypes = catalog.tensors, catalog.tensors.dtypes.tolist()
         found: dict[int, int] = {}

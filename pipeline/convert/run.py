@@ -102,13 +102,7 @@ def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> di
 
 
 def check_finished(target: TargetStore, source: Source, in_full: bool) -> bool:
-    """Whether a target is finished.
-
-    Raises
-    ------
-    TargetError
-        If it is finished but does not match its manifest, or was made from different source files.
-    """
+    """Whether a target is finished; refused if it differs from its manifest, or is of other source files."""
     data = target.published(MANIFEST)
     if data is None:
         return False
@@ -258,12 +252,7 @@ def _extent(groups: int, size_bytes: int) -> str:
 
 
 def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: bool) -> None:
-    """Refuse file names that a target does not allow, and targets without enough free space.
-
-    Raises
-    ------
-    TargetError
-    """
+    """Refuse file names that a target does not allow, and targets without enough free space."""
     files = _new_files(conversion)
     outputs.check_names(files)
     if not no_space_check:

@@ -96,10 +96,7 @@ class Weighting:
     def by_weights(cls, weights: Sequence[float]) -> Weighting:
         """The sum of the checkpoints, each multiplied by its weight, rounded to float32.
 
-        Raises
-        ------
-        UsageError
-            If the weights do not add up to 1.
+        Weights that do not add up to 1 are refused.
         """
         total = math.fsum(weights)
         if not abs(total - 1) <= SUM_TOLERANCE:
@@ -114,12 +111,7 @@ class Weighting:
 def weigh(
     count: int, decay: float | None = None, weights: Sequence[float] | None = None, uniform: bool = False
 ) -> Weighting:
-    """The weighting of ``count`` checkpoints; exactly one of the three must be given.
-
-    Raises
-    ------
-    UsageError
-    """
+    """The weighting of ``count`` checkpoints; exactly one of the three must be given."""
     if (decay is not None) + (weights is not None) + uniform != 1:
         raise UsageError("give exactly one of --decay, --weights and --uniform")
     if count < 2:
@@ -139,14 +131,8 @@ def with_average(
 ) -> Checkpoint:
     """The last checkpoint, with the average of all added; pure. Paths are those of :func:`series_source`.
 
-    Averaged are, as in the trainers, master weights, and float32 parameters without one.
-
-    Raises
-    ------
-    CheckpointError
-        If the checkpoints are not of one model, with the tensor.
-    UnsupportedError
-        If a trained parameter has no float32 values.
+    Averaged are, as in the trainers, master weights, and float32 parameters without one. Checkpoints of different
+    models are refused, and trained parameters without float32 values.
     """
     last = checkpoints[-1]
     for checkpoint, location in zip(checkpoints, locations, strict=True):
@@ -320,12 +306,7 @@ average = ema
 
 
 def refuse_foreign(options: Mapping[str, Any]) -> None:
-    """Refuse options that do not apply to averages, before a file that they name is read.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse options that do not apply to averages, before a file that they name is read."""
     for name in of_one_source():
         if options.get(name):
             raise UsageError(f"{flag_of(name)} does not apply to averages; use it when converting the result")
@@ -334,26 +315,14 @@ def refuse_foreign(options: Mapping[str, Any]) -> None:
 def read_average(
     sources: Sequence[PathLike], targets: Sequence[str], settings: ConversionSettings
 ) -> ConversionRequest:
-    """The request for an average.
-
-    Raises
-    ------
-    UsageError
-        If an option is invalid, or does not apply to averages.
-    """
+    """The request for an average; options that do not apply to averages are refused."""
     asked = settings.asked
     of_average = Asked(tuple(map(_of_average, asked.targets)), asked.shared)
     return read_request(sources, targets, of_average, settings.sizes)
 
 
 def read_series(weighting: Weighting, request: ConversionRequest, index_files: IndexFiles) -> Altered:
-    """Index the sources of a request, and apply what alters their average.
-
-    Raises
-    ------
-    ReshardError
-        If one is incomplete or inconsistent, they are not of one model, or the options do not fit them.
-    """
+    """Index the sources of a request, and apply what alters their average."""
     access = request.locations.reading
     stores = [open_checkpoint(source, access) for source in request.locations.sources]
     missing = MissingPolicy(allowed=request.allow_missing)
@@ -373,13 +342,7 @@ def read_series(weighting: Weighting, request: ConversionRequest, index_files: I
 
 
 def _of_average(target: Values) -> Values:
-    """The options of a target, adapted so that a format for models holds the average.
-
-    Raises
-    ------
-    UsageError
-        If the format cannot hold an average.
-    """
+    """The options of a target, adapted so that a format for models holds the average, or refused."""
     format = FORMATS[target.get("format") or DEFAULT]
     if EMA in format.cannot_hold:
         checkpoint, model = formats_for_average()

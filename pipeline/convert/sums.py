@@ -49,13 +49,7 @@ def run_reads(
 def fingerprints_of(
     tensors: Tensors, sums: Iterable[Sum], chosen: Collection[int] | None = None
 ) -> Fingerprints:
-    """The fingerprints of all ``tensors``, or of those with some numbers.
-
-    Raises
-    ------
-    CheckpointError
-        If a tensor was not read in full.
-    """
+    """The fingerprints of all ``tensors``, or of those with some numbers; refused if one was not read in full."""
     by_owner = {(one.tensor, one.dtype): one for one in sums}
     dtypes, checksums = tensors.dtypes.tolist(), []
     kept = Tensors()

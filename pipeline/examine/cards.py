@@ -197,15 +197,7 @@ def _shared(
 def plan_cards(
     source: PathLike, cards: int, options: ConversionOptions, observe: Observer = ignore_events
 ) -> CardsPlan:
-    """:func:`paddle_reshard.plan` for a number of cards instead of one topology.
-
-    Raises
-    ------
-    UsageError
-        If a topology or several targets are given too, or the format has no topology.
-    PlanError
-        If no topology is possible, with the reasons.
-    """
+    """:func:`paddle_reshard.plan` for a number of cards; a :class:`PlanError` if no topology is possible."""
     format = options.get("format") or DEFAULT
     _check(cards, format, options)
     asked = read_options({**options, "to": Topology(dp=cards)})
@@ -315,13 +307,7 @@ class _Offer:
         }
 
     def alternative(self, topology: Topology) -> Alternative:
-        """The alternative for a topology, with its costs.
-
-        Raises
-        ------
-        PlanError
-            If it is not possible.
-        """
+        """The alternative for a topology, with its costs; a :class:`PlanError` if it is not possible."""
         source, wanted = self.altered.source, self.altered.wanted
         store = self.altered.store
         target = read_target({**self.options, "to": topology}).target_for(source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -30,25 +30,13 @@ FORMAT = "paddle_reshard verify"
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
-    """The first line of a progress file."""
-
-    format: str
-    version: str
-    plan_id: str
-    files: str
-    """Hash of the names, sizes and versions of all files."""
-
-
-@dataclass(frozen=True, slots=True)
 class Compared:
     """The result of comparing one group: a line's entry."""
 
     group: int
     elements: int
     read_bytes: int
-    differences: tuple[tuple[str, str], ...]
-    """Tensor and detail of each."""
+    differences: tuple[Difference, ...]
 
 
 def run_comparisons(
@@ -61,18 +49,14 @@ def run_comparisons(
 ) -> list[Compared]:
     """Compare all groups of a plan; the results in the order of the groups.
 
-    ``resume`` is a progress file. It is created if it does not exist, and removed when everything is compared.
-
-    Raises
-    ------
-    UsageError
-        If the file belongs to another comparison, or cannot be written.
+    ``resume`` is a progress file. It is created if it does not exist, refused if it belongs to another comparison, and
+    removed when everything is compared.
     """
     with ExitStack() as stack:
         done, log = dict[int, Compared](), None
         if resume is not None:
-            head = _Head(FORMAT, version.__version__, plan.plan_id, _hash_of(stores))
-            done = _finished_earlier(resume, _line(astuple(head)))
+            head = FORMAT, version.__version__, plan.plan_id, _hash_of(stores)
+            done = _finished_earlier(resume, _line(head))
             log = stack.enter_context(resume.open("ab", buffering=0))
         observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
         read_bytes = sum(group.read_bytes for group in done.values())
@@ -82,7 +66,7 @@ def run_comparisons(
             groups = [compared(report) for report in reports]
             done |= {group.group: group for group in groups}
             if log is not None:
-                log.write(_line([[g.group, g.elements, g.read_bytes, g.differences] for g in groups]))
+                log.write(_line(list(map(astuple, groups))))
             for ended in groups_ended(plan, reports):
                 observe(ended)
             observe(Progress(sum(group.read_bytes for group in groups)))
@@ -93,13 +77,8 @@ def run_comparisons(
 
 def compared(report: GroupReport) -> Compared:
     """The result of comparing a group."""
-    differences = tuple((d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences)
-    return Compared(report.group, report.compared_elements, report.read_bytes, differences)
-
-
-def differences_of(groups: Collection[Compared]) -> tuple[Difference, ...]:
-    """The differences of all groups."""
-    return tuple(Difference(*difference) for group in groups for difference in group.differences)
+    differences = (Difference(d.tensor, f"{d.detail}: {d.path_a} and {d.path_b}") for d in report.differences)
+    return Compared(report.group, report.compared_elements, report.read_bytes, tuple(differences))
 
 
 def _hash_of(stores: Sequence[Source]) -> str:
@@ -142,7 +121,10 @@ def _finished(data: bytes, first: bytes, path: Path) -> tuple[dict[int, Compared
             groups = typed(parse_json(line), tuple[tuple[int, int, int, tuple[tuple[str, str], ...]], ...])
         except JsonError:
             break
-        done |= {group[0]: Compared(*group) for group in groups}
+        for group, elements, read_bytes, differences in groups:
+            done[group] = Compared(
+                group, elements, read_bytes, tuple(Difference(*found) for found in differences)
+            )
         good.append(line)
     return done, b"".join(good)
 

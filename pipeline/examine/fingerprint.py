@@ -98,13 +98,7 @@ def fingerprint_with(source: str, reader: Reader) -> FingerprintReport:
 
 
 def write_fingerprints(report: FingerprintReport, path: Path) -> None:
-    """Write the fingerprints of a checkpoint to a local file.
-
-    Raises
-    ------
-    TargetError
-        If it cannot be written.
-    """
+    """Write the fingerprints of a checkpoint to a local file."""
     facts = {"version": version.__version__, "checkpoint": absolute(report.path)}
     try:
         path.write_bytes(format_fingerprints(report.fingerprints, facts))
@@ -113,13 +107,7 @@ def write_fingerprints(report: FingerprintReport, path: Path) -> None:
 
 
 def read_document(path: PathLike) -> bytes:
-    """The content of a local file with fingerprints.
-
-    Raises
-    ------
-    CheckpointError
-        If it cannot be read.
-    """
+    """The content of a local file with fingerprints."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -127,13 +115,7 @@ def read_document(path: PathLike) -> bytes:
 
 
 def parse_document(data: bytes, path: PathLike) -> Fingerprints:
-    """The fingerprints in a file: one written by :func:`fingerprint`, or the manifest of a target.
-
-    Raises
-    ------
-    CheckpointError
-        If it holds no fingerprints.
-    """
+    """The fingerprints in a file: one written by :func:`fingerprint`, or the manifest of a target."""
     if own_manifest(data) is None:
         return parse_fingerprints(data, os.fspath(path))
     manifest = parse_manifest(data, os.fspath(path))

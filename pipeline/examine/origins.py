@@ -20,13 +20,7 @@ from paddle_reshard.pipeline.planning.ops import MOVE, Ops
 
 
 class Origins:
-    """The boxes of values of a plan.
-
-    Raises
-    ------
-    PlanError
-        If the plan was run before: its columns were released then.
-    """
+    """The boxes of values of a plan, which was not run before: its columns were released then."""
 
     def __init__(self, conversion: ConversionPlan) -> None:
         check_not_run(conversion)

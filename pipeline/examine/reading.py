@@ -42,13 +42,7 @@ class Reader:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], observe: Observer, sizes: PlanSizes = PlanSizes()) -> Reader:
-        """The reader that options ask for.
-
-        Raises
-        ------
-        UsageError
-            If an option is invalid.
-        """
+        """The reader that options ask for."""
         budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
         compare_replicas = parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas")
         engine = choose_engine(
@@ -81,13 +75,7 @@ class Reader:
         return list(map(open_checkpoint, (a, b), self.access))
 
     def index_two(self, stores: Sequence[Source]) -> tuple[Contents, Contents]:
-        """Index two checkpoints that are to be compared.
-
-        Raises
-        ------
-        MemoryBudgetError
-            If groups run in this process, and the metadata do not fit its budget.
-        """
+        """Index two checkpoints that are to be compared, within the memory of the process that runs groups."""
         inputs = given_inputs(self.rules, self.config)
         sides = index_pair(stores[0], stores[1], *inputs, self.missing, self.engine.indexing(self.observe))
         if self.engine.in_process:
@@ -113,13 +101,7 @@ def spare_of(stores: Sequence[Source]) -> int:
 
 
 def check_states(chosen: Collection[str], known: Collection[str]) -> None:
-    """Refuse states that no tensor is of.
-
-    Raises
-    ------
-    UsageError
-        With the known ones.
-    """
+    """Refuse states that no tensor is of."""
     if unknown := set(chosen) - set(known):
         raise UsageError(
             f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"

@@ -143,13 +143,7 @@ def _write(path: Path, bundle: bytes) -> None:
 def read_trusted(
     public_key: PathLike | None, ca_certificate: PathLike | None, signature: PathLike | None
 ) -> Trusted | None:
-    """By whom a signature must be; ``None`` if none is checked.
-
-    Raises
-    ------
-    UsageError
-        If both are given, or a signature without either.
-    """
+    """By whom a signature must be; ``None`` if none is checked."""
     if public_key is not None and ca_certificate is not None:
         raise UsageError("--public-key and --ca-certificate exclude each other; a signature has one signer")
     if (path := public_key or ca_certificate) is not None:
@@ -164,10 +158,7 @@ def signer_of_target(
 ) -> str | None:
     """Whose signature the manifest of a target has; ``None`` if nobody is trusted, which is no claim about it.
 
-    Raises
-    ------
-    SignatureError
-        If it has none, or not by whom is trusted.
+    A :class:`SignatureError` if it has none, or not by whom is trusted.
     """
     if trusted is None or signature is not None:
         return signer_of_file(MANIFEST, manifest, trusted, signature)

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.shown import (
     reread_in_words,
 )
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
-from paddle_reshard.pipeline.examine.comparing import compared, differences_of, run_comparisons
+from paddle_reshard.pipeline.examine.comparing import compared, run_comparisons
 from paddle_reshard.pipeline.examine.reading import Reader, all_local, check_states, joined, spare_of
 from paddle_reshard.pipeline.indexing import small_files
 from paddle_reshard.pipeline.indexing.pair import Contents
@@ -109,12 +109,7 @@ class Scope:
     """The file with the progress of an earlier run."""
 
     def check(self, two: bool) -> None:
-        """Refuse what contradicts itself; ``two`` checkpoints are given, or one.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Refuse what contradicts itself; ``two`` checkpoints are given, or one."""
         if self.resume is not None and (self.recorded or self.against is not None):
             raise UsageError("--resume does not apply to --against and --recorded")
         if two and self.against is not None:
@@ -268,7 +263,7 @@ def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader)
     sums, differences = list[Sum](), list[Difference]()
     for report in run_reads(plan, store, reader.engine, spare_of([store]), reader.observe):
         sums += report.sums
-        differences += differences_of([compared(report)])
+        differences += compared(report).differences
     store.check_unchanged()
     fingerprints = fingerprints_of(tensors, added(sums), chosen)
     unlike = mismatches(against, fingerprints, ("the fingerprints", "the checkpoint"), scope.subset)
@@ -303,10 +298,7 @@ def _verify_recorded(a: str, b: str | None, scope: Scope, reader: Reader) -> Ver
 def _recorded(location: str, access: Access) -> Fingerprints:
     """The fingerprints in the manifest of a target, whose files have the names and sizes that it lists.
 
-    Raises
-    ------
-    CheckpointError
-        If it has none, or not of all tensors, or if files were changed visibly.
+    Refused if it lacks those of any tensor, or if files were changed visibly.
     """
     from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 
@@ -384,7 +376,7 @@ def _compared(
         comparison.tensors,
         sum(group.elements for group in groups),
         sum(group.read_bytes for group in groups),
-        (*comparison.differences, *differences_of(groups)),
+        (*comparison.differences, *(found for group in groups for found in group.differences)),
         plan.read_amplification,
         plan.read_once_budget_bytes,
     )

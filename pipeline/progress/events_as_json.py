@@ -81,13 +81,7 @@ class EventLog(logging.Handler):
         self.write_to(output)
 
     def append_to(self, path: Path) -> None:
-        """Append every line to a file. Warnings are printed as they are without it.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        """
+        """Append every line to a file; ``OSError`` if it cannot be opened. Warnings are printed as without it."""
         file = path.open("a", encoding="ascii", buffering=1)
         self._files.append(file)
         self.write_to(lambda line: file.write(f"{line}\n"))
@@ -115,12 +109,7 @@ class EventLog(logging.Handler):
 class ProgressEvents:
     """An observer that reports the start and end of every step, the progress in between, and every outcome.
 
-    Parameters
-    ----------
-    state
-        Adds up the events, before this is called with them.
-    write
-        Called with the name of an event and its entries.
+    ``state`` adds up the events before this is called with them; ``write`` is called with each name and its entries.
     """
 
     def __init__(self, state: RunState, write: Write) -> None:

@@ -18,12 +18,7 @@ PATIENCE_SECONDS = 2.0
 class ProgressLines:
     """An observer that reports the end of every step, and the progress of long steps.
 
-    Parameters
-    ----------
-    state
-        Adds up the events, before this is called with them.
-    write
-        Called with each line.
+    ``state`` adds up the events before this is called with them; ``write`` is called with each line.
     """
 
     def __init__(self, state: RunState, write: Callable[[str], None]) -> None:

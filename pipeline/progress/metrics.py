@@ -144,15 +144,7 @@ class CheckpointFigures:
 
 @contextmanager
 def serving(figures: Figures, address: Address) -> Iterator[int]:
-    """Serve figures, and those of this process, until the block ends. Yields the port.
-
-    Raises
-    ------
-    UnsupportedError
-        If prometheus_client is not installed.
-    UsageError
-        If nothing can listen at the address.
-    """
+    """Serve figures, and those of this process, until the block ends. Yields the port."""
     from paddle_reshard.pipeline.core.errors import UsageError
     from paddle_reshard.pipeline.core.extras import require
 

@@ -49,13 +49,7 @@ class Webhook:
 
     @classmethod
     def parse(cls, text: str) -> Webhook:
-        """From a URL, which may hold a user and a password.
-
-        Raises
-        ------
-        ValueError
-            If it is not a URL of a host.
-        """
+        """From a URL, which may hold a user and a password; a ``ValueError`` if it names no host."""
         parts = urlsplit(text)
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
         if not host:

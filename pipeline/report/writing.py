@@ -11,12 +11,7 @@ from paddle_reshard.pipeline.report.page import render
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a report whose folder does not exist, before anything is done.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a report whose folder does not exist, before anything is done."""
     if path.is_dir():
         raise UsageError(f"{path}: the report cannot be written: it is a folder; give the name of a file")
     if not path.absolute().parent.is_dir():
@@ -26,13 +21,7 @@ def check_writable(path: Path) -> None:
 
 
 def save_report(report: ReportData, path: Path) -> None:
-    """Write a report; it replaces an existing file, and appears as a whole or not at all.
-
-    Raises
-    ------
-    UsageError
-        If the file cannot be written.
-    """
+    """Write a report; it replaces an existing file, and appears as a whole or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_text(render(report), "utf-8", errors="replace")
