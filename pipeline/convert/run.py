@@ -16,23 +16,11 @@ from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
-from paddle_reshard.pipeline.convert.plan import (
-    ConversionPlan,
-    PlannedTarget,
-)
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.convert.recorded import Moved, Recorder, known_of
 from paddle_reshard.pipeline.core import version
-from paddle_reshard.pipeline.core.errors import (
-    MasterDriftError,
-    TargetError,
-)
-from paddle_reshard.pipeline.core.events import (
-    Observer,
-    Progress,
-    StepEnded,
-    StepStarted,
-    ignore_events,
-)
+from paddle_reshard.pipeline.core.errors import MasterDriftError, TargetError
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes

@@ -21,10 +21,7 @@ from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
-from paddle_reshard.pipeline.convert.plan import (
-    by_reason,
-    source_in_words,
-)
+from paddle_reshard.pipeline.convert.plan import by_reason, source_in_words
 from paddle_reshard.pipeline.core.catalog import Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events

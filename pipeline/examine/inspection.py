@@ -155,10 +155,7 @@ class Inspection(Shown):
 
 @takes(InspectOptions)
 def inspect(
-    source: PathLike,
-    *,
-    observe: Observer = ignore_events,
-    **options: Unpack[InspectOptions],
+    source: PathLike, *, observe: Observer = ignore_events, **options: Unpack[InspectOptions]
 ) -> Inspection:
     """Describe a checkpoint from its metadata alone. Missing tensors are reported, not refused.
 

@@ -291,7 +291,4 @@ def _about_ema(arguments: Arguments) -> str:
 def _serving_commands(path: str) -> tuple[str, ...]:
     """Commands that load an exported model; which engine supports which family: docs/serving.md."""
     python = f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(path, ensure_ascii=False)})"
-    return (
-        shlex.join(["python", "-c", python]),
-        shlex.join(["vllm", "serve", path]),
-    )
+    return (shlex.join(["python", "-c", python]), shlex.join(["vllm", "serve", path]))

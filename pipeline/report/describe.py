@@ -421,11 +421,7 @@ def _table(
 
 def _chart(name: str, summaries: Sequence[DifferenceSummary]) -> Chart:
     bars = tuple(
-        Bar(
-            summary.name,
-            _finite(summary.mean),
-            f"{summary.mean:.3g}, largest {summary.largest:.3g}",
-        )
+        Bar(summary.name, _finite(summary.mean), f"{summary.mean:.3g}, largest {summary.largest:.3g}")
         for summary in summaries[: MOST_ROWS // 10]
     )
     return Chart(f"Mean difference by {name}", bars)

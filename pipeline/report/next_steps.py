@@ -84,9 +84,7 @@ def after_failure(error: BaseException, command: Command | None) -> NextSteps:
 
 
 def after_comparison(
-    report: VerifyReport | IntegrityReport | DiffReport,
-    compared: Sequence[PathLike],
-    command: Command | None,
+    report: VerifyReport | IntegrityReport | DiffReport, compared: Sequence[PathLike], command: Command | None
 ) -> NextSteps:
     """After a comparison of the locations ``compared``."""
     shown = tuple(map(shown_location, compared))

@@ -109,9 +109,7 @@ class RunRecord:
     """
 
     def __init__(
-        self,
-        private_bytes: Callable[[], int] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, private_bytes: Callable[[], int] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._private_bytes, self._clock = private_bytes, clock
         self._started = clock()
