@@ -89,6 +89,14 @@ class ManifestSource:
 
 
 @dataclass(frozen=True, slots=True)
+class _Origins:
+    """Of how many tensors fingerprints come from where; further entries are for people."""
+
+    OPEN: ClassVar = True
+    unknown: _Bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Portion:
     """Which portion of which whole the files are."""
 
@@ -220,6 +228,8 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         )
     try:
         entries = typed(values, _Entries)
+        recorded = entries.fingerprints
+        origins = typed({} if recorded is None else recorded.get("from", {}), _Origins)
     except EntryError as error:
         raise FormatError("damaged", path, None, f"not a valid manifest: {error}") from error
     return Manifest(
@@ -229,19 +239,12 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         entries.etags,
         frozenset(entries.additional_files),
         _changed(values),
-        *_recorded(entries.fingerprints, path),
+        None if recorded is None else read_fingerprints(recorded, path),
+        origins.unknown,
         topology=entries.topology,
         sharding_strategy=entries.sharding_strategy,
         portion="" if entries.portion is None else str(entries.portion),
     )
-
-
-def _recorded(entries: Mapping[str, Any] | None, path: str) -> tuple[Fingerprints | None, int]:
-    """The fingerprints that a manifest records, and the number of tensors that have none."""
-    if entries is None:
-        return None, 0
-    found, unknown = read_fingerprints(entries, path), entries.get("from", {}).get("unknown", 0)
-    return found, unknown
 
 
 def _digest(values: Mapping[str, Any]) -> str:
