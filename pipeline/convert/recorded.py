@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.engine import Engine
-from paddle_reshard.pipeline.convert.integrity import check_target_quickly, names_and_sizes
-from paddle_reshard.pipeline.convert.manifest import parse_manifest
+from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of, names_and_sizes
 from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.choices import FULL
@@ -51,11 +50,8 @@ def known_of(store: Source) -> Known | None:
 
     A file of tensors that has the right size, but visibly another content, is refused.
     """
-    sizes = store.sizes()
-    if MANIFEST not in sizes:
-        return None
     try:
-        manifest = parse_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]), MANIFEST)
+        manifest = manifest_of(store)[1]
     except (CheckpointError, FormatError):
         return None
     if manifest.fingerprints is None or names_and_sizes(store, manifest):

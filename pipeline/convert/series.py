@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -145,14 +145,12 @@ def with_average(
     mixed = [replace(own.tensors[index[entry]], state=AVERAGES[entry[1]]) for entry in averaged]
     parts = [_part(checkpoint.catalog, averaged) for checkpoint in checkpoints[:-1]]
     first, count = len(own.tensors) + len(mixed), len(averaged)
-    borrowed = _joined(parts, locations, first)
+    borrowed = _joined(parts, locations)
     terms = [range(first + number * count, first + (number + 1) * count) for number in range(len(parts))]
-    rows = own.fragments.copy()
-    rows["file"] = rows["file"] + len(borrowed.files)
     catalog = Catalog(
         Tensors([*own.tensors, *mixed, *borrowed.tensors]),
         (*borrowed.files, *own.files),
-        Fragments.joined([borrowed.fragments, rows]),
+        Fragments.joined([_numbered(borrowed, tensor=first), _numbered(own, file=len(borrowed.files))]),
         own.implied,
         _mixtures(len(own.tensors), [*terms, [index[entry] for entry in averaged]], weighting),
         borrowed=len(borrowed.tensors),
@@ -160,27 +158,23 @@ def with_average(
     return replace(last, catalog=catalog, has_ema=True)
 
 
-class _Borrowed(NamedTuple):
-    """What an average takes of the earlier checkpoints of a series."""
-
-    tensors: list[Tensor]
-    files: list[File]
-    fragments: Fragments
-
-
-def _joined(parts: Sequence[Catalog], locations: Sequence[str], first: int) -> _Borrowed:
-    """The catalogs as one, with tensors numbered from ``first`` on and files as in :func:`series_source`."""
+def _joined(parts: Sequence[Catalog], locations: Sequence[str]) -> Catalog:
+    """What an average takes of the earlier checkpoints of a series, with paths as in :func:`series_source`."""
     tensors: list[Tensor] = []
     files: list[File] = []
     fragments = []
     for number, (part, location) in enumerate(zip(parts, locations, strict=False)):
-        rows = part.fragments.copy()
-        rows["tensor"] = rows["tensor"] + first + len(tensors)
-        rows["file"] = rows["file"] + len(files)
-        fragments.append(rows)
+        fragments.append(_numbered(part, len(tensors), len(files)))
         tensors += [replace(t, state=f"{t.state} of {location}") for t in part.tensors]
         files += [File(_prefixed(number, file.path), file.size_bytes) for file in part.files]
-    return _Borrowed(tensors, files, Fragments.joined(fragments))
+    return Catalog(Tensors(tensors), tuple(files), Fragments.joined(fragments), {})
+
+
+def _numbered(catalog: Catalog, tensor: int = 0, file: int = 0) -> Fragments:
+    """The fragments of a catalog whose first tensor and first file have these numbers."""
+    rows = catalog.fragments.copy()
+    rows["tensor"], rows["file"] = rows["tensor"] + tensor, rows["file"] + file
+    return rows
 
 
 def _mixtures(first: int, terms: Sequence[Sequence[int]], weighting: Weighting) -> dict[int, Mixture]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.progress.stream import Checked, Happening
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
+    from prometheus_client.registry import Collector
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,14 +49,6 @@ def read_address(text: str) -> Address:
     if not port.isascii() or not port.isdigit() or int(port) > 0xFFFF or (colon and not host):
         raise click.BadParameter(f"{text!r} is neither a port nor HOST:PORT")
     return Address(host.strip("[]") or LOOPBACK, int(port))
-
-
-class Figures(Protocol):
-    """What Prometheus collects."""
-
-    def collect(self) -> Iterator[Metric]:
-        """The figures at this moment."""
-        ...
 
 
 class RunFigures:
@@ -143,7 +136,7 @@ class CheckpointFigures:
 
 
 @contextmanager
-def serving(figures: Figures, address: Address) -> Iterator[int]:
+def serving(figures: Collector, address: Address) -> Iterator[int]:
     """Serve figures, and those of this process, until the block ends. Yields the port."""
     from paddle_reshard.pipeline.core.errors import UsageError
     from paddle_reshard.pipeline.core.extras import require
