@@ -8,7 +8,7 @@ model take seconds to minutes.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -148,18 +148,22 @@ class CardsPlan(Shown):
         facts = [("on a card", f"the fullest rank; {NOT_COUNTED}"), ("time", HOW_LONG)]
         if self.nearest is not None:
             facts.append(("nearest", NEAREST))
-        facts += _shared(
-            self.alternatives,
-            "lost",
-            lambda alternative: [f"{names}: {why}" for why, names in by_reason(alternative.lost)],
-        )
-        facts += _shared(self.alternatives, "note", lambda alternative: alternative.remarks)
-        facts += _shared(
-            self.alternatives,
-            "not resumed",
-            lambda alternative: [alternative.not_resumed] if alternative.not_resumed else [],
-        )
+        facts += self._shared("lost", lambda one: [f"{names}: {why}" for why, names in by_reason(one.lost)])
+        facts += self._shared("note", lambda one: one.remarks)
+        facts += self._shared("not resumed", lambda one: [one.not_resumed] if one.not_resumed else [])
         return facts + [("refused", f"{refusal.topology}: {refusal.reason}") for refusal in self.refused]
+
+    def _shared(self, name: str, sentences_of: Callable[[Alternative], Iterable[str]]) -> Facts:
+        """What alternatives have in common, each sentence once, with the topologies of which it is true."""
+        said: dict[str, list[str]] = {}
+        for alternative in self.alternatives:
+            for sentence in sentences_of(alternative):
+                said.setdefault(sentence, []).append(str(alternative.topology))
+        every = len(self.alternatives)
+        return [
+            (name, sentence if len(of) == every else f"{'; '.join(of)}: {sentence}")
+            for sentence, of in said.items()
+        ]
 
     def _launch(self) -> str:
         return shlex.join(["paddle-reshard", "launch", self.path, "--to"]) + " TOPOLOGY"
@@ -174,21 +178,6 @@ class CardsPlan(Shown):
             f"{readable_seconds(alternative.seconds)}; "
             f"{'does not resume' if alternative.not_resumed else 'resumes'} at once"
         )
-
-
-def _shared(
-    alternatives: tuple[Alternative, ...], name: str, sentences_of: Callable[[Alternative], Any]
-) -> Facts:
-    """What alternatives have in common, each sentence once, with the topologies of which it is true."""
-    said: dict[str, list[str]] = {}
-    for alternative in alternatives:
-        for sentence in sentences_of(alternative):
-            said.setdefault(sentence, []).append(str(alternative.topology))
-    every = len(alternatives)
-    return [
-        (name, sentence if len(of) == every else f"{'; '.join(of)}: {sentence}")
-        for sentence, of in said.items()
-    ]
 
 
 def plan_cards(
@@ -266,14 +255,7 @@ def _by_nearness(alternatives: Sequence[Alternative], source: Topology | None) -
         return tuple(abs(log2(getattr(alternative.topology, axis) / getattr(source, axis))) for axis in _AXES)
 
     ordered = sorted(alternatives, key=distance)
-    nearest = next(
-        (
-            alternative
-            for alternative in ordered
-            if not alternative.not_resumed and not alternative.states_lost
-        ),
-        None,
-    )
+    nearest = next((one for one in ordered if not one.not_resumed and not one.states_lost), None)
     return [replace(alternative, nearest=alternative is nearest) for alternative in ordered]
 
 
@@ -287,21 +269,16 @@ class _Offer:
     @property
     def before(self) -> Topology | None:
         """The topology of the checkpoint, as ``to`` gives it: ``ep`` also where data-parallel ranks share experts."""
-        topology = self.altered.source.job.topology
-        return (
-            replace(topology, ep=topology.dp)
-            if topology and self.altered.source.job.expert_axis == "dp"
-            else topology
-        )
+        job = self.altered.source.job
+        if job.topology is None or job.expert_axis != "dp":
+            return job.topology
+        return replace(job.topology, ep=job.topology.dp)
 
     @property
     def options(self) -> Values:
         """The options without the topology."""
-        return {
-            name: value
-            for name, value in {**self.asked.targets[0], **self.asked.shared}.items()
-            if name != "to"
-        }
+        given = {**self.asked.targets[0], **self.asked.shared}
+        return {name: value for name, value in given.items() if name != "to"}
 
     def alternative(self, topology: Topology) -> Alternative:
         """The alternative for a topology, with its costs; a :class:`PlanError` if it is not possible."""
@@ -334,15 +311,13 @@ class _Offer:
 
     def _is_already(self, topology: Topology, target: JobTarget) -> bool:
         """Whether the job of a target reads the checkpoint as it is, and no option asks for other files."""
-        before, format = self.before, self.altered.source.format
-        if (
-            before is not None and self.altered.source.job.expert_axis != "dp"
-        ):  # data-parallel ranks write no files
-            before = replace(before, dp=topology.dp)
+        before, source = self.before, self.altered.source
+        if before is not None and source.job.expert_axis != "dp":
+            before = replace(before, dp=topology.dp)  # data-parallel ranks write no files
         return (
             topology == before
-            and target.strategy == self.altered.source.job.strategy
-            and self.options.get("format") in (None, format)
+            and target.strategy == source.job.strategy
+            and self.options.get("format") in (None, source.format)
             and not any(
                 value and declarations()[name].changes_bytes and name not in _OF_READING
                 for name, value in self.options.items()
@@ -351,11 +326,9 @@ class _Offer:
 
     def _arguments(self, target: JobTarget, is_already: bool, anew: bool) -> tuple[Arguments, str]:
         """The trainer's arguments for a target, and why the job would not resume at once; empty if it would."""
-        job = target.job(self.altered.wanted)
+        job, source = target.job(self.altered.wanted), self.altered.source
         if is_already:
-            job = replace(
-                job, format=self.altered.source.format, comm_overlap=self.altered.source.job.comm_overlap
-            )
+            job = replace(job, format=source.format, comm_overlap=source.job.comm_overlap)
         try:
             known = trainer_arguments(job)
         except UnsupportedError as error:

@@ -63,14 +63,10 @@ class Coverage(Shown):
 
     def facts(self) -> Facts:
         """The bytes of each kind, the elements used and left out, and the problems."""
-        facts = [
-            (
-                "proof",
-                f"NOT COMPLETE: {self.problem_count} problems"
-                if self.problem_count
-                else f"each of {self.total_bytes:,} bytes in {self.files} files is written once",
-            )
-        ]
+        proof = f"each of {self.total_bytes:,} bytes in {self.files} files is written once"
+        if self.problem_count:
+            proof = f"NOT COMPLETE: {self.problem_count} problems"
+        facts = [("proof", proof)]
         kinds = (
             ("values", self.value_bytes),
             ("of these, copied by the storage", self.copied_bytes),
@@ -82,13 +78,9 @@ class Coverage(Shown):
         facts += [(name, f"{count:,} bytes") for name, count in kinds if count]
         share = f"{self.used_elements:,} of {self.stored_elements:,} elements of {self.tensors} tensors"
         facts.append(("used", share))
-        facts += [
-            (
-                "left out",
-                f"{left.elements:,} elements of {left.tensors} tensors ({left.state}): {left.reason}",
-            )
-            for left in self.left_out
-        ]
+        for left in self.left_out:
+            extent = f"{left.elements:,} elements of {left.tensors} tensors ({left.state})"
+            facts.append(("left out", f"{extent}: {left.reason}"))
         facts += [("problem", problem) for problem in self.problems]
         if self.problem_count > len(self.problems):
             facts.append(("problem", f"… and {self.problem_count - len(self.problems)} more"))
@@ -214,13 +206,9 @@ def _left_out(
 def _reasons(plan: ConversionPlan, key: str, state: str, used: int, compared: bool) -> Iterator[str]:
     """Why elements of a tensor are left out."""
     if used:
-        index = [target.wanted.catalog.tensors.of_state(state).get(key) for target in plan.targets]
-        shapes = [
-            target.wanted.catalog.tensors.shape(number)
-            for target, number in zip(plan.targets, index, strict=True)
-            if number is not None
-        ]
-        if any(prod(shape) == used for shape in shapes):
+        held = (target.wanted.catalog.tensors for target in plan.targets)
+        found = ((tensors, tensors.of_state(state).get(key)) for tensors in held)
+        if any(number is not None and prod(tensors.shape(number)) == used for tensors, number in found):
             yield "beyond the vocabulary that was requested"
         return
     if compared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -197,6 +197,7 @@ def inspect(
 def _described(checkpoint: Checkpoint, location: str, sizes: Mapping[str, int]) -> Inspection:
     """The description of a checkpoint whose model is known; ``sizes`` are those of all files beside it."""
     own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
+    served = FORMATS[checkpoint.format].model_only
     return Inspection(
         path=location,
         format=checkpoint.format,
@@ -219,15 +220,8 @@ def _described(checkpoint: Checkpoint, location: str, sizes: Mapping[str, int]) 
         rules=_without_rules(checkpoint.model),
         recipe=checkpoint.model.table.recipe,
         recipe_switches=checkpoint.model.recipe_switches,
-        lacking=_lacking(checkpoint, sizes),
+        lacking=tuple(lacking_files(checkpoint.model.config, sizes)) if served else (),
     )
-
-
-def _lacking(checkpoint: Checkpoint, paths: Collection[str]) -> tuple[str, ...]:
-    """Small files that an inference engine would miss beside a model; none for a checkpoint of training."""
-    if not FORMATS[checkpoint.format].model_only:
-        return ()
-    return tuple(lacking_files(checkpoint.model.config, paths))
 
 
 def _without_rules(model: Model) -> str | None:
@@ -303,11 +297,9 @@ def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspect
         sequence_parallel=None,
         has_ema=any(by_state[state] for state in EMA_STATES),
         states=tuple(
-            StateSummary(
-                state, len(held), sum(t.elements for t in held), tuple(sorted({t.dtype for t in held})), 0
-            )
-            for state, held in by_state.items()
-            if held
+            StateSummary(state, len(of), sum(t.elements for t in of), tuple(sorted({t.dtype for t in of})), 0)
+            for state, of in by_state.items()
+            if of
         ),
         tensors=(),
         tensor_files=len(held),
@@ -323,19 +315,15 @@ _SHOWN_TIED = 4
 _STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
 
 
-def _summaries(checkpoint: Checkpoint) -> list[StateSummary]:
+def _summaries(checkpoint: Checkpoint) -> Iterator[StateSummary]:
     catalog = checkpoint.catalog
     elements, dtypes = catalog.tensors.elements, catalog.tensors.dtypes
-    summaries = []
     for state in sorted(catalog.tensors.states, key=_STATES.index):
         members = [*catalog.tensors.of_state(state).values()]
-        summaries.append(
-            StateSummary(
-                state=state,
-                tensors=len(members),
-                elements=int(elements[members].sum()),
-                dtypes=tuple(sorted({DTYPES[number].name for number in dtypes[members].tolist()})),
-                implied=sum(number in catalog.implied for number in members),
-            )
+        yield StateSummary(
+            state=state,
+            tensors=len(members),
+            elements=int(elements[members].sum()),
+            dtypes=tuple(sorted({DTYPES[number].name for number in dtypes[members].tolist()})),
+            implied=sum(number in catalog.implied for number in members),
         )
-    return summaries

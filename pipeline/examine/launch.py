@@ -61,14 +61,10 @@ class Launch(Shown):
         facts = [("checkpoint", self.path), ("for", self.library)]
         if self.commands:
             return [*facts, *(("run", command) for command in self.commands), *self._remarks()]
-        first = [("or first", self.node_command)] if self.node_command else []
-        return [
-            *facts,
-            ("ranks", str(self.ranks)),
-            ("arguments", self.command_line()),
-            *first,
-            *self._remarks(),
-        ]
+        facts += [("ranks", str(self.ranks)), ("arguments", self.command_line())]
+        if self.node_command:
+            facts.append(("or first", self.node_command))
+        return [*facts, *self._remarks()]
 
     def command_line(self) -> str:
         """The arguments, quoted for a shell.
@@ -136,9 +132,8 @@ def launch(
         switches=inspection.recipe_switches,
     )
     arguments = {"resume_from_checkpoint": inspection.path, **trainer_arguments(job)}
-    if SCHEDULER not in inspection.other_files and not {state.state for state in inspection.states} & {
-        *ACCUMULATORS
-    }:
+    states = {state.state for state in inspection.states}
+    if SCHEDULER not in inspection.other_files and states.isdisjoint(ACCUMULATORS):
         arguments["ignore_load_lr_and_optim"] = True
     before = None if manifest is None else _parsed(manifest.source.topology)
     remarks = (
@@ -237,23 +232,11 @@ def _node_command(inspection: Inspection, job: TrainingJob, options: InspectOpti
     The variables are those of Paddle's launcher (``distributed/launch/context/args_envs.py``); ranks of a node follow
     each other. The trainer then resumes from the node's folder.
     """
-    by_rank = "to" in FORMATS[inspection.format].options
-    if (
-        not by_rank
-        or inspection.topology is not None
-        or job.topology.world_size == 1
-        or job.strategy not in _BY_RANK
-    ):
+    by_rank = "to" in FORMATS[inspection.format].options and job.strategy in _BY_RANK
+    if not by_rank or inspection.topology is not None or job.topology.world_size == 1:
         return ""
-    words = [
-        "paddle-reshard",
-        "convert",
-        inspection.path,
-        "--format",
-        inspection.format,
-        "--to",
-        str(job.topology),
-    ]
+    words = ["paddle-reshard", "convert", inspection.path]
+    words += ["--format", inspection.format, "--to", str(job.topology)]
     if job.strategy != "none":
         words += ["--sharding-strategy", job.strategy]
     files = (("--config", options.get("config")), ("--rules", options.get("rules")))
@@ -264,22 +247,17 @@ def _node_command(inspection: Inspection, job: TrainingJob, options: InspectOpti
 
 def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterator[str]:
     """Sentences about what a job does differently because of another topology than that of the save."""
-    if _data_ranks(before) != _data_ranks(after):
+    was, becomes = before.sharding * before.dp, after.sharding * after.dp
+    if was != becomes:
         yield (
-            f"data-parallel ranks (sharding × dp): {_data_ranks(after)}, before: {_data_ranks(before)}; to keep the "
-            "batch, and with it the order of samples, keep their product with --per_device_train_batch_size and "
-            "--gradient_accumulation_steps"
+            f"data-parallel ranks (sharding × dp): {becomes}, before: {was}; to keep the batch, and with it the order "
+            "of samples, keep their product with --per_device_train_batch_size and --gradient_accumulation_steps"
         )
     if library == "paddleformers" and (before.pp > 1) != (after.pp > 1):
         yield (
             "this trainer decays the weight of the last norm with pp > 1 and not with pp = 1; losses differ a little "
             "after the change, with any converter (docs/parity.md)"
         )
-
-
-def _data_ranks(topology: Topology) -> int:
-    """Ranks that read different samples."""
-    return topology.sharding * topology.dp
 
 
 def _about_ema(arguments: Arguments) -> str:

@@ -82,9 +82,7 @@ class Origins:
                 yield Stretch(0, carried.size_bytes, "file", source_file=carried.source_path)
                 return
         size = self.sizes()[file]
-        written = sorted(
-            [*self._literals(file, size), *self._values(file)], key=lambda stretch: stretch.start
-        )
+        written = sorted([*self._literals(file, size), *self._values(file)], key=lambda one: one.start)
         reach = 0
         for stretch in [*written, Stretch(size, size, "")]:
             if reach < stretch.start:
@@ -94,8 +92,7 @@ class Origins:
             reach = max(reach, stretch.stop)
 
     def _literals(self, file: str, size: int) -> Iterator[Stretch]:
-        ranges = self.plan.literals.by_file().of_ranges([(self._numbers[file], 0, size)])
-        for _, offset, content in ranges:
+        for _, offset, content in self.plan.literals.by_file().of_ranges([(self._numbers[file], 0, size)]):
             yield Stretch(offset, offset + len(content), "literal", content)
 
     def _values(self, file: str) -> Iterator[Stretch]:
@@ -129,10 +126,8 @@ def rank_of(conversion: ConversionPlan, path: str) -> Mapping[str, int]:
     if job.ep > 1 and coordinates and "ep" not in coordinates:
         coordinates["ep"] = job.expert_rank(coordinates.get("tp", 0), coordinates.get("sharding", 0))
     number = format.process_of(path)
-    if (
-        number is not None and MANIFEST not in conversion.store.sizes()
-    ):  # a conversion numbers files, not ranks
-        coordinates["rank"] = number
+    if number is not None and MANIFEST not in conversion.store.sizes():
+        coordinates["rank"] = number  # a conversion numbers files, not ranks
     return coordinates
 
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
-from paddle_reshard.pipeline.convert.plan import ConversionPlan, laid_out_again
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, laid_out_again, source_in_words
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
-from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.coverage import Coverage
 from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
@@ -58,13 +58,11 @@ def picture_of(conversion: ConversionPlan) -> Picture:
     ]
     of_targets = arrange([file.path for file in plan.target_files], holding, targets)
     paths = [file.path for file in plan.source_files]
-    words = source.format if source.job.topology is None else f"{source.format}, {source.job.topology}"
-    strategy = "" if source.job.topology is None else f", {sharding_in_words(source.job.strategy)}"
     of_source = arrange(
         paths,
         np.unique(source.catalog.fragments["file"]).tolist(),
         [
-            Described("", source.format, words + strategy, source.job.topology),
+            Described("", source.format, source_in_words(source), source.job.topology),
             *_mounted(paths, _sources(conversion)[0]),
         ],
     )
@@ -152,15 +150,10 @@ def _simulations(simulations: Sequence[Simulation]) -> Iterator[Table]:
         headings = ("workers", "seconds", "busy", "most read", "most written", "peak of a worker")
         rows = [
             (
-                *(
-                    simulation.workers,
-                    simulation.seconds,
-                    f"{simulation.busy_share:.0%}",
-                    simulation.most_read_bytes,
-                ),
-                *(simulation.most_written_bytes, simulation.peak_bytes),
+                *(one.workers, one.seconds, f"{one.busy_share:.0%}"),
+                *(one.most_read_bytes, one.most_written_bytes, one.peak_bytes),
             )
-            for simulation in simulations
+            for one in simulations
         ]
         yield _table("Estimates", headings, rows)
 
@@ -184,12 +177,11 @@ def describe_conversion(
     report: ConversionReport,
     picture: Picture | None,
     run: RunData | None,
-    command: str = "convert",
     proof: Coverage | None = None,
 ) -> ReportData:
     """The report of a finished conversion; ``proof`` was made before it moved anything."""
     moved = report.moved
-    planned = describe_plan(report.plan, picture, command, proof)
+    planned = describe_plan(report.plan, picture, _command(report.plan), proof)
     rate = f"{readable_bytes(int(moved.written_bytes / report.seconds))}/s written" if report.seconds else ""
     first = Tile("Time", readable_seconds(report.seconds), rate)
     *tiles, planned_memory = planned.tiles
@@ -210,8 +202,12 @@ def describe_conversion(
     )
 
 
+def _command(conversion: ConversionPlan) -> str:
+    """The command that runs such a conversion."""
+    return "ema" if conversion.plan.mixtures else "convert"
+
+
 def describe_failure(
-    command: str,
     error: BaseException,
     conversion: ConversionPlan,
     picture: Picture | None,
@@ -219,7 +215,7 @@ def describe_failure(
     proof: Coverage | None = None,
 ) -> ReportData:
     """The report of a conversion that failed after it was planned."""
-    planned = describe_plan(conversion, picture, command, proof)
+    planned = describe_plan(conversion, picture, _command(conversion), proof)
     kind = type(error).__name__
     message = f"{error} [{kind}]" if isinstance(error, ReshardError) else str(error) or kind
     *tiles, planned_memory = planned.tiles

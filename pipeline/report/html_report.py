@@ -121,8 +121,7 @@ class HtmlReport:
             self.show_plan(result, proof)
         elif isinstance(result, ConversionReport):
             run = self._record.data(finished=True)
-            command = _command(result.plan)
-            page = describe_conversion(result, self._picture, run, command, self._proof)
+            page = describe_conversion(result, self._picture, run, self._proof)
             self._write(page, after_conversion(result))
         else:
             page = describe_comparison(result, compared, self._record.data(finished=True))
@@ -159,16 +158,9 @@ class HtmlReport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._conversion is not None and isinstance(error, (Exception, KeyboardInterrupt)):
-            command = _command(self._conversion)
-            said = describe_failure(
-                command, error, self._conversion, self._picture, self._record.data(), self._proof
-            )
+            run = self._record.data()
+            said = describe_failure(error, self._conversion, self._picture, run, self._proof)
             try:
                 self._write(said, after_failure(error, self.command))
             except UsageError as unwritten:  # the conversion's own error counts
                 log.warning("paddle-reshard: %s", unwritten)
-
-
-def _command(conversion: ConversionPlan) -> str:
-    """The command that runs such a conversion."""
-    return "ema" if conversion.plan.mixtures else "convert"

@@ -57,10 +57,7 @@ def after_cards(plan: CardsPlan) -> NextSteps:
 def after_conversion(report: ConversionReport) -> NextSteps:
     """After ``convert``: start a job from every target, and compare whole targets with the source."""
     conversion = report.plan
-    launches = [
-        NextStep("How a job starts from it.", str(Command("launch", (location,))))
-        for location in conversion.target_locations
-    ]
+    launches = [_launch(location) for location in conversion.target_locations]
     whole = [
         location
         for location, target in zip(conversion.target_locations, conversion.targets, strict=True)
@@ -94,9 +91,7 @@ def after_comparison(
         return _after_diff(report, shown)
     two = len(shown) == 2 and not (command and (command.has("--against") or command.has("--recorded")))
     if report.equal:
-        return (
-            NextStep("How a job starts from it.", str(Command("launch", shown[1:] if two else shown[:1]))),
-        )
+        return (_launch(*shown[1:] if two else shown[:1]),)
     if two:
         return (NextStep("How far apart the values are.", str(Command("diff", shown))),)
     return (
@@ -104,9 +99,13 @@ def after_comparison(
     )
 
 
+def _launch(*locations: str) -> NextStep:
+    return NextStep("How a job starts from it.", str(Command("launch", locations)))
+
+
 def _after_integrity(report: IntegrityReport, shown: tuple[str, ...]) -> NextSteps:
     if report.intact:
-        return (NextStep("How a job starts from it.", str(Command("launch", shown))),)
+        return (_launch(*shown),)
     source = without_secrets(report.recorded_source)
     again = Command("convert", (source, *shown), (("--overwrite",),))
     words = "Convert again, with the options that the manifest states; if it happens again, look at the disk."

@@ -215,20 +215,14 @@ def _held(located: Sequence[Located], of_row: Mapping[tuple[str, str], int]) -> 
 def _moves(plan: Plan, source: Side, target: Side) -> Moves:
     """The bytes that each pair of places exchanges; the target's files are the first of its places."""
     from_place, to_place = (np.array(side.places, dtype=np.int64) for side in (source, target))
-    moved_bytes = []
+    moved_bytes = [(np.zeros(0, dtype=np.int64),) * 3]
     for ops in plan.ops.blocks():
         moved = ops[ops["kind"] == MOVE]
+        source_places = from_place[moved["source_file"].astype(np.int64)]
+        target_places = to_place[moved["target_file"].astype(np.int64)]
         nbytes = op_volumes(moved) * ITEMSIZES[moved["target_dtype"]]
-        pair = (
-            from_place[moved["source_file"].astype(np.int64)],
-            to_place[moved["target_file"].astype(np.int64)],
-        )
-        moved_bytes.append(_summed(*pair, nbytes))
-    memory = (
-        [np.concatenate(column) for column in zip(*moved_bytes, strict=True)]
-        if moved_bytes
-        else [np.zeros(0, np.int64)] * 3
-    )
+        moved_bytes.append(_summed(source_places, target_places, nbytes))
+    memory = [np.concatenate(column) for column in zip(*moved_bytes, strict=True)]
     parts = plan.parts[plan.parts["source_file"] != MADE]
     copied = [from_place[parts["source_file"]], to_place[parts["file"]], part_sizes(parts)]
     fold_source = fold_target = 1
