@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPol
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly, manifest_of
-from paddle_reshard.pipeline.convert.manifest import describe_targets, format_manifest, parse_manifest
+from paddle_reshard.pipeline.convert.manifest import Manifest, describe_targets, format_manifest
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.convert.recorded import Moved, Recorder, known_of
 from paddle_reshard.pipeline.core import version
@@ -91,11 +91,9 @@ def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> di
 
 def check_finished(target: TargetStore, source: Source, in_full: bool) -> bool:
     """Whether a target is finished; refused if it differs from its manifest, or is of other source files."""
-    data = target.published(MANIFEST)
-    if data is None:
+    if target.published(MANIFEST) is None:
         return False
-    _check_published(target, in_full)
-    manifest = parse_manifest(data, f"{target.location}/{MANIFEST}")
+    manifest = _check_published(target, in_full)
     reason = source_difference(
         _describe_files(manifest.source.files, manifest.source.versions),
         _describe_files(source.sizes(), source.versions()),
@@ -120,8 +118,8 @@ def _already_made(described: Mapping[str, Any], target: TargetStore) -> bool:
     )
 
 
-def _check_published(target: TargetStore, in_full: bool, observe: Observer = ignore_events) -> None:
-    """Refuse a finished target that does not match its manifest; only ``in_full`` reads every byte."""
+def _check_published(target: TargetStore, in_full: bool, observe: Observer = ignore_events) -> Manifest:
+    """The manifest of a finished target, which is refused if it does not match; only ``in_full`` reads every byte."""
     published = target.reopen()
     manifest = manifest_of(published)[1]
     if in_full:
@@ -134,6 +132,7 @@ def _check_published(target: TargetStore, in_full: bool, observe: Observer = ign
             f"{target.location}: finished, but damaged: {damages[0].path}: {damages[0].detail}{more}; list all damage "
             f"with paddle-reshard verify {target.location}, or replace it: --overwrite without --resume"
         )
+    return manifest
 
 
 def run_conversion(
