@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,26 +49,23 @@ _OPS = {
     for dims in [[str(dim)] if OP[name].shape else []]
 }
 """Column of ops → its name in the file. Of the end of a box, the file holds the distance from its first byte."""
-_FILE = pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])
+_TEXT, _WHOLE = pa.string(), pa.int64()
+_FILE = pa.schema({"path": _TEXT, "size_bytes": _WHOLE})
 _TABLES = {
     "tensors": pa.schema(
-        [
-            ("key", pa.string()),
-            ("state", pa.string()),
-            ("dtype", pa.string()),
-            ("global_shape", pa.list_(pa.int64())),
-            ("aliases", pa.list_(pa.string())),
-        ]
+        {
+            "key": _TEXT,
+            "state": _TEXT,
+            "dtype": _TEXT,
+            "global_shape": pa.list_(_WHOLE),
+            "aliases": pa.list_(_TEXT),
+        }
     ),
     "source_files": _FILE,
     "target_files": _FILE,
-    "carried": pa.schema(
-        [("source_path", pa.string()), ("target_path", pa.string()), ("size_bytes", pa.int64())]
-    ),
-    "literals": pa.schema(
-        [("template", pa.int64()), ("byte_offset", pa.int64()), ("content", pa.large_binary())]
-    ),
-    "literal_files": pa.schema([("file", pa.int64()), ("template", pa.int64())]),
+    "carried": pa.schema({"source_path": _TEXT, "target_path": _TEXT, "size_bytes": _WHOLE}),
+    "literals": pa.schema({"template": _WHOLE, "byte_offset": _WHOLE, "content": pa.large_binary()}),
+    "literal_files": pa.schema({"file": _WHOLE, "template": _WHOLE}),
 }
 _OF_VALUES = ("tensors", "source_files", "target_files", "carried")
 """Tables whose rows are Python values, and which tell what has changed between two plans."""
@@ -110,11 +107,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def _write(
-    file: Any,
-    name: str,
-    schema: pa.Schema,
-    batches: Sequence[pa.RecordBatch] | Iterator[pa.RecordBatch],
-    facts: str = "{}",
+    file: Any, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: str = "{}"
 ) -> None:
     described = schema.with_metadata({"table": name, "facts": facts})
     # Waking threads for the columns of each batch would take longer than compressing them.
