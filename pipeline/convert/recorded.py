@@ -44,6 +44,22 @@ class Known:
     fingerprints: Fingerprints
     location: str
 
+    def checksum(self, tensor: Tensor, passed: int | None) -> int | None:
+        """The checksum of a tensor, if it is on record; refused if that of the values that ``passed`` is another."""
+        number = self.fingerprints.tensors.find(tensor.key, tensor.state)
+        if number is None:
+            return None
+        other = self.fingerprints.tensors[number]
+        if (other.dtype, other.global_shape) != (tensor.dtype, tensor.global_shape):
+            return None
+        recorded = int(self.fingerprints.checksums[number])
+        if passed not in (None, recorded):
+            raise CheckpointError(
+                f"{tensor.label}: its values have crc64nvme {passed:016x}, but {MANIFEST} of {self.location} records "
+                f"{recorded:016x}: {_CHANGED}. {_advice(self.location)}"
+            )
+        return recorded
+
 
 def known_of(store: Source) -> Known | None:
     """What the manifest of a source records, if its files have the names and sizes that it lists.
@@ -117,14 +133,13 @@ class Recorder:
 
         A tensor of the source that is not what its manifest records is refused.
         """
+        known = None if exported == EMA else self.known
         tensors, dtypes = catalog.tensors, catalog.tensors.dtypes.tolist()
         found: dict[int, int] = {}
         origins = {"moved": 0, "source": 0, "read": 0}
         for number, tensor in enumerate(tensors):
             passed = self.moved.checksum(tensor, dtypes[number], exported)
-            recorded = None if exported == EMA else self._recorded(tensor)
-            if None not in (passed, recorded) and passed != recorded:
-                self._refuse(tensor, passed, recorded)
+            recorded = None if known is None else known.checksum(tensor, passed)
             if passed is not None:
                 found[number], origins["moved"] = passed, origins["moved"] + 1
             elif recorded is not None:
@@ -148,21 +163,3 @@ class Recorder:
         if lacking:
             data |= {"root": None, "states": {}}
         return {"from": {**origins, "unknown": len(lacking)}, **data}
-
-    def _recorded(self, tensor: Tensor) -> int | None:
-        if self.known is None:
-            return None
-        fingerprints = self.known.fingerprints
-        number = fingerprints.tensors.find(tensor.key, tensor.state)
-        if number is None:
-            return None
-        other = fingerprints.tensors[number]
-        same = (other.dtype, other.global_shape) == (tensor.dtype, tensor.global_shape)
-        return int(fingerprints.checksums[number]) if same else None
-
-    def _refuse(self, tensor: Tensor, passed: int | None, recorded: int | None) -> None:
-        assert self.known is not None  # noqa: S101
-        raise CheckpointError(
-            f"{tensor.label}: its values have crc64nvme {passed:016x}, but {MANIFEST} of {self.known.location} records "
-            f"{recorded:016x}: {_CHANGED}. {_advice(self.known.location)}"
-        )

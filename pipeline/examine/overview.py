@@ -81,15 +81,8 @@ class Run(Shown):
 
 
 HEADINGS = (
-    "checkpoint",
-    "format",
-    "topology",
-    "sharding",
-    "holds",
-    "size",
-    "status",
-    "made from",
-    "converted to",
+    *("checkpoint", "format", "topology", "sharding", "holds"),
+    *("size", "status", "made from", "converted to"),
 )
 
 

@@ -41,7 +41,7 @@ from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.locate import Access, open_source, target_access
-from paddle_reshard.storage.store import ReadRange, Source
+from paddle_reshard.storage.store import Source
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -238,9 +238,7 @@ def _verify_alone(a: str, scope: Scope, reader: Reader) -> VerifyReport:
     checkpoint = reader.index(store, pieces=True)
     check_optimizer(store, checkpoint)
     comparison = plan_self_comparison(checkpoint.catalog, _in_steps(reader, [store]))
-    report = _compared(comparison, store, [store], scope, reader)
-    store.check_unchanged()
-    return report
+    return _compared(comparison, [store], scope, reader)
 
 
 def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader) -> VerifyReport:
@@ -324,10 +322,7 @@ def _verify_two(a: str, b: str, scope: Scope, reader: Reader) -> VerifyReport:
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
     comparison = _plan_two(stores, *reader.index_two(stores), scope, _in_steps(reader, stores))
     trim_heap()
-    report = _compared(comparison, joined(stores), stores, scope, reader)
-    for store in stores:
-        store.check_unchanged()
-    return report
+    return _compared(comparison, stores, scope, reader)
 
 
 def _refuse_quantised(stores: Sequence[Source]) -> None:
@@ -363,15 +358,15 @@ def _in_steps(reader: Reader, stores: Sequence[Source]) -> PlanSettings:
     return replace(planning, sizes=planning.sizes.in_steps()) if all_local(stores) else planning
 
 
-def _compared(
-    comparison: Comparison, source: ReadRange, stores: Sequence[Source], scope: Scope, reader: Reader
-) -> VerifyReport:
-    """Run a comparison of files of ``source``, which are those of ``stores``."""
-    plan = comparison.plan
+def _compared(comparison: Comparison, stores: Sequence[Source], scope: Scope, reader: Reader) -> VerifyReport:
+    """Run the comparison of two checkpoints, or of one with itself."""
+    plan, source = comparison.plan, joined(stores) if len(stores) > 1 else stores[0]
     engine = reader.engine.reserving_metadata(
         len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_of(stores)
     )
     groups = run_comparisons(plan, source, stores, engine, reader.observe, scope.resume)
+    for store in stores:
+        store.check_unchanged()
     return VerifyReport(
         comparison.tensors,
         sum(group.elements for group in groups),

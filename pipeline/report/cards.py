@@ -12,16 +12,8 @@ from paddle_reshard.pipeline.report.data import PLAIN, Grid, ReportData, Table, 
 from paddle_reshard.storage.remote.folder import without_secrets
 
 HEADINGS = (
-    *(
-        "topology",
-        "sharding",
-        "bytes on a card",
-        "parameters",
-        "master weights",
-        "moments",
-        "average in host",
-    ),
-    *("bytes to read", "bytes to write", "seconds", "resumes at once"),
+    *("topology", "sharding", "bytes on a card", "parameters", "master weights", "moments"),
+    *("average in host", "bytes to read", "bytes to write", "seconds", "resumes at once"),
 )
 MOST_DRAWN = 64
 """Ranks that are drawn one by one; of larger jobs a cell shows its number of ranks."""

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from paddle_reshard.pipeline.report.data import Chart, ReportData, Table
 from paddle_reshard.pipeline.report.picture import Held, Moves, Picture
 from paddle_reshard.pipeline.report.places import Side
-from paddle_reshard.pipeline.report.run_record import BusyTime, RunData
+from paddle_reshard.pipeline.report.run_record import RunData
 
 SIGNIFICANT = 6
 """Digits of figures that are drawn."""
@@ -121,7 +121,10 @@ def _run(run: RunData) -> dict[str, Any]:
         "seconds": _rounded(run.seconds),
         "steps": [[step.name, _rounded(step.start), _rounded(step.stop), step.summary] for step in run.steps],
         "workers": workers,
-        "stretches": [_stretch(stretch, workers.index(stretch.worker)) for stretch in run.stretches],
+        "stretches": [
+            [workers.index(worker), _rounded(start), _rounded(stop), *figures]
+            for worker, start, stop, *figures in run.stretches
+        ],
         "curves": {
             name: [_rounded(value) for value in getattr(run.curves, name)]
             for name in ("seconds", "read", "written", "copied", "memory")
@@ -129,17 +132,6 @@ def _run(run: RunData) -> dict[str, Any]:
         "resident": [[_rounded(at), nbytes] for at, nbytes in run.resident],
         "waited_for": run.waited_for,
     }
-
-
-def _stretch(stretch: BusyTime, worker: int) -> list[Any]:
-    figures = (
-        stretch.groups,
-        stretch.peak_bytes,
-        stretch.read_bytes,
-        stretch.written_bytes,
-        stretch.copied_bytes,
-    )
-    return [worker, _rounded(stretch.start), _rounded(stretch.stop), *figures]
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,7 @@ BINS = 160
 """Points of a curve over time."""
 
 
-@dataclass(frozen=True, slots=True)
-class BusyTime:
+class BusyTime(NamedTuple):
     """Time in which a worker ran a group, or several one after the other. Seconds are since the start of the record."""
 
     worker: str
@@ -148,7 +148,7 @@ class RunRecord:
         seconds = self._clock() - self._started
         if finished:
             self._end_step(seconds, "")
-        stretches = tuple(sorted(self._stretches, key=lambda stretch: (stretch.worker, stretch.start)))
+        stretches = tuple(sorted(self._stretches))
         curves = _curves(stretches, seconds) if stretches else _curve_of_progress(self._progress, seconds)
         return RunData(
             seconds,
@@ -195,8 +195,7 @@ class RunRecord:
 def joined_in_pairs(stretches: Iterable[BusyTime]) -> list[BusyTime]:
     """Half as many stretches: neighbours of the same worker become one."""
     joined = []
-    in_order = sorted(stretches, key=lambda stretch: (stretch.worker, stretch.start))
-    for _, group in groupby(in_order, key=lambda stretch: stretch.worker):
+    for _, group in groupby(sorted(stretches), key=lambda stretch: stretch.worker):
         own = list(group)
         joined += [_joined(own[index : index + 2]) for index in range(0, len(own), 2)]
     return joined[:MOST_STRETCHES]  # there may be more workers than that
