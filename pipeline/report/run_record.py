@@ -237,22 +237,17 @@ def _middles(first: float, width: float) -> tuple[float, ...]:
 
 def _memory(stretches: Sequence[BusyTime], first: float, width: float) -> list[int]:
     """Memory of the fullest process in each interval. Groups that run in one process share its memory."""
-    most = [0] * BINS
-    by_process = sorted(stretches, key=lambda stretch: (_process(stretch), stretch.start))
-    for _, group in groupby(by_process, key=_process):
+    most, starts = np.zeros(BINS, dtype=np.int64), first + width * np.arange(BINS)
+    for _, group in groupby(sorted(stretches, key=_process), key=_process):
         own = list(group)
-        changes = sorted(
-            [(stretch.start, 1, stretch.peak_bytes) for stretch in own]
-            + [(stretch.stop, 0, -stretch.peak_bytes) for stretch in own]
-        )
-        held, index = 0, 0
-        for at, _, change in changes:
-            until = min(int((at - first) / width), BINS - 1)
-            for between in range(index, until + 1):
-                most[between] = max(most[between], held)
-            held, index = held + change, until
-            most[index] = max(most[index], held)
-    return most
+        begun = [(stretch.start, 1, stretch.peak_bytes) for stretch in own]
+        ended = [(stretch.stop, 0, -stretch.peak_bytes) for stretch in own]
+        times, _, changes = zip(*sorted(begun + ended), strict=True)
+        held = np.cumsum(changes)
+        intervals = np.minimum((np.array(times) - first) / width, BINS - 1).astype(np.int64)
+        np.maximum.at(most, intervals, held)
+        most = np.maximum(most, np.r_[0, held][np.searchsorted(times, starts)])
+    return most.tolist()
 
 
 def _process(stretch: BusyTime) -> str:
