@@ -111,16 +111,13 @@ class DiffReport(Shown):
 
     def by_layer(self) -> tuple[DifferenceSummary, ...]:
         """One summary for each layer with differences, and one for tensors outside of layers."""
-        summaries = _summaries(self.differing, lambda tensor: tensor.layer)
-        return tuple(
-            sorted(summaries, key=lambda layer: (layer.name == NO_LAYER, len(layer.name), layer.name))
-        )
+        layers = _summaries(self.differing, lambda tensor: tensor.layer)
+        return tuple(sorted(layers, key=lambda layer: (layer.name == NO_LAYER, len(layer.name), layer.name)))
 
     def by_state(self) -> tuple[DifferenceSummary, ...]:
         """One summary for each state with differences."""
-        return tuple(
-            sorted(_summaries(self.differing, lambda tensor: tensor.state), key=lambda state: state.name)
-        )
+        states = _summaries(self.differing, lambda tensor: tensor.state)
+        return tuple(sorted(states, key=lambda state: state.name))
 
     @property
     def verdict(self) -> str:

@@ -30,8 +30,6 @@ OTHERS = "… further tensors"
 """The row that stands for tensors beyond ``MOST_ROWS``."""
 ANY_STATE = "all states"
 
-_FIRST_STATES = (PARAM, MASTER_WEIGHT)
-
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 _BELOW_LAYER = re.compile(r"(\blayers\.\d+)\..*")
 _NUMBER = re.compile(r"\d+")
@@ -110,19 +108,11 @@ def make_picture(
     """The picture of a plan: where the tensors of its source and its targets lie, and which bytes move."""
     located = [source, *targets]
     held_states = {state for contents in located for _, state in contents.tensors}
-    states = tuple(
-        sorted(
-            held_states,
-            key=lambda state: (
-                _FIRST_STATES.index(state) if state in _FIRST_STATES else 2,
-                state.startswith("ema"),
-                state,
-            ),
-        )
-    )
+    states = tuple(sorted(held_states, key=_in_order))
+    state_numbers = {state: number for number, state in enumerate(states)}
     rows, joined = _rows([identity for contents in located for identity in contents.tensors])
     names = list(dict.fromkeys(rows.values()))
-    names.sort(key=lambda row: (_natural(row[0]), states.index(row[1]) if row[1] in states else -1))
+    names.sort(key=lambda row: (_natural(row[0]), state_numbers.get(row[1], -1)))
     numbers = {name: number for number, name in enumerate(names)}
     of_row = {identity: numbers[row] for identity, row in rows.items()}
     return Picture(
@@ -131,12 +121,17 @@ def make_picture(
         _by_state([source], states, sides[0]),
         _by_state(targets, states, sides[1]),
         tuple(key for key, _ in names),
-        tuple(states.index(state) if state in states else -1 for _, state in names),
+        tuple(state_numbers.get(state, -1) for _, state in names),
         _held([source], of_row),
         _held(targets, of_row),
         _moves(plan, *sides),
         joined,
     )
+
+
+def _in_order(state: str) -> tuple[bool, bool, bool, str]:
+    """Sorts parameters first, then master weights, and averages last."""
+    return state != PARAM, state != MASTER_WEIGHT, state.startswith("ema"), state
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

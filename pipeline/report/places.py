@@ -6,6 +6,7 @@ several ranks share, such as the parameters of a sharding group, belongs to the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -39,8 +40,6 @@ class Side:
     blocks: tuple[Block, ...]
     labels: tuple[str, ...]
     """Path of the file, or of the first, for places that are files; empty for ranks."""
-    files: tuple[int, ...]
-    """Number of tensor files of each place."""
     places: tuple[int, ...]
     """Place of each file; −1 for files without tensors."""
 
@@ -48,6 +47,12 @@ class Side:
     def count(self) -> int:
         """Number of places."""
         return len(self.labels)
+
+    @property
+    def files(self) -> list[int]:
+        """Number of tensor files of each place."""
+        files = Counter(self.places)
+        return [files[place] for place in range(self.count)]
 
 
 class Described(NamedTuple):
@@ -67,7 +72,7 @@ def arrange(paths: Sequence[str], holding: Collection[int], checkpoints: Sequenc
     the topology, or there is none, the coordinates determine the axes.
     """
     owners = {index: _owner(paths[index], checkpoints) for index in sorted(holding)}
-    side = Side((), (), (), tuple([-1] * len(paths)))
+    side = Side((), (), (-1,) * len(paths))
     for number, described in enumerate(checkpoints):
         own = [index for index, owner in owners.items() if owner == number]
         names = {index: paths[index][len(described.prefix) :] for index in own}
@@ -110,19 +115,11 @@ def _added(
     places: Mapping[int, int],
 ) -> Side:
     first = side.count
-    files = [0] * len(labels)
     of_files = list(side.places)
     for index, place in places.items():
-        files[place] += 1
         of_files[index] = first + place
     block = Block(described.title, described.detail, axes, first, len(labels), each)
-    return replace(
-        side,
-        blocks=(*side.blocks, block),
-        labels=(*side.labels, *labels),
-        files=(*side.files, *files),
-        places=tuple(of_files),
-    )
+    return Side((*side.blocks, block), (*side.labels, *labels), tuple(of_files))
 
 
 def _axes(topology: Topology | None, ranks: Sequence[Mapping[str, int]]) -> dict[str, int]:
