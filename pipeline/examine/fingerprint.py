@@ -78,9 +78,12 @@ def fingerprint(
         If ``output`` cannot be written.
     """
     check_names(options, FingerprintOptions)
+    path = None if output is None else Path(output)
+    if path is not None and not (folder := path.absolute().parent).is_dir():  # before everything is read
+        raise TargetError(f"{path}: cannot be written: the folder {folder} does not exist")
     report = fingerprint_with(os.fspath(source), Reader.of(options, observe))
-    if output is not None:
-        write_fingerprints(report, Path(output))
+    if path is not None:
+        write_fingerprints(report, path)
     return report
 
 

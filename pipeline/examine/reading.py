@@ -101,7 +101,9 @@ def spare_of(stores: Sequence[Source]) -> int:
 
 
 def check_states(chosen: Collection[str], known: Collection[str]) -> None:
-    """Refuse states that no tensor is of."""
+    """Refuse states that no tensor is of, and a choice of none, with which any two checkpoints would be equal."""
+    if not chosen:
+        raise UsageError(f"no state is chosen; known: {', '.join(sorted(known))}")
     if unknown := set(chosen) - set(known):
         raise UsageError(
             f"neither checkpoint has the state {min(unknown)!r}; known: {', '.join(sorted(known))}"

@@ -76,3 +76,10 @@ def test_wrong_requests_are_refused() -> None:
         paddle_reshard.diff(SOURCE, SOURCE, states=["moment"])
     with pytest.raises(UsageError, match="cannot be negative"):
         paddle_reshard.diff(SOURCE, SOURCE, atol=-1.0)
+
+
+def test_a_choice_of_no_state_is_refused() -> None:
+    """Of nothing, any two checkpoints are equal."""
+    for compare in (paddle_reshard.diff, paddle_reshard.verify):
+        with pytest.raises(UsageError, match=r"no state is chosen; known: .*moment1, moment2"):
+            compare(SOURCE, SOURCE, states=[])

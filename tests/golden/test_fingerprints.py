@@ -15,7 +15,7 @@ from awscrt.checksums import crc64nvme
 from safetensors import deserialize
 
 import paddle_reshard
-from paddle_reshard import CheckpointError, FormatError, UsageError
+from paddle_reshard import CheckpointError, FormatError, TargetError, UsageError
 from paddle_reshard.pipeline.convert.integrity import SMALL_FILE_BYTES
 from tests import oracle
 from tests.conftest import COMMITTED, case_directory
@@ -162,6 +162,13 @@ def test_a_target_is_verified_against_the_fingerprints_of_its_source(tmp_path: P
 
     with pytest.raises(UsageError, match="either a second checkpoint or --against"):
         paddle_reshard.verify(whole, model, against=written)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    events: list[object] = []
+    with pytest.raises(TargetError, match=r"the folder .*nowhere does not exist"):
+        paddle_reshard.fingerprint(SOURCE, output=tmp_path / "nowhere" / "f.json", observe=events.append)
+    assert not events
 
 
 @pytest.mark.parametrize(
