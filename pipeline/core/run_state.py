@@ -183,4 +183,5 @@ class RunState:
 
     def retries(self) -> Mapping[str, int]:
         """Failure of a store → retries after it during this run, in this process and on workers."""
-        return {**(Counter(self.count_retries()) - self._counted + self._on_workers)}
+        on_workers = self._on_workers.copy()  # at once: figures are served by a thread while events arrive
+        return {**(Counter(self.count_retries()) - self._counted + on_workers)}
