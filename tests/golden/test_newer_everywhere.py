@@ -64,6 +64,14 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "holds parameters only, and a target with",
     ),
     ("families/ernie4_5_moe_vl*", ("tp", "pp", "v2, plain", "unified*"), "ernie4_5_moe_vl"),
+    ("families/ernie4_5_single", STAGES, "segmentation 'layer:Ernie4_5DecoderLayer.* matches none of"),
+    ("families/gemma3_text*", ("tp*",), "paddleformers cannot train gemma3_text with it"),
+    ("families/paddleocr_vl*", ("tp*",), "paddleformers cannot train paddleocr_vl with it"),
+    (
+        "families/paddleocr_vl_single",
+        SHARDED,
+        "has no optimizer states in the source, as in a job without sharding",
+    ),
     ("families/*_vl*", STAGES, "paddleformers has no pipeline class of"),
     ("families/glm*", STAGES, "paddleformers has no pipeline class of"),
 )
