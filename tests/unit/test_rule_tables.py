@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.model.rules.items import EmptyLayers, Item
 from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.model.rules.rule import Discarded, HuggingFaceForm, Rule
+from paddle_reshard.pipeline.model.rules.table import Proof, RuleTable, Unsupported
 from tests.documents.blocks import blocks_of
 from tests.rule_tables import DIGESTS, FOLDER, digest, names, stated, whole
 
@@ -60,6 +64,14 @@ def test_the_table_that_the_page_shows_is_what_the_page_says() -> None:
     assert embedding == base[embedding.key]
     assert (projection.split, base[projection.key].split) == (None, 0)
     assert projection.shape == base[projection.key].shape
+
+
+@pytest.mark.parametrize(
+    "kind", [RuleTable, Proof, Unsupported, Item, EmptyLayers, Rule, Discarded, HuggingFaceForm]
+)
+def test_the_page_describes_every_field(kind: type) -> None:
+    page = (FOLDER / "README.md").read_text("utf-8")
+    assert [field.name for field in fields(kind) if f"`{field.name}`" not in page] == []
 
 
 def test_keys_get_another_beginning_here_and_in_hugging_face_checkpoints() -> None:

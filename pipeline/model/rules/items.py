@@ -24,29 +24,18 @@ def mtp_entry(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A kind of pipeline item."""
+    """A kind of pipeline item. ``README.md`` says what its fields mean."""
 
     name: str
     layer_class: str
-    """Its class, which a segmentation ``layer:Regex`` matches; empty: the library's pipeline has no such item."""
     repeated: bool = False
-    """Whether it is the decoder layer."""
     mtp: bool = False
-    """Whether it is a layer of multi-token prediction, or a part of one; ``MTP_LAYERS`` of the config counts them."""
     continues: str | None = None
-    """The decoder layer's item, for MTP layers that have its rows too and are numbered after it."""
     inner: str | None = None
-    """For an item with ``continues``: the module that has the decoder layer's rows, ``transformer_layer`` in
-    ``layers.4.transformer_layer.mlp``; ``None``: the layer itself."""
     there: str | None = None
-    """For an item with ``continues``: the beginning of its keys in Hugging Face checkpoints, which have no number of a
-    layer, so that there can be only one. It has its own rows, and not those of the decoder layers."""
     built_before: str | None = None
-    """The item before which it is built in a job without pipeline stages."""
     count: str | None = None
-    """Config entry with the number of such items, or a list of that length; for numbered items but decoder layers."""
     whole: bool = False
-    """Whether the pipeline has all its layers in one item, with the rows of one module after those of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +43,6 @@ class EmptyLayers:
     """Layers without parameters between the items of a pipeline: no key tells of them, but they count in stages."""
 
     layer_class: str
-    """Their class, which a segmentation ``layer:Regex`` matches."""
     after: str
-    """Config entry: a list of decoder layers; behind each of them there is one."""
     tail: str
-    """Config entry: how many stand behind the last layer, those of MTP included."""
     before: str
-    """Name of the item before which those at the tail stand."""

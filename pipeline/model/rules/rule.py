@@ -27,35 +27,20 @@ if TYPE_CHECKING:  # NumPy, which the table of families does without
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceForm:
-    """A tensor's form in a Hugging Face checkpoint: a single tensor, or several that Paddle fuses."""
+    """A tensor's form in a Hugging Face checkpoint: a single tensor, or several that Paddle fuses.
+
+    ``README.md`` says what its fields mean, as it does for all that is read from a table.
+    """
 
     keys: tuple[str, ...]
-    """Key of each part in Hugging Face checkpoints; ``{layer}`` and ``{expert}`` are the numbers in the row's key.
-    Parts with the same key are one tensor there."""
     transposed: bool = False
-    """Whether the last two dims are swapped: ``[in, out]`` in Paddle, ``[out, in]`` in Hugging Face."""
     saved_transposed: bool | None = None
-    """Whether the two dims are swapped when the trainer saves with ``save_to_hf``; ``None``: as ``transposed`` for a
-    single key, not at all for several."""
     widths: tuple[str, ...] | None = None
-    """Extent of each part along Paddle's last dim, as sums of products of config entries; required for several keys."""
     groups: str | None = None
-    """Config entry with the number of groups into which the last dim is divided; each group has a share of every part.
-
-    4 query heads and 2 key/value heads with ``groups = "num_key_value_heads"`` are stored as
-    ``[q q k v | q q k v]``.
-    """
     groups_there: str | None = None
-    """Config entry with the number of groups into which a tensor of several parts is divided in Hugging Face
-    checkpoints; each group has a share of every part. ``None``: one part after the other."""
     stacked: str | None = None
-    """Config entry: the number of routed experts that lie one after the other along the first dim here, or in a
-    ``shape`` of three dims along a dim of their own. Each has tensors of its own there, numbered where its key has
-    ``{expert}``."""
     keep_float32: bool = False
-    """Whether it stays float32 when the model is converted to another dtype."""
     exported_as: str | None = None
-    """What the library's own exports have under the key instead, although nothing in their files tells."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -79,9 +64,7 @@ class Discarded:
     """A parameter that the library creates and then replaces; it only advances the counters in parameter names."""
 
     name_class: str
-    """Layer class, as in a row."""
     name_class_sp: str | None = None
-    """Layer class under sequence parallelism (tp > 1), if it differs."""
 
     def class_for(self, tp: int, sequence_parallel: bool) -> str:
         """Layer class in a job with this configuration."""
@@ -90,88 +73,53 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A row of a rule table; applies to every tensor whose key matches ``key``."""
+    """A row of a rule table; applies to every tensor whose key matches ``key``. Its fields are in ``README.md``."""
 
     key: str
-    """Structured name; ``{layer}`` matches the number of a decoder layer, ``{expert}`` that of a routed expert."""
     item: str
-    """Name of the pipeline item that owns it."""
     name_class: str
-    """Layer class in the framework's parameter name: ``linear`` in ``linear_0.w_0``."""
     source: str
-    """Evidence for the row."""
-    split: Annotated[int, Bounds(0)] | None = None
-    """Dim that tensor parallelism cuts; ``None``: every tp rank holds the whole tensor."""
-    parts: Annotated[int, Bounds(1)] = 1
-    """How many equal logical parts are fused along ``split``; a tp rank holds its piece of each."""
-    part_widths: tuple[str, ...] | None = None
-    """For unequal parts: the extent of each along ``split``, as sums of products of config entries."""
-    split_if_divisible: str | None = None
-    """Config entry that tp must divide; otherwise every tp rank holds the whole tensor."""
-    must_divide: str | None = None
-    """Config entry that tp must divide; otherwise the topology is refused, because heads are never divided."""
-    name_class_pp: str | None = None
-    """Layer class under pipeline parallelism, if it differs."""
-    name_class_sp: str | None = None
-    """Layer class under sequence parallelism (tp > 1), if it differs."""
-    name_class_tp: str | None = None
-    """Layer class under tensor parallelism without sequence parallelism, if it differs; empty where it is not known."""
-    shape: tuple[str, ...] | None = None
-    """Expected global shape; each dim is a sum of products of config entries, in which ``a/b`` is rounded down."""
-    tied_to: str | None = None
-    """Key with the same values if the config ties word embeddings; may have the numbers of ``key``."""
-    always_tied: bool = False
-    """Whether the family ties them regardless of the config: ``tied_to`` is another key of the same parameter."""
-    only_with: str | None = None
-    """Key of the tensor without which the model does not have it, with the numbers of ``tied_to``."""
-    of_stages: bool = False
-    """Whether only jobs with pipeline stages have it: another copy of the tensor that it is tied to."""
-    own_in_stages: bool = False
-    """Whether it is tied in jobs without pipeline stages only, and a tensor of its own in others."""
-    key_pp: str | None = None
-    """Key in the files under pipeline parallelism, if it differs; the key of another row stands in files of the last
-    stage for a tensor that it shares with the first."""
-    name_class_ep: str | None = None
-    """Layer class under expert parallelism, if it differs."""
-    name_class_ep_sp: str | None = None
-    """Layer class under expert and sequence parallelism together, if it differs."""
-    is_distributed: Literal["always", "never", "ep"] | None = None
-    """If the library's flag does not say whether tp cuts the tensor: ``always``, ``never``, or set under ``ep`` too."""
-    leads_if_unified: bool = False
-    """Whether it comes before the experts in the unified layer of expert parallelism."""
-    parameter_name: str | None = None
-    """The whole parameter name if the library sets it: ``{n}`` counts, ``{layer}`` is the decoder layer."""
-    created_as_weight: bool = False
-    """Whether the library creates a bias as it does a weight, so that its parameter name goes on counting: ``w_1``."""
-    built_after: str | None = None
-    """Key of the row right after whose tensor the library builds it, if that is not the order of the rows."""
-    discards: tuple[Discarded, ...] = ()
-    """What the library creates right before it and then replaces."""
+    # which models have it
     where: Mapping[str, Any] = field(default_factory=dict)
-    """Config entries that must have these values for the row to apply."""
     with_mtp: bool | None = None
-    """For models with layers of multi-token prediction (``True``), or only for others (``False``)."""
     grouped_heads: bool | None = None
-    """For models with fewer key-value heads than attention heads (``True``), or only for others (``False``)."""
-    copied: bool = False
-    """Whether the library builds it for the first expert of a rank only, and copies that for the others."""
-    shared_out: bool = False
-    """Whether it holds all routed experts of a layer along its first dim, of which each rank of ``ep`` has its share
-    under the same key."""
-    states_if_sharded: bool = False
-    """Whether the optimizer has states of it in jobs with sharding only, where it gets a gradient of zeros."""
-    color: str | None = None
-    """Name that the library gives the communication buffers of stage 1 v2 in which it lies, apart from others."""
-    unused: bool = False
-    """Whether the model computes nothing with it: checkpoints of training have it, and no other model has."""
-    saved_in_part: str | None = None
-    """What the library has lost where its files say that one tp rank's piece is the whole tensor."""
-    untrained: bool = False
-    """Whether no optimizer of the library has states of it, whatever another library's has."""
     former: bool = False
-    """Whether only earlier versions of the library call it so: it is read, and not written."""
+    # its shape, and how tp and ep cut it
+    shape: tuple[str, ...] | None = None
+    split: Annotated[int, Bounds(0)] | None = None
+    parts: Annotated[int, Bounds(1)] = 1
+    part_widths: tuple[str, ...] | None = None
+    split_if_divisible: str | None = None
+    must_divide: str | None = None
+    shared_out: bool = False
+    is_distributed: Literal["always", "never", "ep"] | None = None
+    saved_in_part: str | None = None
+    # other keys of its values
+    tied_to: str | None = None
+    always_tied: bool = False
+    only_with: str | None = None
+    of_stages: bool = False
+    own_in_stages: bool = False
+    key_pp: str | None = None
+    # the name of its parameter, and the order in which parameters are built
+    name_class_pp: str | None = None
+    name_class_sp: str | None = None
+    name_class_tp: str | None = None
+    name_class_ep: str | None = None
+    name_class_ep_sp: str | None = None
+    parameter_name: str | None = None
+    created_as_weight: bool = False
+    built_after: str | None = None
+    discards: tuple[Discarded, ...] = ()
+    copied: bool = False
+    leads_if_unified: bool = False
+    # what the optimizer keeps of it
+    untrained: bool = False
+    states_if_sharded: bool = False
+    color: str | None = None
+    # in models that are not trained
+    unused: bool = False
     huggingface: HuggingFaceForm | None = None
-    """The tensor's form in a Hugging Face checkpoint; ``None``: unknown."""
 
     def pattern(self) -> re.Pattern[str]:
         """``key`` as a regular expression for the whole key."""

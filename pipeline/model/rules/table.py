@@ -17,15 +17,10 @@ from paddle_reshard.pipeline.model.rules.stages import DECODER_LAYERS, Stages, s
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The proof of a table: what its rows have been compared with."""
+    """What the rows of a table have been compared with: files of ranks, and exports if there are forms for them."""
 
     files: Literal["checkpoints", "classes", "declarations"]
-    """Files of ranks: with real checkpoints, with tensors that the library's classes build, or with nothing but what
-    its code declares."""
     huggingface: Literal["transformers", "library", "declarations"] | None = None
-    """Hugging Face forms: ``transformers`` computes the logits of the Paddle model from an export; an export equals
-    the library's own, or the library imports it as the same parameters; or nothing but what its code declares.
-    ``None`` without forms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +28,9 @@ class Unsupported:
     """An option of a family whose models the rows do not describe, or not in every format."""
 
     entry: str
-    """Entry of ``config.json`` that is set: true, a number, or a list with elements."""
     why: str
-    """What such a model has, and why it cannot be read."""
     above: int = 0
-    """Up to which number the rows describe it all the same."""
     formats: tuple[str, ...] | None = None
-    """The formats in which they do not; ``None``: in none."""
 
     def concerns(self, config: Config) -> bool:
         """Whether the option is set in the config of a model."""
@@ -50,67 +41,42 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class RuleTable:
-    """All rows of a model family as a library spells it. ``items`` are in pipeline order."""
+    """All rows of a model family as a library spells it. ``README.md`` says what its fields mean."""
 
     family: str
     convention: str
     model_types: tuple[str, ...]
     items: tuple[Item, ...]
     rules: tuple[Rule, ...]
-    experts: str | None = None
-    """Config entry with the number of routed experts in a layer."""
-    expert_axis: Literal["ep", "tp", "dp"] | None = None
-    """The axis over which the library can distribute whole routed experts: ``ep``, ``tp`` or ``dp``."""
-    local_experts: bool = False
-    """Whether the keys of a rank number its own experts from 0 on, under ``ep``."""
-    segmentation: str = DECODER_LAYERS
-    """How the pipeline class distributes its items by default."""
-    segmentation_entry: str | None = None
-    """Config entry that says how instead. Only with ``None``, and from :data:`DECODER_LAYERS`, the pipeline class
-    distributes all items evenly where the number of stages does not divide the decoder layers."""
-    recipe: str = ""
-    """The pre-training recipe whose own model it is, as the library's argument ``stage`` calls it; empty: the model is
-    the library's."""
-    recipe_switches: tuple[str, ...] = ()
-    """With ``recipe``: entries of the config that its jobs take from arguments of the same name, whatever it says."""
-    library_types: tuple[str, ...] = ()
-    """With ``recipe``: values of ``model_type`` by which the library knows its own models of the family, if others."""
-    colors: tuple[str, ...] = ()
-    """The colors of its rows, in the order in which a job makes their master weights, before all others."""
-    scheduler_ahead: int = 0
-    """By how many steps the schedule of a job may be ahead of its trainer."""
-    needed: Mapping[str, str] = field(default_factory=dict)
-    """Axis that every job of the family has → what stops the trainer without it."""
-    empty: EmptyLayers | None = None
-    """Layers without parameters that a config can put between the others."""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Axes that a job of the family cannot combine, as ``tp,pp`` → what the trainer does instead."""
-    unsupported: tuple[Unsupported, ...] = ()
-    """Options of the family that the rows do not describe."""
-    unsupported_keys: Mapping[str, str] = field(default_factory=dict)
-    """Beginning of keys that no row describes, as a regular expression → what has them, and why it cannot be read."""
-    muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
-    """Parameters whose name contains any of these are not updated by Muon; the trainer's default."""
-    saved_prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Prefix of keys → prefix under which the model class saves them in files without ``model_meta.json``."""
-    proven: Proof | None = field(default=None, compare=False, repr=False)
-    """How the table was tested; ``None``: not recorded, as in a table that a user writes."""
-    formats: tuple[str, ...] | None = None
-    """Formats that the table supports; ``None``: all."""
-    version: str | None = None
-    """The earlier versions of the library whose models alone have these tensors; ``None``: the current one. Such a
-    table is for checkpoints, and is not chosen for models that no library has given names yet."""
-    peft_prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Prefix of keys in Hugging Face checkpoints → prefix of the modules in ``transformers``, by which ``peft`` finds
-    them."""
-    lora: bool | None = None
-    """Whether LoRA of the family is supported; ``None``: if it is a language model alone."""
+    # which checkpoints it is for
     shared_with: tuple[str, ...] = ()
-    """Further libraries whose models of the family have the same tensors under the same names."""
-    shifted_by: str | None = None
-    """Config entry: by how much layers may be numbered higher in keys than in the model."""
+    version: str | None = None
+    formats: tuple[str, ...] | None = None
+    unsupported: tuple[Unsupported, ...] = ()
+    unsupported_keys: Mapping[str, str] = field(default_factory=dict)
+    proven: Proof | None = field(default=None, compare=False, repr=False)
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
-    """Ignored by the program."""
+    # other keys of its tensors
+    saved_prefixes: Mapping[str, str] = field(default_factory=dict)
+    peft_prefixes: Mapping[str, str] = field(default_factory=dict)
+    shifted_by: str | None = None
+    local_experts: bool = False
+    # which jobs there are of it
+    experts: str | None = None
+    expert_axis: Literal["ep", "tp", "dp"] | None = None
+    needed: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    segmentation: str = DECODER_LAYERS
+    segmentation_entry: str | None = None
+    empty: EmptyLayers | None = None
+    lora: bool | None = None
+    muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
+    colors: tuple[str, ...] = ()
+    # those of a pre-training recipe
+    recipe: str = ""
+    recipe_switches: tuple[str, ...] = ()
+    library_types: tuple[str, ...] = ()
+    scheduler_ahead: int = 0
 
     @property
     def library(self) -> str:
