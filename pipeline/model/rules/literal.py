@@ -22,14 +22,14 @@ _ITEM = Item("model", "", repeated=True)
 
 @dataclass(frozen=True)
 class LiteralTable(RuleTable):
-    """A table whose rows are keys: whole tensors that keep their keys.
+    """A table whose rows are keys, without tensor parallelism, order of layers or parameter names.
 
-    It gives no tensor parallelism, order of layers or parameter names.
+    It is that of models that a program has made.
     """
 
     @property
     def not_known(self) -> str:
-        """No table knows models that a program has made."""
+        """What rule tables know about the family, in words."""
         return NOT_KNOWN
 
     def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
@@ -86,9 +86,7 @@ class StoredRule(Rule):
 
     job: StoredJob = StoredJob()
     expert: bool = False
-    """Whether it belongs to a routed expert that some expert ranks hold."""
     known: str = NOT_KNOWN
-    """What rule tables know about the family (:func:`what_is_known`)."""
 
     @property
     def of_expert(self) -> bool:
@@ -96,25 +94,13 @@ class StoredRule(Rule):
         return self.expert
 
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
-        """The first dim, if ``tp`` is that of the job that wrote the files.
-
-        Raises
-        ------
-        RuleError
-            For any other ``tp``: no file says which dim it cuts, and what is fused.
-        """
+        """The first dim in a job with as many tp ranks; in any other, no file says which dim is cut."""
         if tp != self.job.tp:
             raise RuleError(self.key, _not_told(self.known, f"which dim tp={tp} cuts, and what is fused"))
         return self.split
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
-        """An empty class, because the files give the whole parameter name.
-
-        Raises
-        ------
-        RuleError
-            If names differ in this job, or no file gives any.
-        """
+        """An empty class, because the files give the whole parameter name; refused if they do not give this job's."""
         if self.parameter_name is None or StoredJob(tp, pp, ep) != self.job:
             raise RuleError(self.key, _not_told(self.known, "its parameter name in such a job"))
         return self.name_class
@@ -130,7 +116,6 @@ class StoredTable(LiteralTable):
     marked: bool = False
     """Whether the files give ``is_distributed`` for every tensor."""
     known: str = NOT_KNOWN
-    """What rule tables know about the family (:func:`what_is_known`)."""
 
     @property
     def not_known(self) -> str:
@@ -145,13 +130,7 @@ class StoredTable(LiteralTable):
     def check_job(
         self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
     ) -> None:
-        """Refuse a hybrid-parallel target that the files do not determine.
-
-        Raises
-        ------
-        RuleError
-            Naming what is missing.
-        """
+        """Refuse a hybrid-parallel target that the files do not determine."""
         if not self.ordered:
             self.refuse(config, "the order of parameters, and their names; the source's format has neither")
         if changed := self.job.differing(degrees):
@@ -166,21 +145,11 @@ class StoredTable(LiteralTable):
             self.refuse(config, marked)
 
     def check_known(self, config: Config, what: str) -> None:
-        """Refuse a target that needs ``what``: no file tells it.
-
-        Raises
-        ------
-        PlanError, RuleError
-        """
+        """Refuse a target that needs ``what``: no file tells it."""
         self.refuse(config, what)
 
     def check_whole(self, config: Config) -> None:
-        """Refuse a use of whole tensors if tp has cut them.
-
-        Raises
-        ------
-        RuleError
-        """
+        """Refuse a use of whole tensors if tp has cut them."""
         if self.job.tp > 1:
             self.refuse(config, f"which dim its tp={self.job.tp} ranks have cut, and what is fused")
 
@@ -189,21 +158,12 @@ class StoredTable(LiteralTable):
 
         The trainer saves some models of several parts with Hugging Face keys (PaddleFormers 1.2 qwen2_5_vl: ``visual.``
         instead of ``model.visual.``); ``model_meta.json`` and a FlexCheckpoint have the model's own keys.
-
-        Raises
-        ------
-        RuleError
         """
         if self.ordered and not self.marked and "text_config" in config:
             self.refuse(config, "which keys its tensors have in the model: model_state may rename them")
 
     def refuse(self, config: Config, missing: str) -> NoReturn:
-        """Refuse a target, naming what is ``missing``.
-
-        Raises
-        ------
-        PlanError, RuleError
-        """
+        """Refuse a target, naming what is ``missing``."""
         if not config:
             raise PlanError(
                 f"{CONFIG} is missing, and the other files do not tell {missing}; pass the model's with --config FILE"
@@ -222,16 +182,13 @@ class StoredKey:
     """The facts about a key in the files of a checkpoint."""
 
     key: str
-    name: str | None = None
-    """Parameter name."""
+    parameter_name: str | None = None
     tied_to: str | None = None
     """An earlier key with the same parameter name."""
     distributed: bool | None = None
     """``is_distributed`` of ``model_meta.json``; ``None`` without it."""
     stage: int = 0
-    """The pipeline stage that holds it."""
     scalar: bool = False
-    """Whether it has no dims."""
     expert: bool = False
     """Whether it belongs to a routed expert that some expert ranks hold."""
 
@@ -247,14 +204,15 @@ def stored_table(
 ) -> StoredTable:
     """Make a table from the files of a model; ``keys`` in the order of the files.
 
-    ``convention`` is the library that wrote them, if their format determines it. ``of_family`` is the rule table of the
-    family, if there is one that does not tell enough for their format: it gives their form in a Hugging Face
-    checkpoint. ``known`` says what rule tables know about the family (:func:`what_is_known`).
-
-    Raises
-    ------
-    RuleError
-        If ``config.json`` does not say which library wrote them.
+    Parameters
+    ----------
+    convention
+        The library that wrote them, if their format determines it; otherwise ``config.json`` has to say it.
+    of_family
+        The rule table of the family, if there is one that does not tell enough for their format: it gives their form
+        in a Hugging Face checkpoint.
+    known
+        What rule tables know about the family (:func:`what_is_known`).
     """
     family = str(config.get("model_type", "not known"))
     convention = convention or library_of(config)
@@ -272,10 +230,7 @@ def stored_table(
         convention,
         (),
         stages,
-        tuple(
-            replace(_stored_rule(key, job), huggingface=_form(key.key, of_family, config, job), known=known)
-            for key in keys
-        ),
+        tuple(_stored_rule(key, job, _form(key.key, of_family, config, job), known) for key in keys),
         expert_axis="ep" if job.ep > 1 else None,
         job=job,
         ordered=ordered,
@@ -300,8 +255,8 @@ def _stage(number: int) -> str:
     return f"stage {number}"
 
 
-def _stored_rule(stored: StoredKey, job: StoredJob) -> StoredRule:
-    name = stored.name
+def _stored_rule(stored: StoredKey, job: StoredJob, form: HuggingFaceForm | None, known: str) -> StoredRule:
+    name = stored.parameter_name
     return StoredRule(
         stored.key,
         _stage(stored.stage),
@@ -312,6 +267,8 @@ def _stored_rule(stored: StoredKey, job: StoredJob) -> StoredRule:
         tied_to=stored.tied_to,
         always_tied=stored.tied_to is not None,
         is_distributed="always" if stored.distributed else "never",
+        huggingface=form,
         job=job,
         expert=stored.expert,
+        known=known,
     )

@@ -286,7 +286,7 @@ class RuleTable:
             item.layer_class and re.search(pattern, item.layer_class, re.IGNORECASE) for item in self.items
         )
 
-    # What files do not tell if no table knows the family: refused by tables that are made of them, known to all others.
+    # What a table that is made of files does not tell (StoredTable): known to all others.
 
     @property
     def not_known(self) -> str | None:
