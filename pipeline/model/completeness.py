@@ -38,8 +38,7 @@ def check_complete(model: Model) -> None:
     layers: dict[tuple[str, int], set[str]] = {}
     for tensor in model.tensors:
         if tensor.layer is not None:
-            match = tensor.rule.pattern().fullmatch(tensor.key)
-            expert = match.groupdict().get("expert") if match else None
+            expert = tensor.rule.numbers(tensor.key).get("expert")
             name = tensor.rule.key.format(layer="{layer}", expert=expert)
             layers.setdefault((tensor.rule.item, tensor.layer), set()).add(name)
     for (item, layer), held in sorted(layers.items()):
@@ -62,10 +61,10 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
         lacking = own[name] - held
         decoder = items[name].continues
         if not lacking and decoder is not None and items[name].there is None:
-            rest = {_outside(key, items[name]) for key in held - own[name]}
+            rest = {items[name].outside(key) for key in held - own[name]}
             others = [held for (item, _), held in layers.items() if item == decoder]
             lacking = min((other - rest for other in others), key=len, default=set())
-            lacking = {_inside(key, items[name]) for key in lacking}
+            lacking = {items[name].inside(key) for key in lacking}
         elif decoder is None and lacking and _in_layer(lacking) <= of_decoders:
             kinds = [of for of in map(_in_layer, decoders) if of <= _in_layer(own[name])]
             alike = ({key for key in own[name] if _in_layer({key}) <= of} for of in kinds)
@@ -82,22 +81,13 @@ def _in_layer(keys: Set[str]) -> set[str]:
     return {key.partition("{layer}.")[2] for key in keys}
 
 
-def _inside(key: str, item: Item) -> str:
-    """The key in a layer of multi-token prediction of the tensor that has ``key`` in a decoder layer."""
-    return key if item.inner is None else key.replace("{layer}.", f"{{layer}}.{item.inner}.", 1)
-
-
-def _outside(key: str, item: Item) -> str:
-    return key if item.inner is None else key.replace(f"{{layer}}.{item.inner}.", "{layer}.", 1)
-
-
 def _rows(model: Model, item: Item) -> set[str]:
     """Keys of the rows of an item, but not those of decoder layers that it has too; of every routed expert."""
     experts = model.table.experts
     return {
         rule.key.format(layer="{layer}", expert=expert)
         for rule in model.table.rules
-        if rule.item == item.name and rule.applies(model.config) and rule.key == _outside(rule.key, item)
+        if rule.item == item.name and rule.applies(model.config) and rule.key == item.outside(rule.key)
         for expert in range(count_entry(model.config, experts) if rule.of_expert and experts else 1)
     }
 

@@ -188,8 +188,7 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
         if isinstance(rule, LoraRule):  # after all tensors of the linear layer itself
             last = modules[rule.key.rpartition(".")[0]]
             return items[rule.item], layer, last, -1, last, rule.first_number
-        match = rule.pattern().fullmatch(tensor.key) if "{expert}" in rule.key else None
-        expert = match["expert"] if match else "-1"
+        expert = rule.numbers(tensor.key).get("expert", "-1") if rule.of_expert else "-1"
         if table.place(rule.item, layer)[1] is None:
             module = lists.index(rule.key.partition("{layer}")[0])
             return items[rule.item], -1, module, layer, blocks[rule.key], int(expert), rows[rule.key]
@@ -307,8 +306,7 @@ class _NamesOfCell:
         if name_class == UNNAMED_PARAMETER:
             return f"{UNNAMED_PARAMETER}_{self._built - 1}"
         if rule.parameter_name is not None:
-            match = rule.pattern().fullmatch(tensor.key)
-            layer = match.groupdict().get("layer") if match else None
+            layer = rule.numbers(tensor.key).get("layer")
             return rule.parameter_name.format(n=self._counted(name_class), layer=layer)
         name = self._of_layer(tensor, name_class)
         return self._copied(name) if rule.copied and not rule.of_expert else name

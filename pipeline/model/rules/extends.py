@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
+from paddle_reshard.pipeline.model.rules.table import renamed_prefix
 from paddle_reshard.storage.documents.strict_json import parse_json
 
 _OWN: Final = (
@@ -87,11 +88,7 @@ def _rows(rows: list[Any], former: list[dict[str, Any]], where: str) -> Iterator
 
 def _renamed(row: Mapping[str, Any], prefixes: Mapping[str, str]) -> dict[str, Any]:
     """A row with other beginnings of its keys, here and in Hugging Face checkpoints."""
-
-    def renamed(key: str) -> str:
-        return next((to + key.removeprefix(of) for of, to in prefixes.items() if key.startswith(of)), key)
-
-    changed: dict[str, Any] = {name: renamed(row[name]) for name in _KEYS if name in row}
+    changed: dict[str, Any] = {name: renamed_prefix(row[name], prefixes) for name in _KEYS if name in row}
     if (form := row.get("huggingface")) is not None:
-        changed["huggingface"] = {**form, "keys": [renamed(key) for key in form["keys"]]}
+        changed["huggingface"] = {**form, "keys": [renamed_prefix(key, prefixes) for key in form["keys"]]}
     return {**row, **changed}

@@ -37,6 +37,14 @@ class Item:
     count: str | None = None
     whole: bool = False
 
+    def inside(self, key: str) -> str:
+        """The key in a layer of this kind of the tensor that has ``key`` in a decoder layer."""
+        return key if self.inner is None else key.replace("{layer}.", f"{{layer}}.{self.inner}.", 1)
+
+    def outside(self, key: str) -> str:
+        """The key in a decoder layer of the tensor that has ``key`` in a layer of this kind."""
+        return key if self.inner is None else key.replace(f"{{layer}}.{self.inner}.", "{layer}.", 1)
+
 
 @dataclass(frozen=True, slots=True)
 class EmptyLayers:

@@ -74,9 +74,7 @@ def _inner_rules(table: RuleTable) -> Iterator[Rule]:
     for item in table.items:
         for rule in table.rules:
             if item.inner is not None and rule.item == item.continues:
-                yield replace(
-                    rule, key=rule.key.replace("{layer}.", f"{{layer}}.{item.inner}.", 1), item=item.name
-                )
+                yield replace(rule, key=item.inside(rule.key), item=item.name)
 
 
 def _item_fault(items: Sequence[Item]) -> str | None:

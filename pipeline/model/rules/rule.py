@@ -125,6 +125,11 @@ class Rule:
         """``key`` as a regular expression for the whole key."""
         return _pattern(self.key)
 
+    def numbers(self, key: str) -> Mapping[str, str]:
+        """The numbers in a key of the row: ``layer`` and ``expert``, as far as it has them."""
+        match = self.pattern().fullmatch(key)
+        return match.groupdict() if match else {}
+
     def applies(self, config: Config) -> bool:
         """Whether the model with this config has the row."""
         if self.with_mtp is not None and self.with_mtp != (count_entry(config, mtp_entry(config)) > 0):
@@ -142,8 +147,7 @@ class Rule:
 
     def fill_in(self, form: str, key: str) -> str:
         """``form`` with the layer and expert numbers of ``key`` filled in; a number that ``key`` lacks stays open."""
-        match = self.pattern().fullmatch(key)
-        for name, number in (match.groupdict() if match else {}).items():
+        for name, number in self.numbers(key).items():
             form = form.replace(f"{{{name}}}", number)
         return form
 
@@ -249,9 +253,7 @@ class Rule:
 
     def of_every_expert(self, key: str) -> str:
         """``key`` without the number of its expert: the same for all experts of a layer."""
-        match = self.pattern().fullmatch(key)
-        layer = match.groupdict().get("layer") if match else None
-        return self.key if layer is None else self.key.replace("{layer}", layer)
+        return self.key.replace("{layer}", self.numbers(key).get("layer", "{layer}"))
 
     @property
     def of_experts(self) -> bool:
