@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,8 @@ _DECIMALS_OF_TWO, _DECIMALS_OF_ONE = 4, 3
 MOST_SCALARS = 4096
 """Maximum number of values to read; of more, a sample at even distances."""
 _WIDTH = 4
-GAP_BYTES, SPAN_BYTES, SPANS_AT_A_TIME = 64 << 10, 256 << 10, 64
-"""Values at most ``GAP_BYTES`` apart are read together, in spans of up to ``SPAN_BYTES``: 16 MiB at a time."""
+BLOCK_BYTES, BLOCKS_AT_A_TIME = 128 << 10, 128
+"""Values in one block of a file are read together, and at most 16 MiB at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,14 @@ class Steps:
     beta2: float
     step: int
 
+    def steps_of(self, beta1: np.float32, beta2: np.float32) -> list[int]:
+        """The steps after which both betas have these powers, below :data:`MOST_STEPS`."""
+        same = _powers(self.beta2) == beta2
+        if self.beta1 is not None:
+            same &= _powers(self.beta1) == beta1
+        steps: list[int] = np.flatnonzero(same).tolist()
+        return steps
+
     def __str__(self) -> str:
         return f"{self.beta2:g}" if self.beta1 is None else f"{self.beta1:g} and {self.beta2:g}"
 
@@ -73,11 +82,6 @@ def check_powers(powers: list[Powers], scheduled: int | None, skips: bool = Fals
 
     ``scheduled`` is the schedule's step, ``None`` if it is not known. With ``skips``, the schedule may have counted
     steps that the optimizer has skipped. It may be up to ``ahead`` steps ahead of the optimizer.
-
-    Raises
-    ------
-    CoverageError
-        With the tensor, both values and the file.
     """
     counts = Counter(p.values for p in powers)
     first = {p.values: p for p in reversed(powers)}
@@ -87,20 +91,19 @@ def check_powers(powers: list[Powers], scheduled: int | None, skips: bool = Fals
             break
     if known is None:
         return
-    steps = {values: _step_of(pair, known) for values, pair in first.items()}
-    for values, step in steps.items():
-        if step is None:
+    steps = {values: known.steps_of(pair.beta1, pair.beta2) for values, pair in first.items()}
+    for values, possible in steps.items():
+        if not possible:
             _refuse_pair(first[values], known)
-    _refuse_files({p: steps[p.values] for p in powers})
-    latest = max(first, key=lambda values: steps[values] or 0)
-    if scheduled is None or (skips and (steps[latest] or 0) <= scheduled):
+    _refuse_files({p: steps[p.values][0] for p in powers})
+    latest = max(first, key=lambda values: steps[values][0])
+    if scheduled is None or (skips and steps[latest][0] <= scheduled):
         return
-    possible = range(scheduled - ahead, scheduled + 1)
-    if not any(_fits(first[latest].beta1, first[latest].beta2, known, step) for step in possible):
+    if not any(scheduled - ahead <= step <= scheduled for step in steps[latest]):
         raise CoverageError(
             f"{first[latest].key} ({BETA1}, {BETA2})",
             f"{first[latest].beta1!s} and {first[latest].beta2!s} are the powers of {known} after "
-            f"{steps[latest]} steps, but the learning-rate schedule is at step {scheduled}: they are of different "
+            f"{steps[latest][0]} steps, but the learning-rate schedule is at step {scheduled}: they are of different "
             "checkpoints",
             (first[latest].path,),
         )
@@ -133,19 +136,12 @@ def read_powers(source: ReadRange, catalog: Catalog) -> list[Powers]:
 
 
 def _read_scalars(source: ReadRange, files: Sequence[str], starts: Sequence[int]) -> list[np.float32]:
-    """The float32 at each file and byte offset, which are sorted; values close together are read at once."""
-    spans: list[list[int]] = []  # indices into files and starts
-    for i, (path, start) in enumerate(zip(files, starts, strict=True)):
-        joins = (
-            i > 0
-            and path == files[i - 1]
-            and start - starts[i - 1] <= GAP_BYTES
-            and start - starts[spans[-1][0]] < SPAN_BYTES
-        )
-        spans[-1].append(i) if joins else spans.append([i])
+    """The float32 at each file and byte offset, which are sorted."""
+    blocks = groupby(range(len(starts)), key=lambda i: (files[i], starts[i] // BLOCK_BYTES))
+    spans = [list(of_block) for _, of_block in blocks]  # indices into files and starts
     scalars: list[np.float32] = []
-    for first in range(0, len(spans), SPANS_AT_A_TIME):
-        batch = spans[first : first + SPANS_AT_A_TIME]
+    for first in range(0, len(spans), BLOCKS_AT_A_TIME):
+        batch = spans[first : first + BLOCKS_AT_A_TIME]
         buffers = [bytearray(starts[span[-1]] + _WIDTH - starts[span[0]]) for span in batch]
         source.read_many(
             [
@@ -171,7 +167,7 @@ def find_steps(beta1: np.float32, beta2: np.float32, expected: int | None) -> St
         digits = _DECIMALS_OF_TWO if len(powers) > 1 else _DECIMALS_OF_ONE
         betas = [round(value ** (1 / (step + 1)), digits) for value in powers]
         known = Steps(betas[0] if len(powers) > 1 else None, betas[-1], step)
-        if all(0 < beta < 1 for beta in betas) and _fits(beta1, beta2, known, step):
+        if all(0 < beta < 1 for beta in betas) and step in known.steps_of(beta1, beta2):
             return known
     return None
 
@@ -189,27 +185,10 @@ def _candidates(powers: Sequence[float], expected: int | None) -> Iterator[int]:
     yield from np.flatnonzero(near).tolist()
 
 
-def _powers(beta: float, step: int) -> npt.NDArray[np.float32]:
-    """The power after every step up to ``step``, multiplied in float32 one step at a time."""
+def _powers(beta: float) -> npt.NDArray[np.float32]:
+    """The power after every step, multiplied in float32 one step at a time."""
     with np.errstate(under="ignore"):
-        return np.multiply.accumulate(np.full(step + 1, beta, dtype=np.float32))
-
-
-def _fits(beta1: np.float32, beta2: np.float32, known: Steps, step: int) -> bool:
-    """Whether the values are the powers after ``step`` steps."""
-    if not 0 <= step < MOST_STEPS:
-        return False
-    first = known.beta1 is None or _powers(known.beta1, step)[step] == beta1
-    return bool(first and _powers(known.beta2, step)[step] == beta2)
-
-
-def _step_of(powers: Powers, known: Steps) -> int | None:
-    """The number of steps that gives both powers of a parameter; ``None`` if none does."""
-    same = _powers(known.beta2, MOST_STEPS - 1) == powers.beta2
-    if known.beta1 is not None:
-        same &= _powers(known.beta1, MOST_STEPS - 1) == powers.beta1
-    steps = np.flatnonzero(same)
-    return int(steps[0]) if len(steps) else None
+        return np.multiply.accumulate(np.full(MOST_STEPS, beta, dtype=np.float32))
 
 
 def _refuse_pair(powers: Powers, known: Steps) -> None:
@@ -221,13 +200,13 @@ def _refuse_pair(powers: Powers, known: Steps) -> None:
     )
 
 
-def _refuse_files(steps: Mapping[Powers, int | None]) -> None:
+def _refuse_files(steps: Mapping[Powers, int]) -> None:
     """Refuse files of different steps: all parameters in each file agree, but not the files.
 
     A parameter that started late shares its file with parameters that did not. Experts are ignored, because a file may
     hold a single expert.
     """
-    of_file: dict[str, set[int | None]] = {}
+    of_file: dict[str, set[int]] = {}
     for powers, step in steps.items():
         if ".experts." not in powers.key:
             of_file.setdefault(powers.path, set()).add(step)
