@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.trainer_files import is_index, is_of_training, is_tensor_file, kind_of
 
 _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
-_OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.distcp")
+_OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.(?:distcp|safetensors)")
 """Files whose names contain the number of the rank that wrote them."""
 _TRAINER_STATE = ("trainer_state.bin", "trainer_state.json")
 _UNMERGED = re.compile(r"save_signal_TMP_(\d+)")

@@ -186,7 +186,7 @@ def test_what_the_trainer_still_has_to_write() -> None:
     assert lacking(two_ranks, one_rank) is None
     assert lacking(one_rank, two_ranks | {"ema.tp00.pdopt"}) == "ema.tp00.pdopt is not there yet"
     assert lacking(two_ranks - {"saved_signal_1"}, two_ranks) == "saved_signal_1 is not there yet"
-    for of_rank in ("rng_state_1.pth", "model_state/1_0.distcp"):
+    for of_rank in ("rng_state_1.pth", "model_state/1_0.distcp", "model_state/1_0.safetensors"):
         assert lacking(whole | {of_rank}, set()) == "saved_signal_1 is not there yet"
         assert lacking(whole | {of_rank, "saved_signal_1"}, set()) is None
 
