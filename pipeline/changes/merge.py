@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, DType
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.roles import check_signals
+from paddle_reshard.pipeline.indexing.finished import check_signals
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule

@@ -8,7 +8,7 @@ from functools import reduce
 
 from paddle_reshard.pipeline.changes.change import Altered, Change, Reading, Step
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.roles import check_signals
+from paddle_reshard.pipeline.indexing.finished import check_signals
 from paddle_reshard.storage.locate import Access
 from paddle_reshard.storage.store import Source
 

@@ -39,8 +39,8 @@ from paddle_reshard.pipeline.core.tensors import (
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, formats_for_average
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.indexing.finished import check_signals
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.indexing.roles import check_signals
 from paddle_reshard.pipeline.indexing.small_files import check_one_model
 from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables

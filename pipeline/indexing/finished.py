@@ -1,14 +1,32 @@
-"""Determine whether the trainer has finished writing a checkpoint, from file names and times alone."""
+"""Determine whether the trainer has finished writing a checkpoint, from file names and times alone.
+
+Every rank signals after it has written its files. So no file of a rank is newer than its own signal, and no tensor file
+is newer than the last signal; except averages, which may be saved afterwards, next to training.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
-from paddle_reshard.pipeline.core.trainer_files import is_index, is_of_training, is_tensor_file, kind_of
+from paddle_reshard.pipeline.core.shown import readable_seconds
+from paddle_reshard.pipeline.core.trainer_files import (
+    is_index,
+    is_of_training,
+    is_random_state,
+    is_tensor_file,
+    kind_of,
+)
+from paddle_reshard.storage.store import Source
 
+COPYING_NS: Final = 60 * 10**9
+"""A copy without times gives files the times at which each was copied, in any order; most are made in less time."""
+MOMENT_NS: Final = 10**9
+"""No job saves a step again so soon, but files are copied in any order within it."""
 _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
 _OF_RANK = re.compile(r"rng_state_(\d+)\.pth|(?:.*/)?(\d+)_\d+\.(?:distcp|safetensors)")
 """Files whose names contain the number of the rank that wrote them."""
@@ -59,8 +77,7 @@ def lacking(files: Collection[str], before: Collection[str]) -> str | None:
         return "no saved_signal file marks it as finished"
     if not any(path in _TRAINER_STATE for path in files):
         return "trainer_state is not there yet"
-    ranks = {match[1] or match[2] for path in files if (match := _OF_RANK.fullmatch(path))}
-    silent = sorted(f"{SIGNAL_PREFIX}{rank}" for rank in ranks if f"{SIGNAL_PREFIX}{rank}" not in files)
+    silent = sorted(filter(None, {_signal_of(path) for path in files} - set(files)))
     gone = {path for path in before if path not in files and is_of_training(path)}
     if any(map(is_tensor_file, gone)):
         kinds = {kind_of(path) for path in files}
@@ -80,3 +97,88 @@ def settling(doubt: str, since: float, now: float, settle_seconds: float) -> Inc
     if now - since >= settle_seconds:
         return None
     return Incomplete(f"{doubt}; converted if nothing changes for {settle_seconds:g} s", since)
+
+
+def check_signals(store: Source) -> None:
+    """Refuse to make anything of a checkpoint with completion signals that are older than its tensors.
+
+    Raises
+    ------
+    CheckpointError
+        Naming a signal and a newer file.
+    """
+    times = store.modified()
+    older = older_signal(times, COPYING_NS)
+    if older is not None:
+        raise CheckpointError(older.in_words(times))
+
+
+class Older(NamedTuple):
+    """A completion signal, and a file of the tensors that is newer."""
+
+    signal: str
+    file: str
+
+    def in_words(self, times: Mapping[str, int]) -> str:
+        """The message: which signal is older than which file, what that means, and what to do."""
+        older = readable_seconds((times[self.file] - times[self.signal]) / 1e9)
+        return (
+            f"{self.signal} is {older} older than {self.file}: this step is saved again over an earlier save, and "
+            "files of both may be here, or the files were copied without their times. If you know that they were "
+            f"copied from one complete save, touch {SIGNAL_PREFIX}*; if not, use another checkpoint"
+        )
+
+
+def older_signal(times: Mapping[str, int], tolerance_ns: int) -> Older | None:
+    """A completion signal that is older than what it marks as complete; ``None`` if there is none.
+
+    >>> older_signal({"rng_state_0.pth": 5, "saved_signal_0": 7, "model_state.pdparams": 6}, 0)
+    >>> older_signal({"rng_state_0.pth": 5, "saved_signal_0": 7, "model_state.pdparams": 9}, 0)
+    Older(signal='saved_signal_0', file='model_state.pdparams')
+    """
+    signals, saved = _signals(times), _saved_before_signals(times)
+    if not signals:
+        return None
+    for path, time in saved.items():
+        signal = _signal_of(path)
+        if signal is not None and time - signals.get(signal, time) > tolerance_ns:
+            return Older(signal, path)
+    newest, last = max(saved, key=saved.__getitem__, default=None), max(signals, key=signals.__getitem__)
+    if newest is not None and saved[newest] - signals[last] > tolerance_ns:
+        return Older(last, newest)
+    return None
+
+
+def doubtful_signal(times: Mapping[str, int]) -> str | None:
+    """Why signals do not prove that a checkpoint is complete, although they may; ``None`` if they do.
+
+    A rank that saves for longer writes files after another rank's signal. So does one that saves the step again, while
+    the other has not begun.
+    """
+    if (older := older_signal(times, MOMENT_NS)) is not None:
+        return f"{older.signal} is older than {older.file}"
+    signals, saved = _signals(times), _saved_before_signals(times)
+    first = min(signals, key=signals.__getitem__, default=None)
+    newest = max(saved, key=saved.__getitem__, default=None)
+    if first is None or newest is None or saved[newest] - signals[first] <= MOMENT_NS:
+        return None
+    return f"{first} is older than {newest}, of another rank"
+
+
+def _signals(times: Mapping[str, int]) -> dict[str, int]:
+    return {path: time for path, time in times.items() if _SIGNAL.fullmatch(path)}
+
+
+def _signal_of(path: str) -> str | None:
+    """The signal of the rank that wrote a file; ``None`` if its name does not tell."""
+    match = _OF_RANK.fullmatch(path)
+    return f"{SIGNAL_PREFIX}{match[1] or match[2]}" if match else None
+
+
+def _saved_before_signals(times: Mapping[str, int]) -> dict[str, int]:
+    """The files that a rank saves before it signals; not averages, which are also saved next to training."""
+    return {
+        path: time
+        for path, time in sorted(times.items())
+        if is_random_state(path) or (is_tensor_file(path) and not path.startswith("ema"))
+    }

@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, dtype_named
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
-from paddle_reshard.pipeline.indexing.roles import check_signals
+from paddle_reshard.pipeline.indexing.finished import check_signals
 from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
