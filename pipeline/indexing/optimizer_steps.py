@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.tensors import DTYPES, dtype_named
-from paddle_reshard.pipeline.indexing.small_files import SCALER
+from paddle_reshard.pipeline.indexing.small_files import SCALER, scheduled_step
 from paddle_reshard.storage.store import Read, ReadRange, Source
 
 BETA1, BETA2 = "beta1_pow_acc", "beta2_pow_acc"
@@ -236,10 +236,8 @@ def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
     CoverageError
         With the tensor, both values and the file.
     """
-    schedule = checkpoint.job.lr_scheduler
-    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
-    scheduled = step if type(step) is int else None
     # One parameter under the keys of two is updated twice a step, and one without a gradient only in some jobs.
     apart = {tensor.key for tensor in checkpoint.model.tensors if tensor.rule.states_if_sharded}
     powers = [pair for pair in read_powers(store, checkpoint.catalog) if pair.key not in apart]
-    check_powers(powers, scheduled, SCALER in store.sizes(), checkpoint.model.table.scheduler_ahead)
+    scheduled, skips = scheduled_step(checkpoint.job.lr_scheduler), SCALER in store.sizes()
+    check_powers(powers, scheduled, skips, checkpoint.model.table.scheduler_ahead)

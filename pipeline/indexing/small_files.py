@@ -1,13 +1,13 @@
 """Check that the small files of a checkpoint agree, and compare those of two checkpoints.
 
-Every small file and every entry of ``config.json`` is either compared or listed here with the reason why it may differ.
+Every small file and every entry of ``config.json`` is compared, or listed here under the reason why it may differ.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_j
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES
-from paddle_reshard.pipeline.model.transformers_config import agreed_config
+from paddle_reshard.pipeline.model.transformers_config import agreed_config, without_own_classes
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 from paddle_reshard.storage.files.trainer_state import encode_trainer_state, parse_trainer_state
 from paddle_reshard.storage.store import Source
@@ -27,49 +27,32 @@ TRAINING_ARGS = "training_args.bin"
 NONE, TRUE, FALSE, FLOAT = b"N", b"\x88", b"\x89", b"G"
 """Opcodes of the values of attributes in ``training_args.bin``; the file is searched, never unpickled."""
 
-MAY_DIFFER_IN_CONFIG: Final[Mapping[str, str]] = {
-    "tensor_model_parallel_size": "topology of the job",
-    "tensor_parallel_degree": "topology of the job",
-    "tensor_parallel_rank": "topology of the job",
-    "use_expert_parallel": "topology of the job",
-    "expert_model_parallel_size": "topology of the job",
-    "moe_rank": "topology of the job",
-    "moe_world_size": "topology of the job",
-    "moe_group_origin": "topology of the job",
-    "pipeline_model_parallel_size": "topology of the job",
-    "pipeline_parallel_degree": "topology of the job",
-    "virtual_pipeline_model_parallel_size": "topology of the job",
-    "virtual_pp_degree": "topology of the job",
-    "pp_seg_method": "topology of the job: how layers are assigned to stages",
-    "sequence_parallel": "topology of the job",
-    "torch_dtype": "dtype of the stored tensors, which is compared directly",
-    "dtype": "dtype of the stored tensors, which is compared directly",
-    "paddleformers_version": "version of the library that wrote it",
-    "paddlenlp_version": "version of the library that wrote it",
-    "transformers_version": "version of the library that wrote it",
-    "source": "library whose layout the weights have",
-}
-"""Entry of ``config.json``, at any depth → why it may differ between checkpoints of one model."""
+MAY_DIFFER_IN_CONFIG: Final = frozenset({
+    # topology of the job
+    "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank", "sequence_parallel",
+    "use_expert_parallel", "expert_model_parallel_size", "moe_rank", "moe_world_size", "moe_group_origin",
+    "pipeline_model_parallel_size", "pipeline_parallel_degree", "virtual_pipeline_model_parallel_size",
+    "virtual_pp_degree", "pp_seg_method",
+    # dtype of the stored tensors, which is compared directly
+    "torch_dtype", "dtype",
+    # the library that wrote it, or whose layout the weights have
+    "paddleformers_version", "paddlenlp_version", "transformers_version", "source",
+})  # fmt: skip
+"""Entries of ``config.json``, at any depth, that may differ between checkpoints of one model."""
 
-MAY_DIFFER_IN_LORA_CONFIG: Final[Mapping[str, str]] = {"tensor_model_parallel_size": "topology of the job"}
+MAY_DIFFER_IN_LORA_CONFIG: Final = frozenset({"tensor_model_parallel_size"})
 """The same for entries of ``lora_config.json``."""
 
-MAY_DIFFER_IN_SERIES: Final[Mapping[str, str]] = {
-    **MAY_DIFFER_IN_CONFIG,
-    "use_cache": "affects how the model runs, not what it computes",
-    "attention_dropout": "only while training",
-    "attention_probs_dropout_prob": "only while training",
-    "hidden_dropout_prob": "only while training",
-    "embd_pdrop": "only while training",
-    "resid_pdrop": "only while training",
-    "initializer_range": "only before training",
-    "aux_loss_alpha": "weight of a loss",
-    "router_aux_loss_coef": "weight of a loss",
-    "output_router_logits": "additional output",
-    "seq_length": "length of the training sequences",
-    "max_sequence_length": "length of the training sequences",
-}
-"""The same for checkpoints that are averaged; adds entries that affect training, not what the model computes."""
+MAY_DIFFER_IN_SERIES: Final = MAY_DIFFER_IN_CONFIG | {
+    # how the model runs, not what it computes
+    "use_cache", "output_router_logits",
+    # only while or before training
+    "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "embd_pdrop", "resid_pdrop",
+    "initializer_range", "seq_length", "max_sequence_length",
+    # weights of losses
+    "aux_loss_alpha", "router_aux_loss_coef",
+}  # fmt: skip
+"""The same for checkpoints that are averaged."""
 
 _COMPARED: Final = (
     r"trainer_state\.(json|bin)|scheduler\.pdparams|scaler\.pdparams|ema\.json|generation_config\.json|"
@@ -81,12 +64,10 @@ _COMPARED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """An entry in which two sides differ."""
+    """A file, or an entry of one, in which two sides differ, with both values in words."""
 
     what: str
-    """File and entry."""
     a: str
-    """Value on side A, for messages."""
     b: str
 
 
@@ -119,27 +100,26 @@ def check_steps(store: Source, in_optimizer_files: Any, ahead: int | None = 0) -
                     "different steps or runs; use the files of a single checkpoint"
                 )
         schedule, where = in_own_file, SCHEDULER
-    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    step = scheduled_step(schedule)
     for path, state in read_trainer_states(store).items():
         global_step = state.get("global_step")
-        if (
-            type(global_step) is not int
-            or type(step) is not int
-            or global_step <= step <= global_step + (ahead or 0)
-        ):
+        if type(global_step) is not int or step is None or global_step <= step <= global_step + (ahead or 0):
             continue
-        if step > global_step or not (
-            SCALER in sizes or training_argument(store, "skip_data_intervals") != NONE
-        ):
-            recipe = (
-                ", or, if the schedule of the recipe begins a step ahead, name the model with --config FILE"
-                if ahead is None and step == global_step + 1
-                else ""
-            )
+        skips = SCALER in sizes or training_argument(store, "skip_data_intervals") != NONE
+        if step > global_step or not skips:
+            recipe = ""
+            if ahead is None and step == global_step + 1:
+                recipe = ", or, if the schedule of the recipe begins a step ahead, name the model with --config FILE"
             raise CheckpointError(
                 f"{path}: global_step is {global_step}, last_epoch in {where} is {step}: they are of different steps "
                 f"or runs; use the files of a single checkpoint{recipe}"
             )
+
+
+def scheduled_step(schedule: Any) -> int | None:
+    """The step in the state of a learning-rate schedule, if it is one of the trainers'."""
+    step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    return step if type(step) is int else None
 
 
 def training_argument(store: Source, name: str) -> bytes | None:
@@ -230,7 +210,7 @@ def check_one_model(stores: Sequence[Source]) -> None:
 
 
 def compare_configs(
-    config_a: Mapping[str, Any], config_b: Mapping[str, Any], may_differ: Mapping[str, str]
+    config_a: Mapping[str, Any], config_b: Mapping[str, Any], may_differ: Set[str]
 ) -> list[Disagreement]:
     """Differences between two ``config.json``, without the entries that may differ.
 
@@ -240,15 +220,12 @@ def compare_configs(
     return [_within(CONFIG, entry) for entry in differences(*models)]
 
 
-def _of_model(value: Any, may_differ: Mapping[str, str]) -> Any:
+def _of_model(value: Any, may_differ: Set[str]) -> Any:
     """A configuration without the entries that may differ; ``…Pipe`` and ``…Deprecated`` classes count as the same."""
     if isinstance(value, dict):
         kept = {key: _of_model(entry, may_differ) for key, entry in value.items() if key not in may_differ}
-        classes = kept.get("architectures")
-        if isinstance(classes, list):
-            kept["architectures"] = [
-                re.sub(r"(Deprecated)?(Pipe)?(Deprecated)?$", "", str(c)) for c in classes
-            ]
+        if "architectures" in kept:
+            kept["architectures"] = without_own_classes(kept["architectures"])
         return kept
     return [_of_model(entry, may_differ) for entry in value] if isinstance(value, list) else value
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.tensors import DType
+from paddle_reshard.pipeline.model.rules.entries import TEXT, Config
 
 _DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
 """If ``config.json`` has ``dtype``, FastDeploy reads weights as ``[in, out]``, as Paddle has them, and it refuses both
@@ -19,7 +20,6 @@ entries together (``fastdeploy/config.py`` at 0009064, ``read_model_config``). `
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
 _OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
-Config = Mapping[str, Any]
 
 
 class ExportedConfig(NamedTuple):
@@ -46,14 +46,21 @@ def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
     }
     if dtype is not None:
         exported[_DTYPE] = dtype.name
-    classes = exported.get("architectures")
-    if isinstance(classes, list):
-        exported["architectures"] = [
-            _OWN_CLASS.sub("", name) if isinstance(name, str) else name for name in classes
-        ]
-    agreements = [agree(exported) for agree in _AGREEMENTS]
-    remarks = tuple(agreement.remark for agreement in agreements if agreement.remark)
+    if "architectures" in exported:
+        exported["architectures"] = without_own_classes(exported["architectures"])
+    remarks = tuple(agreement.remark for agreement in _agreements(exported) if agreement.remark)
     return ExportedConfig(agreed_config(exported), remarks)
+
+
+def without_own_classes(classes: Any) -> Any:
+    """The entry ``architectures`` with a library's ``…Pipe`` and ``…Deprecated`` classes under their plain names.
+
+    >>> without_own_classes(["Qwen2ForCausalLMPipe"])
+    ['Qwen2ForCausalLM']
+    """
+    if not isinstance(classes, list):
+        return classes
+    return [_OWN_CLASS.sub("", name) if isinstance(name, str) else name for name in classes]
 
 
 def _with_one_dtype(entries: Config, dtype: DType | None) -> dict[str, Any]:
@@ -66,22 +73,29 @@ def _with_one_dtype(entries: Config, dtype: DType | None) -> dict[str, Any]:
 def agreed_config(config: Config) -> dict[str, Any]:
     """Adjust entries of the configuration so that both libraries compute the same, if possible."""
     agreed = dict(config)
-    for agree in _AGREEMENTS:
-        agreed |= agree(config).entries
+    for agreement in _agreements(config):
+        agreed |= agreement.entries
     return agreed
+
+
+def _agreements(config: Config) -> list[_Agreement]:
+    """What has to be changed in a configuration, from each point of view."""
+    model_type = str(config.get("model_type"))
+    agreeing = [_no_window, _classes, _published_entries, _published_names, _vision]
+    if model_type == "qwen3_next":
+        agreeing.append(_full_attention_interval)
+    if "paddleformers_version" in config and model_type in _OF_PADDLEFORMERS:
+        agreeing.append(_OF_PADDLEFORMERS[model_type])
+    return [agree(config) for agree in agreeing]
 
 
 def _no_window(config: Config) -> _Agreement:
     """PaddleNLP 3.0 writes ``false`` where no window is used; ``transformers`` 5 opens a number or ``null`` only."""
-    if config.get("sliding_window") is not False:
-        return _Agreement()
-    return _Agreement({"sliding_window": None})
+    return _Agreement({"sliding_window": None} if config.get("sliding_window") is False else {})
 
 
 def _gemma3_theta(config: Config) -> _Agreement:
     """PaddleFormers 1.2 has one rotary embedding for all layers (``transformers/gemma3_text/modeling.py:113-155``)."""
-    if config.get("model_type") != "gemma3_text" or "paddleformers_version" not in config:
-        return _Agreement()
     layers = config.get("layer_types")
     if isinstance(layers, list) and "sliding_attention" not in layers:
         return _Agreement()
@@ -108,8 +122,6 @@ def _deepseek_yarn(config: Config) -> _Agreement:
     as ``factor`` makes both agree only where that scale does not depend on it.
     """
     rope = _rope(config)
-    if config.get("model_type") != "deepseek_v3" or "paddleformers_version" not in config:
-        return _Agreement()
     original, factor = _number(rope, "original_max_position_embeddings"), _number(rope, "factor")
     longest = _number(config, "max_position_embeddings")
     if _rope_type(rope) != "yarn" or not (original and factor and longest):
@@ -139,9 +151,7 @@ def _glm_ocr(config: Config) -> _Agreement:
     each (``vllm/model_executor/models/glm4.py:88``). Without ``attention_bias`` SGLang 0.5 expects biases of attention
     (``sglang/srt/models/glm4.py:227``), and takes what memory holds for them.
     """
-    text = config.get("text_config")
-    if config.get("model_type") != "glm_ocr" or "paddleformers_version" not in config:
-        return _Agreement()
+    text = config.get(TEXT)
     if not isinstance(text, dict):
         return _Agreement()
     rope, configured = text.get("rope_parameters"), text.get("rms_norm_eps", 1e-5)
@@ -155,7 +165,7 @@ def _glm_ocr(config: Config) -> _Agreement:
             f"rms_norm_eps of text_config is 1e-06 instead of {configured}: PaddleFormers computes decoder layers with "
             "it, and only the last norm with the latter"
         )
-    return _Agreement({"text_config": {**text, **entries}} if entries else {}, remark)
+    return _Agreement({TEXT: {**text, **entries}} if entries else {}, remark)
 
 
 _CLASSES = {
@@ -187,10 +197,10 @@ have no such entry."""
 
 def _published_entries(config: Config) -> _Agreement:
     """Entries of published models that both libraries take for granted."""
-    text, known = config.get("text_config"), _OF_TEXT.get(str(config.get("model_type")))
+    text, known = config.get(TEXT), _OF_TEXT.get(str(config.get("model_type")))
     if known is None or not isinstance(text, dict) or known[0] in text:
         return _Agreement()
-    return _Agreement({"text_config": {**text, known[0]: known[1]}})
+    return _Agreement({TEXT: {**text, known[0]: known[1]}})
 
 
 _PUBLISHED: Mapping[str, Mapping[str, str]] = {
@@ -233,17 +243,13 @@ def _vision(config: Config) -> _Agreement:
 def _ernie_routing(config: Config) -> _Agreement:
     """PaddleFormers 1.2 routes with ``e_score_correction_bias`` by default, and leaves the entry out of ``config.json``
     (``ernie4_5_moe/configuration.py:255``). FastDeploy ignores the bias without it; other engines always use it."""
-    if config.get("model_type") != "ernie4_5_moe" or "paddleformers_version" not in config:
-        return _Agreement()
     return _Agreement({} if "moe_use_aux_free" in config else {"moe_use_aux_free": True})
 
 
 def _full_attention_interval(config: Config) -> _Agreement:
     """SGLang 0.5 requires the entry, with which Qwen3-Next is published; both libraries write ``layer_types`` only."""
     layers = config.get("layer_types")
-    if config.get("model_type") != "qwen3_next" or "full_attention_interval" in config:
-        return _Agreement()
-    if not isinstance(layers, list) or "full_attention" not in layers:
+    if "full_attention_interval" in config or not isinstance(layers, list) or "full_attention" not in layers:
         return _Agreement()
     interval = layers.index("full_attention") + 1
     regular = all((kind == "full_attention") == (n % interval == 0) for n, kind in enumerate(layers, 1))
@@ -269,15 +275,10 @@ def _number(entries: Config, name: str) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 
-_AGREEMENTS: tuple[Callable[[Config], _Agreement], ...] = (
-    _no_window,
-    _gemma3_theta,
-    _deepseek_yarn,
-    _glm_ocr,
-    _classes,
-    _published_entries,
-    _published_names,
-    _vision,
-    _ernie_routing,
-    _full_attention_interval,
-)
+_OF_PADDLEFORMERS: Mapping[str, Callable[[Config], _Agreement]] = {
+    "gemma3_text": _gemma3_theta,
+    "deepseek_v3": _deepseek_yarn,
+    "glm_ocr": _glm_ocr,
+    "ernie4_5_moe": _ernie_routing,
+}
+"""Model type → what PaddleFormers alone computes in another way, or takes for granted."""
