@@ -93,9 +93,6 @@ class Change(ABC):
     """Whether every tensor that remains has the values of the source's tensor of that name."""
     needs_whole: ClassVar[bool] = False
     """Whether it needs whole tensors: pieces of tp ranks are not enough."""
-    fills: ClassVar[bool] = False
-    """Whether it brings tensors that the source lacks."""
-
     option: ClassVar[str] = ""
     """The option that asks for it; empty if the targets do."""
 
@@ -115,15 +112,9 @@ class Change(ABC):
         """
         return cls(value) if value else None  # type: ignore[call-arg]  # the one field of such a change
 
-    @property
-    def library(self) -> str | None:
-        """The library whose rule tables are preferred because of it, if there is one."""
-        return None
-
-    @property
-    def drops_mtp(self) -> bool:
-        """Whether it removes the layers of multi-token prediction, so that the source may lack some of them."""
-        return False
+    def lets_lack(self, missing: MissingPolicy) -> MissingPolicy:
+        """What the source may lack if this change is to follow."""
+        return missing
 
     @abstractmethod
     def opened(self, access: Access) -> Step:

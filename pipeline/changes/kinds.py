@@ -6,7 +6,7 @@ What each does is in a module of its own, which is imported when it is used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
+    from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
     from paddle_reshard.pipeline.checkpoint.format import Request
     from paddle_reshard.pipeline.model.lora_config import Adapter
     from paddle_reshard.storage.locate import Access
@@ -37,7 +38,10 @@ class Fill(LocatedChange):
     """``--fill``: what the source lacks, from another checkpoint or a file."""
 
     option: ClassVar[str] = "fill"
-    fills: ClassVar[bool] = True
+
+    def lets_lack(self, missing: MissingPolicy) -> MissingPolicy:
+        """Anything that it may bring."""
+        return replace(missing, fills=True)
 
     def opened(self, access: Access) -> Step:
         """The change, with the checkpoint or file open."""
@@ -107,11 +111,6 @@ class ToConvention(OwnChange):
     keeps_values: ClassVar[bool] = False
     convention: str
 
-    @property
-    def library(self) -> str:
-        """The library itself."""
-        return self.convention
-
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint as the other library has it."""
         from paddle_reshard.pipeline.changes.convention import in_convention
@@ -145,10 +144,9 @@ class Drop(OwnChange):
     names: tuple[str, ...]
     """Names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`."""
 
-    @property
-    def drops_mtp(self) -> bool:
-        """Whether those layers are among the names."""
-        return MTP in self.names
+    def lets_lack(self, missing: MissingPolicy) -> MissingPolicy:
+        """Layers of multi-token prediction, if those are dropped."""
+        return replace(missing, drops_mtp=MTP in self.names)
 
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint without them."""
@@ -185,9 +183,9 @@ class PadVocabulary(OwnChange):
 
     def apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint, to be written with that number of rows."""
-        from paddle_reshard.pipeline.changes.vocab import with_vocabulary
+        from paddle_reshard.pipeline.changes.vocab import resize_vocabulary
 
-        return with_vocabulary(altered, self.rows, self.grows)
+        return replace(altered, wanted=resize_vocabulary(altered.wanted, self.rows, self.grows))
 
 
 @dataclass(frozen=True)

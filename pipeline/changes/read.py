@@ -39,11 +39,7 @@ class OpenChanges:
         ReshardError
             If it is incomplete or inconsistent, or a change does not fit it.
         """
-        lenient = replace(
-            reading.missing,
-            fills=any(change.fills for change in self.changes),
-            drops_mtp=any(change.drops_mtp for change in self.changes),
-        )
+        lenient = reduce(lambda missing, change: change.lets_lack(missing), self.changes, reading.missing)
         pieces = reading.pieces and not any(change.needs_whole for change in self.changes)
         checkpoint = index_checkpoint(
             store, reading.tables, reading.config, lenient, reading.index_files, pieces

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Shape
@@ -17,11 +16,6 @@ from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.model.rules.entries import config_entry, with_entry
 
 VOCAB_SIZE = "vocab_size"
-
-
-def with_vocabulary(altered: Altered, rows: int, grow: bool) -> Altered:
-    """A checkpoint whose targets have a vocabulary of this many rows; it is read as it is."""
-    return replace(altered, wanted=resize_vocabulary(altered.wanted, rows, grow))
 
 
 def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoint:

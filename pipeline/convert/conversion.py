@@ -15,6 +15,7 @@ from typing import Any
 
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.pipeline.changes.change import Altered, Reading
+from paddle_reshard.pipeline.changes.kinds import ToConvention
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
@@ -122,7 +123,7 @@ def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
     """
     access = request.locations.reading
     changes = OpenChanges.open(request.changes, access)
-    library = next((change.library for change in request.changes if change.library is not None), None)
+    library = next((asked.convention for asked in request.changes if isinstance(asked, ToConvention)), None)
     reading = Reading(
         load_tables(request.rules, library),
         load_config(request.config),
