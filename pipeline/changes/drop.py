@@ -21,11 +21,6 @@ def without(altered: Altered, names: Collection[str]) -> Altered:
     ----------
     names
         Names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
-
-    Raises
-    ------
-    PlanError
-        If there is no head to drop.
     """
     before = altered.source.catalog.tensors
     states = before.states & {state for name in names for state in DROPPABLE[name]}

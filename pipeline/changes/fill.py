@@ -39,13 +39,7 @@ class Filling:
 
 
 def open_filling(location: str, access: Access) -> Filling:
-    """Open a checkpoint or a safetensors file; on a store that is not local, a file ends in ``.safetensors``.
-
-    Raises
-    ------
-    CheckpointError
-        If it does not exist or cannot be read.
-    """
+    """Open a checkpoint or a safetensors file; on a store that is not local, a file ends in ``.safetensors``."""
     is_file = not local_path(location).is_dir() if is_local(location) else location.endswith(ENDING)
     if is_file:
         return Filling(*open_file(location, access.options, access.schemes))
@@ -53,13 +47,7 @@ def open_filling(location: str, access: Access) -> Filling:
 
 
 def filled(filling: Filling, altered: Altered, reading: Reading) -> Altered:
-    """A checkpoint with what ``filling`` gives it, and the store that serves both.
-
-    Raises
-    ------
-    CoverageError
-        If a tensor is in neither, or has another shape or dtype than the checkpoint's metadata give.
-    """
+    """A checkpoint with what ``filling`` gives it, and the store that serves both."""
     checkpoint = altered.source
     given = None if filling.file is None else _of_file(filling)
     if not FORMATS[checkpoint.format].loses_tensors:
@@ -104,15 +92,7 @@ def _of_file(filling: Filling) -> Filler:
 def _of_checkpoint(
     filling: Filling, source: Checkpoint, tables: RuleTables, index_files: IndexFiles
 ) -> Filler:
-    """The parameters of a checkpoint of the same model family, in any format and topology.
-
-    Raises
-    ------
-    CheckpointError
-        If it is of another family or library.
-    UnsupportedError
-        If the keys of the source's family in other formats are not known.
-    """
+    """The parameters of a checkpoint of the same model family, in any format and topology."""
     store, table = filling.store, source.model.table
     if table.not_known is not None:
         raise UnsupportedError(

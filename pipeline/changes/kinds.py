@@ -236,13 +236,7 @@ KINDS: Final[tuple[type[Change], ...]] = (
 
 
 def changes_of(given: Mapping[str, Any], targets: Sequence[Request]) -> tuple[Change, ...]:
-    """What a conversion with these options to these targets changes; small files among the options are parsed.
-
-    Raises
-    ------
-    UsageError
-        If a change does not apply to the targets.
-    """
+    """What a conversion with these options to these targets changes; small files among the options are parsed."""
     asked = (kind.asked(given.get(kind.option), targets) for kind in KINDS)
     return tuple(change for change in asked if change is not None)
 

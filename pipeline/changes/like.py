@@ -14,13 +14,7 @@ from paddle_reshard.tasks.index import index_here
 
 
 def completed(donor_store: Source, altered: Altered, reading: Reading) -> Altered:
-    """The checkpoint with what it lacks of the donor, and the store that serves both.
-
-    Raises
-    ------
-    CheckpointError
-        If the two are not of one model, or the result would not be whole; naming tensors.
-    """
+    """The checkpoint with what it lacks of the donor, and the store that serves both."""
     donor = read_donor(SourceFiles(donor_store, None, index_here, reading.index_files))
     source, wanted = donor.complete(altered.source, altered.wanted)
     store = JoinedSource((Mount("", altered.store), Mount(DONOR, donor_store)))

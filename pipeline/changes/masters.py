@@ -18,11 +18,6 @@ def with_master_weights(checkpoint: Checkpoint) -> Checkpoint:
     """Add a master weight for every parameter for which the trainer keeps one.
 
     The values are those of the parameters, as float32. There are no other optimizer states.
-
-    Raises
-    ------
-    PlanError, UnsupportedError
-        If the checkpoint has optimizer states or LoRA, no parameter in half precision, or is not of PaddleFormers.
     """
     model = checkpoint.model
     trained = next((tensor for tensor in model.tensors if tensor.trained), None)

@@ -49,11 +49,6 @@ def merge_into(
 
     The product of the LoRA matrices is added to each adapted weight; a tensor that was trained in full replaces that of
     the base. The result holds parameters only.
-
-    Raises
-    ------
-    CheckpointError, UsageError, UnsupportedError
-        If the two are not of one model or the merge is not supported, with the tensor.
     """
     adapter = _adapter_of(trained, adapter_store)
     _check_one_table(base, base_store, trained, adapter_store)

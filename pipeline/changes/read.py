@@ -22,13 +22,7 @@ class OpenChanges:
 
     @classmethod
     def open(cls, changes: Sequence[Change], access: Access) -> OpenChanges:
-        """Open what they bring.
-
-        Raises
-        ------
-        CheckpointError
-            If a location does not exist or cannot be read.
-        """
+        """Open what they bring."""
         return cls(tuple(changes), tuple(change.opened(access) for change in changes))
 
     def index(self, store: Source, reading: Reading) -> Altered:

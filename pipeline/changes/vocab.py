@@ -19,13 +19,7 @@ VOCAB_SIZE = "vocab_size"
 
 
 def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoint:
-    """Describe a checkpoint with a vocabulary of ``size`` rows; its fragments stay those of the source.
-
-    Raises
-    ------
-    PlanError
-        If the size is not above (``grow``) or below the present one, or no tensor has a dim of ``vocab_size``.
-    """
+    """Describe a checkpoint with a vocabulary of ``size`` rows; its fragments stay those of the source."""
     model = checkpoint.model
     present = config_entry(model.config, VOCAB_SIZE)
     if not isinstance(present, int):

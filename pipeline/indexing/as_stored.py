@@ -37,13 +37,7 @@ _AXES: Final = {"tp": "tp", "pp": "pp", "shard": "sharding", "ep": "ep", "moe": 
 
 
 def stored_tensors(files: SourceFiles, index_files: IndexFiles) -> list[StoredTensor]:
-    """Every array of every tensor file, sorted by file.
-
-    Raises
-    ------
-    FormatError
-        If a file cannot be parsed.
-    """
+    """Every array of every tensor file, sorted by file."""
     sizes = {path: files.sizes[path] for path in files.pickles}
     roots: Mapping[str, Any] = index_files(_index_arrays, files.store, sizes)
     tensors = [_stored(path, key, array) for path in sorted(roots) for key, array in _arrays(roots[path])]

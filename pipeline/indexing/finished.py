@@ -100,13 +100,7 @@ def settling(doubt: str, since: float, now: float, settle_seconds: float) -> Inc
 
 
 def check_signals(store: Source) -> None:
-    """Refuse to make anything of a checkpoint with completion signals that are older than its tensors.
-
-    Raises
-    ------
-    CheckpointError
-        Naming a signal and a newer file.
-    """
+    """Refuse to make anything of a checkpoint with completion signals that are older than its tensors."""
     times = store.modified()
     older = older_signal(times, COPYING_NS)
     if older is not None:

@@ -31,13 +31,7 @@ def open_checkpoint(location: str, access: Access) -> Source:
 
 
 def dequantising(store: Source) -> Source:
-    """The store to read a checkpoint from: the given one, or one that reads its quantised weights as 16-bit floats.
-
-    Raises
-    ------
-    CheckpointError, UnsupportedError
-        As :func:`open_checkpoint`.
-    """
+    """The store to read a checkpoint from: the given one, or one that reads its quantised weights as 16-bit floats."""
     files = SourceFiles(store, None, index_here, index_here)
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store

@@ -230,11 +230,6 @@ def check_optimizer(store: Source, checkpoint: Checkpoint) -> None:
     """Refuse optimizer states of different steps, or of a different step than the schedule.
 
     With a gradient scaler, which skips steps that overflow, the optimizer may be behind the schedule.
-
-    Raises
-    ------
-    CoverageError
-        With the tensor, both values and the file.
     """
     # One parameter under the keys of two is updated twice a step, and one without a gradient only in some jobs.
     apart = {tensor.key for tensor in checkpoint.model.tensors if tensor.rule.states_if_sharded}

@@ -32,13 +32,7 @@ _OWN_AVERAGE: Final = "zcc_save_ema_coef"
 
 
 def check_roles(store: Source, checkpoint: Checkpoint) -> None:
-    """Refuse a file that belongs to another save than the tensors of a checkpoint, or has no role.
-
-    Raises
-    ------
-    CheckpointError
-        Naming the file, and what contradicts it.
-    """
+    """Refuse a file that belongs to another save than the tensors of a checkpoint, or has no role."""
     reasons = (
         _other_save(store, checkpoint),
         _lacks_its_state(store, checkpoint),

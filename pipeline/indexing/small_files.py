@@ -193,11 +193,6 @@ def check_one_model(stores: Sequence[Source]) -> None:
     """Refuse to average checkpoints whose configurations describe different models.
 
     Checkpoints without ``config.json`` are ignored: the one given with ``--config`` applies to them.
-
-    Raises
-    ------
-    CheckpointError
-        With both files, the entry and both values.
     """
     having = [store for store in stores if CONFIG in store.sizes()]
     configs = [read_json(store, CONFIG, store.sizes()) for store in having]

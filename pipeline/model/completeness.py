@@ -96,11 +96,6 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
     """Refuse tensors whose layers are not those of the config.
 
     Layers of multi-token prediction may be absent: not every class of a family has them, and they can be omitted.
-
-    Raises
-    ------
-    CheckpointError
-        Naming a layer that is in only one of the config and the tensors.
     """
     mtp = table.mtp_items
     counted = {item.name: item.count for item in table.items if item.count is not None}

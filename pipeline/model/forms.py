@@ -27,13 +27,7 @@ UNUSED: Final = "the model computes nothing with it, and only checkpoints of its
 
 
 def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
-    """The form of a tensor in a Hugging Face checkpoint, according to the rule table.
-
-    Raises
-    ------
-    RuleError
-        If the table does not give one.
-    """
+    """The form of a tensor in a Hugging Face checkpoint, according to the rule table."""
     form = tensor.rule.huggingface
     if form is None:
         model.table.check_known(model.config, "the form of its tensors in a Hugging Face checkpoint")
@@ -50,11 +44,6 @@ def widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int
     """Extent of each part within one group, along a last dim of ``last`` elements, and the number of groups.
 
     Widths of 8, 4 and 4 with 2 groups cut a dim of 16 elements into 4, 2, 2 and again 4, 2, 2: (4, 2, 2) and 2.
-
-    Raises
-    ------
-    RuleError
-        If the parts do not make up the dim.
     """
     if form.widths is None:
         return (last,), 1

@@ -72,11 +72,6 @@ def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_mode
     ----------
     alternatives, for_models
         Names of the formats in which a trainer keeps them, and of those that hold only parameters.
-
-    Raises
-    ------
-    UnsupportedError
-        With what would be lost.
     """
     instead = f"The parameters alone can be written with --format {for_models}"
     if keys := muon_parameters(model.tensors):

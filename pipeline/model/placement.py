@@ -48,13 +48,7 @@ class TensorCut:
         return sum(self.shares)
 
     def local_shape(self, key: str, global_shape: Shape) -> Shape:
-        """Shape of a rank's piece.
-
-        Raises
-        ------
-        RuleError
-            If the extent does not divide evenly.
-        """
+        """Shape of a rank's piece."""
         if self.dim is None or self.tp == 1:
             return global_shape
         extent = global_shape[self.dim] if self.dim < len(global_shape) else 0

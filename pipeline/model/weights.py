@@ -19,13 +19,7 @@ _DTYPES = {tag: dtype_named(name) for name, tag in TAGS.items()} | {"U16": dtype
 
 
 def dtype_of_tag(tag: str, where: str) -> DType:
-    """The dtype of a tag; files written from NumPy have ``U16`` for bfloat16.
-
-    Raises
-    ------
-    CheckpointError
-        If the dtype is not supported.
-    """
+    """The dtype of a tag; files written from NumPy have ``U16`` for bfloat16."""
     if tag not in _DTYPES:
         raise CheckpointError(f"{where}: dtype {tag} is not supported")
     return _DTYPES[tag]

@@ -57,13 +57,7 @@ def _pieces(template: str) -> list[tuple[str, str]]:
 
 
 def expand(statement: Statement, source: Keys) -> list[Statement]:
-    """A statement, expanded to statements without placeholders by the keys of the source; none if no key matches.
-
-    Raises
-    ------
-    UsageError
-        If a statement cannot be expanded, with its line.
-    """
+    """A statement, expanded to statements without placeholders by the keys of the source; none if no key matches."""
     return [_starred(numbered, source) for numbered in _numbered(statement, source)]
 
 

@@ -37,11 +37,6 @@ def target_catalog(source: SourceTensors, outputs: Mapping[str, Value], untied: 
     """The catalog of the tensors ``outputs``, in the order of the source.
 
     Names with the same values become a single tensor with aliases, except those in ``untied``.
-
-    Raises
-    ------
-    PlanError
-        If tensors that are concatenated have different states, or a state has several dtypes.
     """
     grouped: dict[tuple[Value, str | None], list[str]] = {}
     for name, value in outputs.items():

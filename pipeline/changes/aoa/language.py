@@ -134,13 +134,7 @@ class AoaProgram:
         return replace(self, reverse=not self.reverse)
 
     def in_order(self) -> tuple[Statement, ...]:
-        """The statements in the order and direction in which to apply them.
-
-        Raises
-        ------
-        UsageError
-            If a statement cannot be reversed, with its line.
-        """
+        """The statements in the order and direction in which to apply them."""
         if not self.reverse:
             return self.statements
         return tuple(_inverse(statement) for statement in reversed(self.statements))
@@ -397,13 +391,7 @@ _FUSED_COUNTS = {
 
 
 def check_statement(statement: Statement) -> None:
-    """Check that the number of names fits the operation; every ``*`` must be expanded.
-
-    Raises
-    ------
-    UsageError
-        With the line and what was expected.
-    """
+    """Check that the number of names fits the operation; every ``*`` must be expanded."""
     left, right, operation = statement.left, statement.right, statement.operation
     names = (*left, *right)
     nothing = [name for name in names if name.is_nothing]

@@ -31,11 +31,6 @@ def rewrite(
         that write tensors exactly as the program makes them.
     config
         The ``config.json`` of the resulting model, if it differs from the source's.
-
-    Raises
-    ------
-    UsageError, PlanError
-        If the program is wrong or does not fit the checkpoint, with file, line and tensor.
     """
     config = source.model.config if config is None else config
     outcome = apply_aoa(source.catalog, program)

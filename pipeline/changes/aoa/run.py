@@ -52,13 +52,7 @@ class Interpreter:
         """File and line of each statement that matches no tensor."""
 
     def all(self) -> None:
-        """Execute the program.
-
-        Raises
-        ------
-        UsageError, PlanError
-            With the line and the tensor.
-        """
+        """Execute the program."""
         for statement in self._expanded():
             if statement.right[0].is_nothing:
                 self._drop(statement, statement.left[0].text)

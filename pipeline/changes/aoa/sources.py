@@ -18,15 +18,7 @@ def is_number(state: str) -> bool:
 
 
 class SourceTensors:
-    """The tensors of a catalog, by key.
-
-    Raises
-    ------
-    PlanError
-        If a name belongs to two tensors.
-    UnsupportedError
-        If tensors are mixed.
-    """
+    """The tensors of a catalog, by key."""
 
     def __init__(self, catalog: Catalog) -> None:
         if catalog.mixtures:

@@ -2,7 +2,8 @@
 
 No data is moved: a slice, a concatenation or a transpose only changes the offsets of boxes. The concatenation of
 ``a`` (2 × 3) and ``b`` (2 × 3) along axis 1, split in two, is ``a`` and ``b`` again; split in three, the second part is
-columns [2, 3) of ``a`` at offset (0, 0) and columns [0, 1) of ``b`` at offset (0, 1).
+columns [2, 3) of ``a`` at offset (0, 0) and columns [0, 1) of ``b`` at offset (0, 1). What does not fit together is a
+:class:`PlanError`.
 """
 
 from __future__ import annotations
@@ -55,13 +56,7 @@ def source_value(key: str, shape: Shape, dtype: DType | None) -> Value:
 
 
 def permuted(value: Value, order: Shape | None) -> Value:
-    """The value with permuted dims; ``None`` reverses them.
-
-    Raises
-    ------
-    PlanError
-        If ``order`` has a different number of dims.
-    """
+    """The value with permuted dims; ``None`` reverses them."""
     dims = len(value.shape)
     if order is None:
         order = tuple(reversed(range(dims)))
@@ -86,24 +81,12 @@ class Span(NamedTuple):
 
 
 def split(value: Value, axis: int, parts: int) -> list[Value]:
-    """``parts`` equal parts along an axis.
-
-    Raises
-    ------
-    PlanError
-        If there is no such axis, or its extent is not a multiple of ``parts``.
-    """
+    """``parts`` equal parts along an axis."""
     return [assembled([value], [parts], [Span(0, part, part + 1)], axis) for part in range(parts)]
 
 
 def concatenated(values: Sequence[Value], axis: int) -> Value:
-    """The values, concatenated along an axis.
-
-    Raises
-    ------
-    PlanError
-        If there is no such axis, or the values differ in dtype or along a further axis.
-    """
+    """The values, concatenated along an axis."""
     pieces = [Span(number, 0, 1) for number in range(len(values))]
     return assembled(values, [1] * len(values), pieces, axis)
 
@@ -115,12 +98,6 @@ def assembled(values: Sequence[Value], units: Sequence[int], pieces: Sequence[Sp
     ----------
     units
         The number of equal units into which each value is divided along the axis.
-
-    Raises
-    ------
-    PlanError
-        If there is no such axis, an extent is not a multiple of its units, or the values differ in dtype or along a
-        further axis.
     """
     first = values[0]
     lengths = []
@@ -195,11 +172,6 @@ def regrouped(values: Sequence[Value], fused: Fused, results: int) -> list[Value
     """Fuse parts into a tensor, or split a fused tensor into its parts, of which there are ``results``.
 
     A tensor that stays fused stays as it is.
-
-    Raises
-    ------
-    PlanError
-        If heads and shapes do not fit together.
     """
     parts = (1, 1) if fused.macro == "fused_ffn" else (fused.heads, fused.groups, fused.groups)
     # An absurd number of units is refused before they are listed.

@@ -100,13 +100,7 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def size_of(values: Mapping[str, int], name: str, key: str) -> int:
-    """One of :func:`derived_sizes`, which the rule of ``key`` needs.
-
-    Raises
-    ------
-    RuleError
-        If the config does not have it.
-    """
+    """One of :func:`derived_sizes`, which the rule of ``key`` needs."""
     if name not in values:
         raise RuleError(key, f"its rule needs {name} from config.json, which is not there")
     return values[name]

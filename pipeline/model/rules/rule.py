@@ -188,11 +188,6 @@ class Rule:
         """The extents of the parts fused along ``split``, as a ratio in lowest terms; ``(1,)`` for a single part.
 
         Parts of 4096, 1024 and 1024 elements are ``(4, 1, 1)``.
-
-        Raises
-        ------
-        RuleError
-            If the extents of the parts do not add up to the dim.
         """
         if self.part_widths is None:
             return (1,) * self.parts
@@ -341,13 +336,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 def expected_shape(rule: Rule, config: Config, key: str | None = None) -> Shape | None:
-    """The global shape according to the config, or ``None`` if the row gives no shape.
-
-    Raises
-    ------
-    RuleError
-        If the config lacks an entry that the row names.
-    """
+    """The global shape according to the config, or ``None`` if the row gives no shape."""
     if rule.shape is None:
         return None
     return evaluate_sizes(rule.shape, config, key or rule.key)

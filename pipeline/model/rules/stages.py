@@ -36,11 +36,6 @@ def stages_said(said: object, entry: str) -> Stages:
 
     >>> stages_said("[0, 3]", "pp_seg_method").segmentation, stages_said("uniform", "pp_seg_method").or_uniform
     ((0, 3), False)
-
-    Raises
-    ------
-    PlanError
-        If it is neither.
     """
     numbers = re.fullmatch(r"\s*\[([\d\s,]*)\]\s*", str(said)) if isinstance(said, str | list) else None
     if numbers is not None:

@@ -239,13 +239,7 @@ class RuleTable:
         return self.formats is None or format in self.formats
 
     def check_format(self, format: str, config: Config) -> None:
-        """Refuse a format for which the table does not tell enough of a model.
-
-        Raises
-        ------
-        RuleError
-            Naming the formats for which it does.
-        """
+        """Refuse a format for which the table does not tell enough of a model."""
         if not self.is_for(format):
             raise RuleError(
                 f"{self.family} ({self.convention})",
@@ -263,13 +257,7 @@ class RuleTable:
                 )
 
     def stages(self, config: Config) -> Stages:
-        """How the pipeline class of a model with this config distributes its items.
-
-        Raises
-        ------
-        PlanError
-            If the config says what no pipeline class understands.
-        """
+        """How the pipeline class of a model with this config distributes its items."""
         if self.segmentation_entry is None:
             return Stages(self.segmentation)
         said = config.get(self.segmentation_entry)
