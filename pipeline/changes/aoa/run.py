@@ -35,10 +35,9 @@ class _Binding:
     """The value of a name at some point of a program."""
 
     value: Value
-    made_by: Statement | None
+    made_by: tuple[Statement, ...] = ()
+    """The statements that made the value, in order; empty for a tensor of the source."""
     used_by: Statement | None = None
-    followed: tuple[Statement, ...] = ()
-    """The statements that made the value, in order."""
 
 
 class Interpreter:
@@ -46,7 +45,7 @@ class Interpreter:
 
     def __init__(self, source: SourceTensors, program: AoaProgram) -> None:
         self.source, self.program = source, program
-        self.names = {name: _Binding(source.values[owner], None) for name, owner in source.owners.items()}
+        self.names = {name: _Binding(source.values[owner]) for name, owner in source.owners.items()}
         self.dropped: dict[str, Statement] = {}
         self.idle: list[str] = []
         """File and line of each statement that matches no tensor."""
@@ -95,10 +94,9 @@ class Interpreter:
             results = [_turned(v, name) for v, name in zip(results, statement.right, strict=True)]
         except PlanError as error:
             raise statement.impossible(str(error)) from error
-        before = dict.fromkeys(made for binding in bindings for made in binding.followed)
-        followed = (*before, statement)
+        before = dict.fromkeys(made for binding in bindings for made in binding.made_by)
         for name, result in zip(statement.right, results, strict=True):
-            self._write(statement, name.text, _Binding(result, statement, followed=followed))
+            self._write(statement, name.text, _Binding(result, (*before, statement)))
 
     def _read(self, statement: Statement, name: str) -> _Binding:
         binding = self.names.get(name)
@@ -113,9 +111,9 @@ class Interpreter:
     def _write(self, statement: Statement, name: str, binding: _Binding) -> None:
         before = self.names.pop(name, None)
         if before is not None and before.used_by is None and before.value != binding.value:
-            if before.made_by is not None:
+            if before.made_by:
                 raise statement.impossible(
-                    f"{name} is made twice, first in {before.made_by.where}, whose result is not used"
+                    f"{name} is made twice, first in {before.made_by[-1].where}, whose result is not used"
                 )
             raise statement.impossible(
                 f"{name} of the source would be lost, because no statement uses it; to drop it, write {name} -> _ first"
@@ -165,9 +163,9 @@ class Interpreter:
     def statements(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Name → the statements that made its value, in order, with file and line."""
         return {
-            name: tuple(f"{made.where}: {made.text}" for made in self.names[name].followed)
+            name: tuple(f"{made.where}: {made.text}" for made in self.names[name].made_by)
             for name in names
-            if self.names[name].followed
+            if self.names[name].made_by
         }
 
 
