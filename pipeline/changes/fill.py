@@ -104,8 +104,7 @@ def _of_checkpoint(
     theirs = base.model.table
     if (theirs.family, theirs.convention) != (table.family, table.convention):
         raise CheckpointError(
-            f"--fill {filling.location}: a model of {theirs.family} ({theirs.convention}), but the checkpoint is of "
-            f"{table.family} ({table.convention})"
+            f"--fill {filling.location}: a model of {theirs.named}, but the checkpoint is of {table.named}"
         )
     index = base.catalog.index()
     numbers = {

@@ -99,8 +99,7 @@ def _check_one_table(base: Checkpoint, base_store: Source, trained: Checkpoint, 
     ours, theirs = trained.model.table, base.model.table
     if (ours.family, ours.convention) != (theirs.family, theirs.convention):
         raise CheckpointError(
-            f"{store.location} is LoRA of {ours.family} ({ours.convention}), but {base_store.location} is a model of "
-            f"{theirs.family} ({theirs.convention})"
+            f"{store.location} is LoRA of {ours.named}, but {base_store.location} is a model of {theirs.named}"
         )
 
 

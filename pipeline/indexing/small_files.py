@@ -24,7 +24,7 @@ from paddle_reshard.storage.store import Source
 SCALER = "scaler.pdparams"
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
 TRAINING_ARGS = "training_args.bin"
-NONE, TRUE, FALSE, FLOAT = b"N", b"\x88", b"\x89", b"G"
+NONE, FALSE, FLOAT = b"N", b"\x89", b"G"
 """Opcodes of the values of attributes in ``training_args.bin``; the file is searched, never unpickled."""
 
 MAY_DIFFER_IN_CONFIG: Final = frozenset({

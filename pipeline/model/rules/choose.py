@@ -45,7 +45,7 @@ def choose_table(
     if len(fitting) > 1:
         raise RuleError(
             f"model type {config.get('model_type')!r}",
-            f"several rule tables fit: {', '.join(f'{t.family} ({t.convention})' for t in fitting)}; pass the "
+            f"several rule tables fit: {', '.join(table.named for table in fitting)}; pass the "
             "right one with --rules FILE",
         )
     if fitting:

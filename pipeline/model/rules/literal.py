@@ -20,45 +20,6 @@ FAMILY = "by its keys"
 _ITEM = Item("model", "", repeated=True)
 
 
-@dataclass(frozen=True)
-class LiteralTable(RuleTable):
-    """A table whose rows are keys, without tensor parallelism, order of layers or parameter names.
-
-    It is that of models that a program has made.
-    """
-
-    @property
-    def not_known(self) -> str:
-        """What rule tables know about the family, in words."""
-        return NOT_KNOWN
-
-    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
-        """The row for ``key``; no layer."""
-        rule = self._rows.get(key)
-        if rule is None:
-            raise RuleError(key, "no such tensor is in the model")
-        return rule, None
-
-    @cached_property
-    def _rows(self) -> dict[str, Rule]:
-        return {rule.key: rule for rule in self.rules}
-
-
-def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
-    """The table of a model with these keys, which was made from a model that ``origin`` describes."""
-    rules = tuple(
-        Rule(key, _ITEM.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
-    )
-    return LiteralTable(
-        FAMILY,
-        origin.convention,
-        (),
-        (_ITEM,),
-        rules,
-        muon_exclude_patterns=origin.muon_exclude_patterns,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class StoredJob:
     """Degrees of the job that wrote the files; only jobs with the same degrees can read them."""
@@ -107,8 +68,8 @@ class StoredRule(Rule):
 
 
 @dataclass(frozen=True)
-class StoredTable(LiteralTable):
-    """The table of a model by its files alone, if there is no rule table for the family."""
+class StoredTable(RuleTable):
+    """The table of a model by its files alone, if there is no rule table for the family: its rows are keys."""
 
     job: StoredJob = StoredJob()
     ordered: bool = False
@@ -116,6 +77,17 @@ class StoredTable(LiteralTable):
     marked: bool = False
     """Whether the files give ``is_distributed`` for every tensor."""
     known: str = NOT_KNOWN
+
+    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
+        """The row for ``key``; no layer."""
+        rule = self._rows.get(key)
+        if rule is None:
+            raise RuleError(key, "no such tensor is in the model")
+        return rule, None
+
+    @cached_property
+    def _rows(self) -> dict[str, Rule]:
+        return {rule.key: rule for rule in self.rules}
 
     @property
     def not_known(self) -> str:
@@ -174,6 +146,21 @@ class StoredTable(LiteralTable):
 def _not_told(known: str, missing: str) -> str:
     return (
         f"{known}, and the source's files do not tell {missing}. Write a table and pass it with --rules FILE"
+    )
+
+
+def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
+    """The table of a model with these keys, which a program has made from a model that ``origin`` describes."""
+    rules = tuple(
+        Rule(key, _ITEM.name, "", "the key itself", huggingface=HuggingFaceForm((key,))) for key in keys
+    )
+    return StoredTable(
+        FAMILY,
+        origin.convention,
+        (),
+        (_ITEM,),
+        rules,
+        muon_exclude_patterns=origin.muon_exclude_patterns,
     )
 
 

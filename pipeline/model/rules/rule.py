@@ -214,22 +214,20 @@ class Rule:
         RuleError
             If the row does not tell it.
         """
-        in_sequence = tp > 1 and sequence_parallel and self.name_class_sp is not None
-        if not self.name_class or (tp > 1 and not in_sequence and self.name_class_tp == ""):
+        in_sequence = tp > 1 and sequence_parallel
+        told = in_sequence and self.name_class_sp is not None
+        if not self.name_class or (tp > 1 and not told and self.name_class_tp == ""):
             raise RuleError(
                 self.key, "what a job calls its parameter is not known: no file that tells it was available"
             )
-        if pp > 1 and self.name_class_pp:
-            return self.name_class_pp
-        if ep > 1 and tp > 1 and sequence_parallel and self.name_class_ep_sp:
-            return self.name_class_ep_sp
-        if ep > 1 and self.name_class_ep:
-            return self.name_class_ep
-        if tp > 1 and sequence_parallel and self.name_class_sp:
-            return self.name_class_sp
-        if tp > 1 and self.name_class_tp:
-            return self.name_class_tp
-        return self.name_class
+        classes = (
+            (pp > 1, self.name_class_pp),
+            (ep > 1 and in_sequence, self.name_class_ep_sp),
+            (ep > 1, self.name_class_ep),
+            (in_sequence, self.name_class_sp),
+            (tp > 1, self.name_class_tp),
+        )
+        return next((name for applies, name in classes if applies and name), self.name_class)
 
     @property
     def first_number(self) -> int:

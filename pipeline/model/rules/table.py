@@ -38,6 +38,11 @@ class Unsupported:
         within = isinstance(value, int) and not isinstance(value, bool) and value <= self.above
         return bool(value) and not within
 
+    def refusal(self, table: str, config: Config, then: str) -> RuleError:
+        """The error about a model with the option, which ends with what is not supported."""
+        value = config_entry(config, self.entry)
+        return RuleError(table, f"config.json says {self.entry}={value!r}: {self.why}; {then}")
+
 
 @dataclass(frozen=True, slots=True)
 class RuleTable:
@@ -77,6 +82,11 @@ class RuleTable:
     recipe_switches: tuple[str, ...] = ()
     library_types: tuple[str, ...] = ()
     scheduler_ahead: int = 0
+
+    @property
+    def named(self) -> str:
+        """The table in messages: its family, and the library in brackets."""
+        return f"{self.family} ({self.convention})"
 
     @property
     def library(self) -> str:
@@ -205,7 +215,7 @@ class RuleTable:
         if isinstance(shift, int) and library_of(config) == "paddleformers":
             return shift
         raise RuleError(
-            f"{self.family} ({self.convention})",
+            self.named,
             f"config.json says {self.shifted_by}={shift!r}: {self.convention} 0.3, with which PaddleFormers 1.2 "
             "trains, numbers its layers from there on, and later versions number them from 0 on; which of them is to "
             "train on is not known. For 0.3, give a config.json with paddleformers_version with --config FILE; for a "
@@ -217,18 +227,13 @@ class RuleTable:
 
         ``stages_known``: whether it is known if its job has pipeline stages.
         """
-        name = f"{self.family} ({self.convention})"
         for option in self.unsupported:
             if option.formats is None and option.concerns(config):
-                value = config_entry(config, option.entry)
-                return RuleError(
-                    name,
-                    f"config.json says {option.entry}={value!r}: {option.why}; such checkpoints are not supported",
-                )
+                return option.refusal(self.named, config, "such checkpoints are not supported")
         for rule in self.rules:
             if not stages_known and (rule.of_stages or rule.own_in_stages) and rule.applies(config):
                 return RuleError(
-                    name,
+                    self.named,
                     f"{rule.key}: only jobs with pipeline stages have it as a tensor of its own beside {rule.tied_to}; "
                     "of which jobs files are, this format does not tell, and such models are not supported in it",
                 )
@@ -242,18 +247,15 @@ class RuleTable:
         """Refuse a format for which the table does not tell enough of a model."""
         if not self.is_for(format):
             raise RuleError(
-                f"{self.family} ({self.convention})",
+                self.named,
                 f"{self.convention}'s names and layouts are known for the formats {' and '.join(self.formats or ())} "
-                f"only, "
-                f"not for {format}: no file of another one was available; convert to one of these, or to the names of "
-                "another library with --convention",
+                f"only, not for {format}: no file of another one was available; convert to one of these, or to the "
+                "names of another library with --convention",
             )
         for option in self.unsupported:
             if format in (option.formats or ()) and option.concerns(config):
-                raise RuleError(
-                    f"{self.family} ({self.convention})",
-                    f"config.json says {option.entry}={config_entry(config, option.entry)!r}: {option.why}; the format "
-                    f"{format} is not supported for such models",
+                raise option.refusal(
+                    self.named, config, f"the format {format} is not supported for such models"
                 )
 
     def stages(self, config: Config) -> Stages:
