@@ -240,7 +240,7 @@ def _joined(key: str, of_tensor: PartsOfTensor, parts: Mapping[str, Value], conf
         raise _own_dim(key)
     experts = []
     for keys in of_tensor.keys:
-        values = [_swapped(parts[part]) if of_tensor.transposed else parts[part] for part in keys]
+        values = [_swapped(parts[part]) if of_tensor.form.transposed else parts[part] for part in keys]
         experts.append(_fused(values, of_tensor.form, config, key))
     return experts[0] if len(experts) == 1 else concatenated(experts, 0)
 

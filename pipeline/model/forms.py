@@ -40,7 +40,7 @@ def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
     return form
 
 
-def widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int) -> tuple[Shape, int]:
+def _widths_and_groups(form: HuggingFaceForm, config: Config, key: str, last: int) -> tuple[Shape, int]:
     """Extent of each part within one group, along a last dim of ``last`` elements, and the number of groups.
 
     Widths of 8, 4 and 4 with 2 groups cut a dim of 16 elements into 4, 2, 2 and again 4, 2, 2: (4, 2, 2) and 2.
@@ -77,7 +77,7 @@ def spans_of(form: HuggingFaceForm, config: Config, key: str, last: int) -> list
     RuleError
         If the parts do not make up the dim.
     """
-    widths, groups = widths_and_groups(form, config, key, last)
+    widths, groups = _widths_and_groups(form, config, key, last)
     groups_there = 1
     if form.groups_there is not None:
         (groups_there,) = evaluate_sizes([form.groups_there], config, key)
@@ -192,11 +192,6 @@ class PartsOfTensor:
     def form(self) -> HuggingFaceForm:
         """The form of the tensors, according to the row."""
         return _form(self.rule)
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the tensors are transposed in Paddle."""
-        return self.form.transposed
 
 
 def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dict[str, PartsOfTensor]:

@@ -19,7 +19,7 @@ statement per line, with ``#`` comments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
@@ -336,23 +336,23 @@ class _Parser:
     def _operation(self, macros: Sequence[str], values: Mapping[str, str]) -> Operation:
         if macros:
             return self._fused(macros, values)
-        if values.keys() == {"src_dtype", "dst_dtype"}:
-            return Cast(self._dtype(values["src_dtype"]), self._dtype(values["dst_dtype"]))
-        if len(values) > 1:
-            self._fail(
-                f"expected a single attribute (or src_dtype with dst_dtype), found {', '.join(values)}; "
-                "use several statements"
-            )
-        makers: Mapping[str, Callable[[str], Operation]] = {
-            "axis": lambda value: Join(int(value)),
-            "permute": self._permute,
-            "dtype": lambda value: Cast(None, self._dtype(value)),
-        }
-        for word, value in values.items():
-            if word not in makers:
+        match sorted(values.items()):
+            case []:
+                return Rename()
+            case [("axis", axis)]:
+                return Join(int(axis))
+            case [("permute", order)]:
+                return self._permute(order)
+            case [("dtype", target)]:
+                return Cast(None, self._dtype(target))
+            case [("dst_dtype", target), ("src_dtype", source)]:
+                return Cast(self._dtype(source), self._dtype(target))
+            case [(word, _)]:
                 self._fail(f"{word} requires a further attribute")
-            return makers[word](value)
-        return Rename()
+        self._fail(
+            f"expected a single attribute (or src_dtype with dst_dtype), found {', '.join(values)}; "
+            "use several statements"
+        )
 
     def _fused(self, macros: Sequence[str], values: Mapping[str, str]) -> Fused:
         needed = () if macros[0] == "fused_ffn" else _HEADS
@@ -367,12 +367,9 @@ class _Parser:
         return Fused(macros[0], int(values.get("axis", "1")), heads, groups)
 
     def _permute(self, value: str) -> Permute:
-        if not re.fullmatch(r"\[[0-9, \t]*\]", value):
+        if not re.fullmatch(r"\[[ \t]*(?:[0-9]+[ \t]*(?:,[ \t]*[0-9]+[ \t]*)*)?\]", value):
             self._fail(f'expected permute as "[1, 0]", found {value!r}')
-        words = [word.strip() for word in value[1:-1].split(",")] if value[1:-1].strip() else []
-        if not all(word.isdecimal() for word in words):
-            self._fail(f'expected permute as "[1, 0]", found {value!r}')
-        order = tuple(int(word) for word in words)
+        order = tuple(map(int, re.findall("[0-9]+", value)))
         if sorted(order) != list(range(len(order))):
             self._fail(f"expected a permutation of the dims 0 to {len(order) - 1}, found {value!r}")
         return Permute(order or None)

@@ -253,7 +253,7 @@ def _logical(
     tensors = []
     for whole, of_whole in parts_of_tensors(matches, config).items():
         shapes = [
-            swapped(stored[key].shape) if of_whole.transposed else stored[key].shape
+            swapped(stored[key].shape) if of_whole.form.transposed else stored[key].shape
             for key in of_whole.keys[0]
         ]
         width = sum(shape[-1] for shape in shapes if shape)

@@ -67,21 +67,24 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
     RuleError
         If there are none.
     """
-    model_type = config.get("model_type")
-    library = library_of(config)
-    likely = tables.that_mention(str(model_type))
-    candidates = [
+    if candidates := _candidates(tables, config):
+        return candidates
+    known = what_is_known(tables, config)
+    if known == NOT_KNOWN:
+        known += f" (known: {', '.join(sorted({name for t in tables for name in t.model_types}))})"
+    raise RuleError(
+        f"model type {config.get('model_type')!r}", f"{known}; write one and pass it with --rules FILE"
+    )
+
+
+def _candidates(tables: RuleTables, config: Config) -> list[RuleTable]:
+    model_type, library = config.get("model_type"), library_of(config)
+    return [
         table
-        for table in likely
+        for table in tables.that_mention(str(model_type))
         if (not table.model_types or model_type in table.model_types)
         and (library is None or tables.for_any_family or table.convention in conventions_of(library))
     ]
-    if not candidates:
-        known = what_is_known(tables, config)
-        if known == NOT_KNOWN:
-            known += f" (known: {', '.join(sorted({name for t in tables for name in t.model_types}))})"
-        raise RuleError(f"model type {model_type!r}", f"{known}; write one and pass it with --rules FILE")
-    return candidates
 
 
 def is_known(tables: RuleTables, config: Config, format: str | None = None) -> bool:
@@ -91,11 +94,7 @@ def is_known(tables: RuleTables, config: Config, format: str | None = None) -> b
     """
     if tables.for_any_family:
         return True
-    try:
-        candidates = candidate_tables(tables, config)
-    except RuleError:
-        return False
-    return format is None or any(table.is_for(format) for table in candidates)
+    return any(format is None or table.is_for(format) for table in _candidates(tables, config))
 
 
 def is_beyond(tables: RuleTables, keys: Iterable[str], config: Config, stages_known: bool) -> bool:
@@ -153,22 +152,15 @@ def what_is_known(tables: RuleTables, config: Config) -> str:
 
 def keys_in_model(tables: RuleTables, saved: Iterable[str], config: Config) -> dict[str, str]:
     """Keys in files that the model's class has saved itself → keys in the model; empty if the class renames none."""
-    try:
-        renaming = [table for table in candidate_tables(tables, config) if table.saved_prefixes]
-    except RuleError:
-        renaming = []
+    renaming = [table for table in _candidates(tables, config) if table.saved_prefixes]
     return {key: renaming[0].key_saved_as(key) for key in saved} if renaming else {}
 
 
 def keys_of_stages(tables: RuleTables, config: Config) -> dict[str, str]:
     """Keys that tensors have in jobs with pipeline stages only → keys in the model."""
-    try:
-        candidates = candidate_tables(tables, config)
-    except RuleError:
-        return {}
     return {
         rule.key_pp: rule.key
-        for table in candidates
+        for table in _candidates(tables, config)
         for rule in table.rules
         if rule.key_pp and rule.applies(config) and rule.key_pp not in {row.key for row in table.rules}
     }

@@ -156,12 +156,14 @@ class RuleTable:
         if name in LORA:
             weight, numbered = self.find(f"{module}.weight", config)
             return LoraRule.beside(weight, name), numbered
-        fits = [
-            (self._of_layer(rule, match, config), match)
-            for rule in self.rules
-            if rule.applies(config) and (match := rule.pattern().fullmatch(key))
-        ]
-        fits = [(rule, match) for rule, match in fits if self.holds(rule, _layer_of(match), config)]
+        fits = []
+        for rule in self.rules:
+            if rule.applies(config) and (match := rule.pattern().fullmatch(key)):
+                number = match.groupdict().get("layer")
+                layer = None if number is None else int(number)
+                rule = self._of_layer(rule, layer, config)
+                if self.holds(rule, layer, config):
+                    fits.append((rule, layer))
         why = next((why for start, why in self.unsupported_keys.items() if re.match(start, key)), None)
         if not fits and why is not None:
             raise RuleError(key, f"{why}; such checkpoints are not supported")
@@ -173,12 +175,10 @@ class RuleTable:
                 f"{rows} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
                 "copy of the table and pass it with --rules FILE",
             )
-        rule, match = fits[0]
-        return rule, _layer_of(match)
+        return fits[0]
 
-    def _of_layer(self, rule: Rule, match: re.Match[str], config: Config) -> Rule:
+    def _of_layer(self, rule: Rule, layer: int | None, config: Config) -> Rule:
         """The row, assigned to the MTP item that continues its item if the layer is an MTP layer."""
-        layer = _layer_of(match)
         if layer is None:
             return rule
         for item in self.items:
@@ -325,8 +325,3 @@ def renamed_prefix(key: str, prefixes: Mapping[str, str]) -> str:
         if key.startswith(prefix):
             return other + key.removeprefix(prefix)
     return key
-
-
-def _layer_of(match: re.Match[str]) -> int | None:
-    layer = match.groupdict().get("layer")
-    return None if layer is None else int(layer)
