@@ -1,14 +1,28 @@
-"""Take the tensors that a checkpoint lacks from where the user says (``--fill``)."""
+"""Take the tensors that a checkpoint lacks from another checkpoint, or from a file (``--fill``).
+
+PaddleFormers' sharded saving loses buffers and parameters that are not trained
+(``trainer/utils/sharding_io.py:70-107``). Only what no file of the checkpoint holds is taken, and only in
+the shape and the dtype that its metadata give.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
 
 from paddle_reshard.pipeline.changes.change import Altered, Reading
-from paddle_reshard.pipeline.changes.filling import PREFIX, Filler, fill
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Filled, MissingPolicy
+from paddle_reshard.pipeline.core.catalog import (
+    Catalog,
+    File,
+    Fragments,
+    check_catalog,
+    fragment_row,
+    fragment_rows,
+)
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, FormatError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -16,12 +30,18 @@ from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
 from paddle_reshard.pipeline.formats.registry import FORMATS, names_of
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.model.rules.tables import RuleTables, shipped_tables
+from paddle_reshard.pipeline.model.completeness import lost
+from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.model.weights import dtype_of_tag
+from paddle_reshard.storage.files.safetensors import parse_safetensors
 from paddle_reshard.storage.locate import Access, is_local, local_path, open_file
 from paddle_reshard.storage.store import Source
+from paddle_reshard.storage.views import JoinedSource, Mount
 
-ENDING = ".safetensors"
+ENDING: Final = ".safetensors"
+PREFIX: Final = "FILL/"
+"""Prefix of the paths of the other checkpoint's files among those of the source."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,26 @@ class Filling:
     def location(self) -> str:
         """The location of the file or the checkpoint."""
         return self.store.location if self.file is None else f"{self.store.location}/{self.file}"
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The files that it consists of."""
+        return frozenset(self.store.sizes() if self.file is None else (self.file,))
+
+
+@dataclass(frozen=True)
+class Filler:
+    """The tensors of a filling that a checkpoint may take, by their metadata."""
+
+    filling: Filling
+    catalog: Catalog
+    numbers: Mapping[str, int]
+    """Structured key → tensor of ``catalog``."""
+
+    @property
+    def location(self) -> str:
+        """The location of the file or the checkpoint."""
+        return self.filling.location
 
 
 def open_filling(location: str, access: Access) -> Filling:
@@ -56,18 +96,13 @@ def filled(filling: Filling, altered: Altered, reading: Reading) -> Altered:
             min(given.numbers, default=filling.location) if given else filling.location,
             f"given with --fill, but only {losing} checkpoints can lack tensors; omit the option",
         )
-    from paddle_reshard.storage.views import JoinedSource, Mount
-
-    filler = given or _of_checkpoint(filling, checkpoint, reading.tables, reading.index_files)
-    whole = fill(checkpoint, filler, reading.missing)
+    whole = _filled(checkpoint, given or _of_checkpoint(filling, checkpoint, reading), reading.missing)
     store = JoinedSource((Mount("", altered.store), Mount(PREFIX, filling.store)))
     return altered.read_as(whole, store)
 
 
 def _of_file(filling: Filling) -> Filler:
     """The tensors of a safetensors file, by structured key."""
-    from paddle_reshard.storage.files.safetensors import parse_safetensors
-
     name, store = filling.file or "", filling.store
     size_bytes = store.sizes()[name]
     shown = f"--fill {filling.location}"
@@ -86,12 +121,10 @@ def _of_file(filling: Filling) -> Filler:
         rows.append(fragment_row(number, 0, dtype, 0, array.byte_offset, begins, array.shape, strides))
     catalog = Catalog(Tensors(tensors), (File(name, size_bytes),), fragment_rows(rows), {})
     numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
-    return Filler(filling.location, catalog, numbers, frozenset({name}), exact=True)
+    return Filler(filling, catalog, numbers)
 
 
-def _of_checkpoint(
-    filling: Filling, source: Checkpoint, tables: RuleTables, index_files: IndexFiles
-) -> Filler:
+def _of_checkpoint(filling: Filling, source: Checkpoint, reading: Reading) -> Filler:
     """The parameters of a checkpoint of the same model family, in any format and topology."""
     store, table = filling.store, source.model.table
     if table.not_known is not None:
@@ -99,8 +132,9 @@ def _of_checkpoint(
             f"--fill {filling.location}: no rule table describes this model, so that its tensors cannot be told in "
             f"another checkpoint; give a {ENDING} file with the missing tensors, by the keys of the source"
         )
-    known = tables if tables.for_any_family else shipped_tables(table.convention)
-    base = index_checkpoint(store, known, source.model.config, MissingPolicy(allowed=("*",)), index_files)
+    known = reading.tables if reading.tables.for_any_family else shipped_tables(table.convention)
+    any_missing = MissingPolicy(allowed=("*",))
+    base = index_checkpoint(store, known, source.model.config, any_missing, reading.index_files)
     theirs = base.model.table
     if (theirs.family, theirs.convention) != (table.family, table.convention):
         raise CheckpointError(
@@ -112,4 +146,101 @@ def _of_checkpoint(
         for t in base.model.tensors
         if (number := index.get((t.tied_to or t.key, PARAM))) is not None
     }
-    return Filler(filling.location, base.catalog, numbers, frozenset(store.sizes()), exact=False)
+    return Filler(filling, base.catalog, numbers)
+
+
+def _filled(checkpoint: Checkpoint, filler: Filler, policy: MissingPolicy) -> Checkpoint:
+    """The checkpoint with the tensors that it lacked; of a file, it has to take all."""
+    lacking = [tensor for tensor in checkpoint.model.tensors if tensor.missing]
+    taken: dict[str, int] = {}  # identity → tensor of the filler
+    absent: set[str] = set()
+    for tensor in lacking:
+        identity = tensor.tied_to or tensor.key
+        number = filler.numbers.get(tensor.key, filler.numbers.get(identity))
+        if number is not None:
+            _check(tensor, filler, number)
+            taken.setdefault(identity, number)
+        elif identity not in taken:
+            absent.add(tensor.key)
+    _check_base(lacking, absent, filler)
+    for tensor in lacking:
+        if tensor.key in absent and not (tensor.of_base or policy.allows(tensor.key)):
+            raise lost(tensor, filler.location)
+    if filler.filling.file is not None:
+        _check_all_taken(filler, taken)
+    tensors = tuple(replace(t, missing=t.key in absent) for t in checkpoint.model.tensors)
+    catalog = _joined(checkpoint, taken, filler)
+    check_catalog(catalog)
+    return replace(
+        checkpoint,
+        catalog=catalog,
+        model=replace(checkpoint.model, tensors=tensors),
+        own_files=checkpoint.own_files | {PREFIX + path for path in filler.filling.paths},
+        history=replace(checkpoint.history, filled=Filled(filler.location, tuple(taken))),
+    )
+
+
+def _check(tensor: ModelTensor, filler: Filler, number: int) -> None:
+    """Refuse a tensor of another shape or dtype, or one of which only the master weight is stored."""
+    given = filler.catalog.tensors[number]
+    if number in filler.catalog.implied:
+        raise CoverageError(
+            f"{tensor.key} (param)",
+            f"{filler.location}, given with --fill, does not store it, only its master weight; give a checkpoint that "
+            "stores its parameters",
+        )
+    if (given.dtype, given.global_shape) != (tensor.dtype, tensor.global_shape):
+        raise CoverageError(
+            f"{tensor.key} (param)",
+            f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, but {given.dtype.name} "
+            f"{given.global_shape} in {filler.location}, given with --fill",
+        )
+
+
+def _check_base(lacking: Sequence[ModelTensor], absent: set[str], filler: Filler) -> None:
+    """Refuse a part of the base model of an adapter: a target holds all of it, or nothing."""
+    base = [tensor.key for tensor in lacking if tensor.of_base]
+    without = [key for key in base if key in absent]
+    if without and len(without) < len(base):
+        given = next(key for key in base if key not in absent)
+        raise CoverageError(
+            without[0],
+            f"belongs to the base model, of which --fill gives {given}, but not this; give the whole base or none",
+            (filler.location,),
+        )
+
+
+def _check_all_taken(filler: Filler, taken: Mapping[str, int]) -> None:
+    """Refuse tensors of a file that would be ignored."""
+    used = set(taken.values())
+    for key in sorted(key for key, number in filler.numbers.items() if number not in used):
+        raise CoverageError(
+            key,
+            "given with --fill, but the checkpoint already holds it or has no such tensor; remove it from the file",
+        )
+
+
+def _joined(checkpoint: Checkpoint, taken: Mapping[str, int], filler: Filler) -> Catalog:
+    """The catalog with the tensors taken from the filler, and the files that hold them."""
+    catalog = checkpoint.catalog
+    if not taken:
+        return catalog
+    given = filler.catalog.only(list(taken.values()))
+    rows = given.fragments.copy()
+    used = np.unique(rows["file"])
+    numbers = np.zeros(len(given.files), dtype=np.int32)
+    numbers[used] = np.arange(len(catalog.files), len(catalog.files) + len(used))
+    rows["file"] = numbers[rows["file"]]
+    rows["tensor"] = rows["tensor"] + len(catalog.tensors)
+    aliases = checkpoint.model.aliases
+    added = (
+        Tensor(identity, PARAM, tensor.dtype, tensor.global_shape, aliases.get(identity, ()))
+        for identity, tensor in zip(taken, given.tensors, strict=True)
+    )
+    files = (given.files[number] for number in used.tolist())
+    return replace(
+        catalog,
+        tensors=Tensors([*catalog.tensors, *added]),
+        files=(*catalog.files, *(File(PREFIX + file.path, file.size_bytes) for file in files)),
+        fragments=Fragments.joined([catalog.fragments, rows]),
+    )
