@@ -17,10 +17,7 @@ from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM
 def divided(altered: Altered, targets: int) -> Altered:
     """The checkpoint with its average divided; unchanged if its ``ema.json`` does not ask for it.
 
-    Raises
-    ------
-    UnsupportedError
-        If there are several targets: others of them hold the average as it is.
+    It is for a single target, because others would hold the average as it is.
     """
     sizes = altered.store.sizes()
     if AVERAGE not in sizes:

@@ -15,13 +15,7 @@ from paddle_reshard.pipeline.model.rules.items import mtp_entry
 
 
 def without(altered: Altered, names: Collection[str]) -> Altered:
-    """The checkpoint without these, and what that excludes.
-
-    Parameters
-    ----------
-    names
-        Names in :data:`~paddle_reshard.pipeline.core.tensors.DROPPABLE`.
-    """
+    """The checkpoint without these (of ``core.tensors.DROPPABLE``), and what that excludes."""
     before = altered.source.catalog.tensors
     states = before.states & {state for name in names for state in DROPPABLE[name]}
     remaining = altered.each(lambda checkpoint: checkpoint.without(states))

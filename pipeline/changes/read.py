@@ -26,13 +26,7 @@ class OpenChanges:
         return cls(tuple(changes), tuple(change.opened(access) for change in changes))
 
     def index(self, store: Source, reading: Reading) -> Altered:
-        """Index the checkpoint in a store, as far as what the changes bring lets it be incomplete, and apply them.
-
-        Raises
-        ------
-        ReshardError
-            If it is incomplete or inconsistent, or a change does not fit it.
-        """
+        """Index the checkpoint in a store, which may lack what the changes let it lack, and apply them."""
         lenient = reduce(lambda missing, change: change.lets_lack(missing), self.changes, reading.missing)
         pieces = reading.pieces and not any(change.needs_whole for change in self.changes)
         checkpoint = index_checkpoint(

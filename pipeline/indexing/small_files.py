@@ -82,11 +82,6 @@ def check_steps(store: Source, in_optimizer_files: Any, ahead: int | None = 0) -
     of the schedule equals ``global_step``, except that only the latter counts skipped steps: fp16 steps whose gradients
     overflowed, and ``skip_data_intervals`` (PaddleNLP 3 ``trainer/trainer.py``). Some recipes begin their schedule one
     step ``ahead``, which is ``None`` where the model, and with it the recipe, is not known.
-
-    Raises
-    ------
-    CheckpointError
-        With both files and both values.
     """
     sizes = store.sizes()
     holder = next((path for path in sorted(sizes) if path.startswith("optimizer.")), "the optimizer files")

@@ -97,23 +97,22 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
 
     Layers of multi-token prediction may be absent: not every class of a family has them, and they can be omitted.
     """
-    mtp = table.mtp_items
-    counted = {item.name: item.count for item in table.items if item.count is not None}
-    of_mtp: dict[str, set[int]] = {name: set() for name in mtp}
-    apart: dict[str, set[int]] = {name: set() for name in counted}
-    layers: set[int] = set()
-    by_item = of_mtp | apart
+    apart: dict[str, set[int]] = {
+        item.name: set() for item in table.items if item.mtp or item.count is not None
+    }
+    decoders: set[int] = set()
     for tensor in tensors:
         if tensor.layer is not None:
-            by_item.get(tensor.rule.item, layers).add(tensor.layer)
-    _check_numbers("decoder layers", layers, 0, config, LAYERS)
-    for name, entry in counted.items():
-        _check_numbers(f"of the item {name} ({entry})", apart[name], 0, config, entry)
-    if any(of_mtp.values()):
-        for name, numbers in of_mtp.items():
-            first = table.first_mtp_layer(mtp[name], config)
-            entry = mtp_entry(config)
-            _check_numbers(f"layers of multi-token prediction ({entry})", numbers, first, config, entry)
+            apart.get(tensor.rule.item, decoders).add(tensor.layer)
+    _check_numbers("decoder layers", decoders, 0, config, LAYERS)
+    for item in table.items:
+        if item.count is not None:
+            _check_numbers(f"of the item {item.name} ({item.count})", apart[item.name], 0, config, item.count)
+    mtp, entry = table.mtp_items, mtp_entry(config)
+    if any(apart[name] for name in mtp):
+        for name, item in mtp.items():
+            first = table.first_mtp_layer(item, config)
+            _check_numbers(f"layers of multi-token prediction ({entry})", apart[name], first, config, entry)
 
 
 def _check_numbers(what: str, held: set[int], first: int, config: Mapping[str, Any], entry: str) -> None:

@@ -32,12 +32,7 @@ def is_ernie_layout(keys: Iterable[str]) -> bool:
 def ernie_table(table: RuleTable, config: Config) -> RuleTable:
     """The rule table with the forms that tensors have in this layout, instead of those of Hugging Face.
 
-    Raises
-    ------
-    RuleError
-        If the weights are those of a pre-training recipe, which writes such keys in another layout.
-    UnsupportedError
-        If the family is another one.
+    Weights of a pre-training recipe, which writes such keys in another layout, are refused, and so are other families.
     """
     if table.recipe:
         raise RuleError(

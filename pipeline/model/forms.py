@@ -71,11 +71,6 @@ def spans_of(form: HuggingFaceForm, config: Config, key: str, last: int) -> list
 
     Parts of 8, 4 and 4 elements in 2 groups here, the first two of them one tensor with a single group there, are
     ``[(0, 0, 4), (8, 4, 4), (4, 8, 2), (12, 10, 2)]`` and ``[(6, 0, 2), (14, 2, 2)]``.
-
-    Raises
-    ------
-    RuleError
-        If the parts do not make up the dim.
     """
     widths, groups = _widths_and_groups(form, config, key, last)
     groups_there = 1
@@ -195,13 +190,7 @@ class PartsOfTensor:
 
 
 def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dict[str, PartsOfTensor]:
-    """Key in Paddle → the tensors of a Hugging Face checkpoint that make it up.
-
-    Raises
-    ------
-    CoverageError
-        Naming a part that is missing, or that is one too many.
-    """
+    """Key in Paddle → the tensors of a Hugging Face checkpoint that make it up, which have to be all of its parts."""
     keys: dict[str, dict[tuple[int, int], str]] = {}
     rules: dict[str, Rule] = {}
     for key, match in matches.items():

@@ -153,14 +153,7 @@ def _inverse(statement: Statement) -> Statement:
 
 
 def parse_aoa(text: str, where: str) -> AoaProgram:
-    """Parse a program.
-
-    Parameters
-    ----------
-    text
-        Paddle's JSON, or one statement per line.
-    where
-        File name for messages.
+    """Parse a program: Paddle's JSON, or one statement per line. ``where`` is the file name for messages.
 
     Raises
     ------

@@ -22,15 +22,9 @@ def rewrite(
     tables: RuleTables | None,
     config: Mapping[str, Any] | None,
 ) -> Checkpoint:
-    """The checkpoint that results from a program.
+    """The checkpoint that results from a program, with the given ``config.json`` or the source's.
 
-    Parameters
-    ----------
-    tables
-        Rule tables, one of which must describe the resulting keys, for targets that need a table. ``None`` for targets
-        that write tensors exactly as the program makes them.
-    config
-        The ``config.json`` of the resulting model, if it differs from the source's.
+    One of the tables must describe the resulting keys; ``None``: the targets write tensors as the program makes them.
     """
     config = source.model.config if config is None else config
     outcome = apply_aoa(source.catalog, program)

@@ -98,13 +98,7 @@ def is_known(tables: RuleTables, config: Config, format: str | None = None) -> b
 
 
 def is_beyond(tables: RuleTables, keys: Iterable[str], config: Config, stages_known: bool) -> bool:
-    """Whether the tables of a family say that they do not describe a model with these keys and this config.
-
-    Raises
-    ------
-    RuleError
-        If the family has no table.
-    """
+    """Whether the tables of a family, which has to have one, say that they do not describe such a model."""
     keys = list(keys)
     return all(
         table.unsupported_option(config, stages_known)
@@ -167,13 +161,7 @@ def keys_of_stages(tables: RuleTables, config: Config) -> dict[str, str]:
 
 
 def tables_to_train_with(tables: RuleTables, config: Config) -> list[RuleTable]:
-    """The tables for a model that no library has given names yet: those of the library that is to train it.
-
-    Raises
-    ------
-    RuleError
-        If there is none.
-    """
+    """The tables for a model that no library has given names yet: those of the library that is to train it."""
     candidates = [table for table in candidate_tables(tables, config) if table.version is None]
     candidates = [table for table in candidates if not table.recipe] or candidates
     wanted = tables.preferred or (PADDLEFLEET if library_of(config) == PADDLEFLEET else None)

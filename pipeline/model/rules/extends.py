@@ -33,13 +33,7 @@ _KEYS: Final = ("key", "tied_to", "only_with", "built_after", "key_pp")
 
 
 def expanded(entries: Any, where: str) -> Any:
-    """The entries of a table that extends no other. Entries of a wrong type are left to who reads them.
-
-    Raises
-    ------
-    UsageError
-        If there is no such table in the package, or no such row in it.
-    """
+    """The entries of a table that extends no other. Entries of a wrong type are left to who reads them."""
     if not isinstance(entries, dict) or "extends" not in entries:
         return entries
     own = dict(entries)

@@ -207,13 +207,7 @@ class Rule:
         return self.fill_in(self.tied_to, key)
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
-        """Layer class in the parameter names of a job.
-
-        Raises
-        ------
-        RuleError
-            If the row does not tell it.
-        """
+        """Layer class in the parameter names of a job; refused if the row does not tell it."""
         in_sequence = tp > 1 and sequence_parallel
         told = in_sequence and self.name_class_sp is not None
         if not self.name_class or (tp > 1 and not told and self.name_class_tp == ""):
@@ -282,13 +276,7 @@ class LoraRule(Rule):
 
     @classmethod
     def beside(cls, weight: Rule, name: str) -> LoraRule:
-        """The row of the matrix ``name``, a key of :data:`LORA`, of a linear layer.
-
-        Raises
-        ------
-        RuleError
-            If LoRA of this layer is not supported.
-        """
+        """The row of the matrix ``name``, a key of :data:`LORA`, of a linear layer; of other layers it is refused."""
         key = f"{weight.key.removesuffix('weight')}{name}"
         if weight.name_class != "linear" or weight.of_expert or (weight.split or 0) > 1:
             what = "a routed expert" if weight.of_expert else f"{weight.key}, which is not a linear layer,"

@@ -202,13 +202,7 @@ class RuleTable:
         return not behind or layer < (self.first_mtp_layer(behind[0], config) or layer + 1)
 
     def written_shift(self, config: Config) -> int:
-        """By how much a target's keys number layers higher than the model does: 2 behind two empty layers.
-
-        Raises
-        ------
-        RuleError
-            If it is not settled how the version that is to train on numbers them.
-        """
+        """By how much a target's keys number layers higher than the model does: 2 behind two empty layers."""
         shift = config.get(self.shifted_by) if self.shifted_by is not None else None
         if not shift:
             return 0
