@@ -191,8 +191,7 @@ def _cut_all(model: Model, source: SourceTensors) -> dict[str, Value]:
         value = source.values[tensor.tied_to or tensor.key]
         for number, of_expert in enumerate(_experts(value, form, model.config, tensor.key)):
             for part, cut in enumerate(_cut(of_expert, form, model.config, tensor.key)):
-                spelled = form.tensors[part] if form.stacked is None else form.key_of(part, number)
-                key = tensor.rule.fill_in(spelled, tensor.key)
+                key = tensor.rule.fill_in(form.key_of(part, number), tensor.key)
                 if key in parts:
                     raise RuleError(
                         tensor.key, f"it and another tensor would both be {key} in a Hugging Face checkpoint"

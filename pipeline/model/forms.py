@@ -205,10 +205,8 @@ def parts_of_tensors(matches: Mapping[str, Match | None], config: Config) -> dic
         wanted = [[(expert, part) for part in range(len(form.tensors))] for expert in range(experts)]
         for expert, part in (part_of_expert for of_expert in wanted for part_of_expert in of_expert):
             if (expert, part) not in of_whole:
-                spelled = form.tensors[part] if form.stacked is None else form.key_of(part, expert)
-                raise CoverageError(
-                    rule.fill_in(spelled, whole), f"no file holds it, and it is a part of {whole}"
-                )
+                spelled = rule.fill_in(form.key_of(part, expert), whole)
+                raise CoverageError(spelled, f"no file holds it, and it is a part of {whole}")
         if more := sorted(
             of_whole.keys() - {part_of_expert for of_expert in wanted for part_of_expert in of_expert}
         ):

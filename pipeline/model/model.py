@@ -249,8 +249,11 @@ class NamedTensor:
     automatic_name: str | None = None
 
 
+Named = ModelTensor | NamedTensor
+
+
 def predict_parameter_names(
-    tensors: Sequence[ModelTensor | NamedTensor],
+    tensors: Sequence[Named],
     config: Config,
     pp: int,
     tp: int,
@@ -283,7 +286,7 @@ class _NamesOfCell:
         """Key without the number of its expert → key of the first expert that was built."""
         self._built = self._copies = 0
 
-    def build(self, tensor: ModelTensor | NamedTensor) -> str:
+    def build(self, tensor: Named) -> str:
         """The name of the tensor that the process builds next."""
         rule = tensor.rule
         if tensor.tied_to in self.names:
@@ -316,12 +319,12 @@ class _NamesOfCell:
         self._copies += 1
         return f"{name}_deepcopy_{self._copies - 1}"
 
-    def _class_of(self, tensor: ModelTensor | NamedTensor) -> str:
+    def _class_of(self, tensor: Named) -> str:
         """Class of the layer; what tp does not cut is of a plain layer, also under sequence parallelism."""
         cut = self.sequence_parallel and not tensor.rule.stays_whole(self.config, self.tp, tensor.key)
         return tensor.rule.class_for(self.pp, self.tp, cut, self.ep)
 
-    def _of_layer(self, tensor: ModelTensor | NamedTensor, name_class: str) -> str:
+    def _of_layer(self, tensor: Named, name_class: str) -> str:
         """Name of a weight or a bias of a layer, which the first of its parameters counts."""
         module, _, leaf = tensor.key.rpartition(".")
         kind = "b" if leaf == "bias" and not tensor.rule.created_as_weight else "w"
@@ -342,19 +345,19 @@ class _NamesOfCell:
 
 
 def _in_building_order(
-    tensors: Sequence[ModelTensor | NamedTensor],
-) -> Sequence[ModelTensor | NamedTensor]:
+    tensors: Sequence[Named],
+) -> Sequence[Named]:
     """Tensors of a cell in the order in which their parameters are built, according to ``built_after`` in the rows."""
     keys = {tensor.key for tensor in tensors}
-    later: dict[str, list[ModelTensor | NamedTensor]] = {}
-    first: list[ModelTensor | NamedTensor] = []
+    later: dict[str, list[Named]] = {}
+    first: list[Named] = []
     for tensor in tensors:
         rule = tensor.rule
         after = rule.fill_in(rule.built_after, tensor.key) if rule.built_after else None
         (first if after is None or after not in keys else later.setdefault(after, [])).append(tensor)
     if not later:
         return tensors
-    ordered: list[ModelTensor | NamedTensor] = []
+    ordered: list[Named] = []
     waiting = first[::-1]
     while waiting:
         ordered.append(waiting.pop())

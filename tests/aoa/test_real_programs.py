@@ -38,7 +38,7 @@ def values(outcome: AoaOutcome, content: bytes) -> Arrays:
     found = {}
     for name, (array, kind) in gather(outcome.catalog, content).items():
         wanted = outcome.catalog.tensors[index[name]].dtype.name
-        assert kind == wanted or (kind, wanted) in outcome.casts
+        assert kind == wanted or (kind, wanted) in outcome.catalog.casts()
         found[name] = cast(array, kind, wanted), wanted
     return found
 

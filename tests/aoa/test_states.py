@@ -92,7 +92,7 @@ def test_states_without_their_parameter() -> None:
     outcome = apply("a, b -> c, axis=1\nc -> d, dtype='float16'", catalog)
     joined = np.concatenate([arrays["a", "moment1"][0], arrays["b", "moment1"][0]], axis=1)
     assert gather(outcome.catalog, content)["d", "moment1"][0].tobytes() == joined.tobytes()
-    assert not outcome.casts
+    assert not outcome.catalog.casts()
 
 
 def test_a_state_of_another_shape_can_be_renamed_but_not_cut() -> None:
@@ -133,7 +133,7 @@ def test_joined_with_a_parameter_that_is_stored() -> None:
     outcome = apply(JOIN, catalog)
     check_catalog(outcome.catalog)
     assert not outcome.catalog.implied
-    assert outcome.casts == {("float32", "bfloat16")}
+    assert outcome.catalog.casts() == {("float32", "bfloat16")}
     number = outcome.catalog.index()["c", "param"]
     pieces = outcome.catalog.fragments[outcome.catalog.fragments["tensor"] == number]
     stored_as = {(int(piece["offset"][1]) < 6, int(piece["dtype"])) for piece in pieces}
@@ -169,7 +169,7 @@ def test_values_are_rounded_once(dtypes: tuple[str, str, str], allowed: bool) ->
         return
     outcome = apply(text, catalog)
     assert outcome.catalog.tensors[0].dtype.name == second
-    assert outcome.casts == ({(stored_as, second)} if stored_as != second else set())
+    assert outcome.catalog.casts() == ({(stored_as, second)} if stored_as != second else set())
 
 
 def test_a_tied_tensor_stays_one() -> None:
@@ -204,4 +204,4 @@ def test_averages_follow() -> None:
     made = gather(outcome.catalog, content)
     assert made["t", "ema_param"][0].tolist() == arrays["a", "ema_param"][0].T.tolist()
     assert made["t", "ema_master_weight"][0].tolist() == arrays["a", "ema_master_weight"][0].T.tolist()
-    assert outcome.casts == {("bfloat16", "float32")}
+    assert outcome.catalog.casts() == {("bfloat16", "float32")}

@@ -83,7 +83,7 @@ def test_a_cast_is_of_the_parameter_only() -> None:
         "param": "float16", "master_weight": "float32", "moment1": "float32", "moment2": "float32",
         "beta1_pow_acc": "float32", "beta2_pow_acc": "float32",
     }  # fmt: skip
-    assert outcome.casts == {("bfloat16", "float16")}
+    assert outcome.catalog.casts() == {("bfloat16", "float16")}
     made = gather(outcome.catalog, content)
     assert made["b.w", "moment1"][0].tobytes() == arrays["a.w", "moment1"][0].tobytes()
 

@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
 from paddle_reshard.pipeline.changes.aoa.run import Interpreter
 from paddle_reshard.pipeline.changes.aoa.sources import SourceTensors
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.tensors import Cast
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class AoaOutcome:
     """Names that statements drop (``name -> _``)."""
     idle: tuple[str, ...]
     """File and line of each statement that matches no tensor of the source."""
-    casts: frozenset[Cast]
-    """Pairs of stored and resulting dtype."""
     statements: Mapping[str, tuple[str, ...]]
     """Key of the target → the statements that made it, in order, with file and line."""
 
@@ -59,4 +56,4 @@ def apply_aoa(catalog: Catalog, program: AoaProgram, untied: Collection[str] = (
     outputs = run.outputs()
     made = target_catalog(source, outputs, frozenset(untied))
     followed = run.statements(outputs.keys())
-    return AoaOutcome(made, tuple(run.dropped), tuple(run.idle), made.casts(), followed)
+    return AoaOutcome(made, tuple(run.dropped), tuple(run.idle), followed)

@@ -48,8 +48,9 @@ class HuggingFaceForm:
         return tuple(dict.fromkeys(self.keys))
 
     def key_of(self, tensor: int, expert: int) -> str:
-        """Key of one of the :attr:`tensors` there, of one of several experts that are stacked here."""
-        return self.tensors[tensor].replace("{expert}", str(expert))
+        """Key of one of the :attr:`tensors` there; of this expert, if several are stacked here."""
+        key = self.tensors[tensor]
+        return key if self.stacked is None else key.replace("{expert}", str(expert))
 
     @property
     def transposed_as_saved(self) -> bool:
