@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from paddle_reshard.pipeline.model.rules.rule import Rule
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import EntryError, typed
+
+_AXES = {"tp", "pp", "sharding", "ep", "dp"}
 
 
 def parse_rule_table(text: str, where: str) -> RuleTable:
@@ -30,6 +32,13 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         raise UsageError(f"{where}: {error}") from error
     except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
+    for fault in _faults(table):
+        raise UsageError(f"{where}: {fault}")
+    return replace(table, rules=(*table.rules, *_inner_rules(table)))
+
+
+def _faults(table: RuleTable) -> Iterator[str]:
+    """In what a table contradicts itself; each check relies on those before it."""
     after = {row.key: row.built_after for row in table.rules}
     alone = {item.name for item in table.items if item.there is not None}
     for row in table.rules:
@@ -39,34 +48,23 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
             or _form_fault(row, row.item in alone)
             or _order_fault(row, after)
         ):
-            raise UsageError(f"{where}: the row of {row.key!r}: {fault}")
+            yield f"the row of {row.key!r}: {fault}"
     if unknown := {rule.item for rule in table.rules} - {item.name for item in table.items}:
-        raise UsageError(f"{where}: rules refer to the items {sorted(unknown)}, which are not in 'items'")
+        yield f"rules refer to the items {sorted(unknown)}, which are not in 'items'"
     if sum(item.repeated for item in table.items) != 1:
-        raise UsageError(f"{where}: exactly one of 'items' must be the repeated decoder layer")
+        yield "exactly one of 'items' must be the repeated decoder layer"
     if fault := _item_fault(table.items):
-        raise UsageError(f"{where}: 'items': {fault}")
-    _check_expressions(table.unsupported_keys, where)
-    if unknown := {row.color for row in table.rules if row.color is not None} - set(table.colors):
-        raise UsageError(f"{where}: rules have the colors {sorted(unknown)}, which are not in 'colors'")
-    known = {"tp", "pp", "sharding", "ep", "dp"}
-    for name, named in (("refused", ",".join(table.refused)), ("needed", ",".join(table.needed))):
-        if unknown := {axis for axis in named.split(",") if axis} - known:
-            raise UsageError(
-                f"{where}: {name!r} names {sorted(unknown)}; the axes are {', '.join(sorted(known))}"
-            )
-    return replace(table, rules=(*table.rules, *_inner_rules(table)))
-
-
-def _check_expressions(texts: Iterable[str], where: str) -> None:
-    """Refuse what is no regular expression."""
-    for text in texts:
+        yield f"'items': {fault}"
+    for text in table.unsupported_keys:
         try:
             re.compile(text)
         except re.error as error:
-            raise UsageError(
-                f"{where}: 'unsupported_keys': {text!r} is not a regular expression: {error}"
-            ) from error
+            yield f"'unsupported_keys': {text!r} is not a regular expression: {error}"
+    if unknown := {row.color for row in table.rules if row.color is not None} - set(table.colors):
+        yield f"rules have the colors {sorted(unknown)}, which are not in 'colors'"
+    for name, named in (("refused", ",".join(table.refused)), ("needed", ",".join(table.needed))):
+        if unknown := {axis for axis in named.split(",") if axis} - _AXES:
+            yield f"{name!r} names {sorted(unknown)}; the axes are {', '.join(sorted(_AXES))}"
 
 
 def _inner_rules(table: RuleTable) -> Iterator[Rule]:
