@@ -31,7 +31,7 @@ def check_states(model: Model) -> None:
     """
     trained = [tensor for tensor in model.tensors if tensor.trained and tensor.tied_to is None]
     kept = {name for tensor in trained for name in tensor.accumulators}
-    by_muon = [tensor for tensor in trained if _has_muon_states(tensor, kept)]
+    by_muon = _by_muon(model.tensors)
     if by_muon:
         _check_muon(model, trained, by_muon)
     for tensor in trained:
@@ -53,9 +53,15 @@ def is_muon_parameter(tensor: ModelTensor, model: Model) -> bool:
 
 def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
     """Keys of the tensors that have only Muon's state; empty for any other optimizer."""
-    trained = [tensor for tensor in tensors if tensor.tied_to is None]
-    kept = {name for tensor in trained for name in tensor.accumulators}
-    return [tensor.key for tensor in trained if _has_muon_states(tensor, kept)]
+    return [tensor.key for tensor in _by_muon(tensors)]
+
+
+def _by_muon(tensors: Iterable[ModelTensor]) -> list[ModelTensor]:
+    """The tensors that have only Muon's state, where others have more."""
+    own = [tensor for tensor in tensors if tensor.tied_to is None]
+    if all(tensor.accumulators in ((), MUON_STATES) for tensor in own):
+        return []
+    return [tensor for tensor in own if tensor.accumulators == MUON_STATES]
 
 
 def special_optimizer(model: Model) -> str | None:
@@ -84,11 +90,6 @@ def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_mode
         "the optimizer is AdamWMini, which keeps moment2 as one number per parameter. How the trainer loads that in "
         f"the format {format_name} is not known; convert to {alternatives}. {instead}"
     )
-
-
-def _has_muon_states(tensor: ModelTensor, kept: set[str]) -> bool:
-    """Whether a tensor has only the states of Muon, while ``kept``, those of all tensors, are more."""
-    return tensor.accumulators == MUON_STATES and len(kept) > len(MUON_STATES)
 
 
 def _excluded_by(tensor: ModelTensor, model: Model) -> str | None:
