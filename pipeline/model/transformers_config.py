@@ -36,6 +36,9 @@ class _Agreement(NamedTuple):
     remark: str = ""
 
 
+_Agree = Callable[[Config], _Agreement]
+
+
 def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
     """``config.json`` of an export: model, dtype and entries for ``transformers``; ``dtype`` is the requested one."""
     exported = _with_one_dtype({key: value for key, value in config.items() if key not in _OF_PADDLE}, dtype)
@@ -81,7 +84,7 @@ def agreed_config(config: Config) -> dict[str, Any]:
 def _agreements(config: Config) -> list[_Agreement]:
     """What has to be changed in a configuration, from each point of view."""
     model_type = str(config.get("model_type"))
-    agreeing = [_no_window, _classes, _published_entries, _published_names, _vision]
+    agreeing: list[_Agree] = [_no_window, _classes, _published_entries, _published_names, _vision]
     if model_type == "qwen3_next":
         agreeing.append(_full_attention_interval)
     if "paddleformers_version" in config and model_type in _OF_PADDLEFORMERS:
@@ -275,7 +278,7 @@ def _number(entries: Config, name: str) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else None
 
 
-_OF_PADDLEFORMERS: Mapping[str, Callable[[Config], _Agreement]] = {
+_OF_PADDLEFORMERS: Mapping[str, _Agree] = {
     "gemma3_text": _gemma3_theta,
     "deepseek_v3": _deepseek_yarn,
     "glm_ocr": _glm_ocr,
