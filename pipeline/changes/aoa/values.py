@@ -174,19 +174,25 @@ def regrouped(values: Sequence[Value], fused: Fused, results: int) -> list[Value
     A tensor that stays fused stays as it is.
     """
     parts = (1, 1) if fused.macro == "fused_ffn" else (fused.heads, fused.groups, fused.groups)
-    # An absurd number of units is refused before they are listed.
-    if len(values) == 1:
-        _unit(values[0], fused.axis, sum(parts))
-    else:
-        _check_units(values, fused.axis, parts)
-    order = list(_interleaving(parts, fused.groups if fused.macro == "fused_qkv" else 1))
+    blocks = fused.groups if fused.macro == "fused_qkv" else 1
+    lengths = [count // blocks for count in parts]  # in units; a block has as many of each part
     if len(values) > 1:
-        return [assembled(values, parts, _runs(order), fused.axis)]
+        _check_units(values, fused.axis, parts)
+        pieces = [
+            Span(part, block * length, (block + 1) * length)
+            for block in range(blocks)
+            for part, length in enumerate(lengths)
+        ]
+        return [assembled(values, parts, pieces, fused.axis)]
+    _unit(values[0], fused.axis, sum(parts))
     if results == 1:
         return list(values)
-    stored = {unit: position for position, unit in enumerate(order)}
-    spans = [_runs((0, stored[part, unit]) for unit in range(count)) for part, count in enumerate(parts)]
-    return [assembled(values, [sum(parts)], of_part, fused.axis) for of_part in spans]
+    of_parts = []
+    for part, length in enumerate(lengths):
+        starts = [block * sum(lengths) + sum(lengths[:part]) for block in range(blocks)]
+        pieces = [Span(0, start, start + length) for start in starts]
+        of_parts.append(assembled(values, [sum(parts)], pieces, fused.axis))
+    return of_parts
 
 
 def _check_units(values: Sequence[Value], axis: int, parts: Shape) -> None:
@@ -206,26 +212,3 @@ def _unit(value: Value, axis: int, count: int) -> int:
             f"axis {axis} of a tensor of shape {value.shape} cannot be divided into {count} equal parts"
         )
     return value.shape[axis] // count
-
-
-def _interleaving(parts: Shape, blocks: int) -> Iterator[tuple[int, int]]:
-    """``(part, unit of it)`` in the order of a fused tensor.
-
-    >>> list(_interleaving((2, 2), 2))
-    [(0, 0), (1, 0), (0, 1), (1, 1)]
-    """
-    for block in range(blocks):
-        for part, count in enumerate(parts):
-            length = count // blocks
-            yield from ((part, unit) for unit in range(block * length, (block + 1) * length))
-
-
-def _runs(units: Iterable[tuple[int, int]]) -> list[Span]:
-    """Join neighbouring units into pieces."""
-    pieces: list[Span] = []
-    for number, unit in units:
-        if pieces and (pieces[-1].number, pieces[-1].stop) == (number, unit):
-            pieces[-1] = pieces[-1]._replace(stop=unit + 1)
-        else:
-            pieces.append(Span(number, unit, unit + 1))
-    return pieces
