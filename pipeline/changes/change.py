@@ -127,10 +127,10 @@ class OwnChange(Change):
 
     def opened(self, access: Access) -> Step:
         """The change: there is nothing to open."""
-        return self.apply
+        return self._apply
 
     @abstractmethod
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         """The checkpoint with the change.
 
         Raises

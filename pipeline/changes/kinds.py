@@ -57,8 +57,7 @@ class GiveAdapter(OwnChange):
     option: ClassVar[str] = "lora_config"
     adapter: Adapter
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint with its adapter described."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.checkpoint.lora import with_adapter
 
         return altered.each(lambda checkpoint: with_adapter(checkpoint, self.adapter, altered.own.location))
@@ -95,8 +94,7 @@ class Rewrite(OwnChange):
         """The change, if statements are given."""
         return None if value is None else cls(value, needs_rule_table(targets))
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint that results from the statements."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
 
         tables = reading.tables if self.by_table else None
@@ -111,8 +109,7 @@ class ToConvention(OwnChange):
     keeps_values: ClassVar[bool] = False
     convention: str
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint as the other library has it."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.convention import in_convention
 
         return in_convention(self.convention, altered, reading)
@@ -129,8 +126,7 @@ class DivideAverage(OwnChange):
         """The change, if a target is a model made of the average."""
         return cls(len(targets)) if any(asked.of_average for asked in targets) else None
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint with its average divided."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.average import divided
 
         return divided(altered, self.targets)
@@ -148,8 +144,7 @@ class Drop(OwnChange):
         """Layers of multi-token prediction, if those are dropped."""
         return replace(missing, drops_mtp=MTP in self.names)
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint without them."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.drop import without
 
         return without(altered, self.names)
@@ -166,8 +161,7 @@ class MakeMasterWeights(OwnChange):
         """The change, if they are not to be those that are stored."""
         return None if value in (None, MASTER_WEIGHTS[0]) else cls()
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint with master weights."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.masters import with_master_weights
 
         return altered.each(with_master_weights)
@@ -181,8 +175,7 @@ class PadVocabulary(OwnChange):
     grows: ClassVar[bool] = True
     rows: int
 
-    def apply(self, altered: Altered, reading: Reading) -> Altered:
-        """The checkpoint, to be written with that number of rows."""
+    def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.vocab import resize_vocabulary
 
         return replace(altered, wanted=resize_vocabulary(altered.wanted, self.rows, self.grows))

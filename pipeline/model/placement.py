@@ -57,7 +57,7 @@ class TensorCut:
             raise RuleError(
                 key, f"dim {self.dim} of shape {global_shape} does not divide into {what}tp={self.tp} pieces"
             )
-        return (*global_shape[: self.dim], extent // self.tp, *global_shape[self.dim + 1 :])
+        return with_dim(global_shape, self.dim, extent // self.tp)
 
     def global_shape(self, key: str, local_shape: Shape) -> Shape:
         """Shape of the logical tensor if every rank holds ``local_shape``."""
@@ -66,8 +66,7 @@ class TensorCut:
         if self.dim >= len(local_shape) or local_shape[self.dim] % self.units:
             parts = f"of {in_words(self.shares)} " if len(self.shares) > 1 else ""
             raise RuleError(key, f"a rank's shape {local_shape} has no dim {self.dim} {parts}for tp to cut")
-        extent = local_shape[self.dim] * self.tp
-        return (*local_shape[: self.dim], extent, *local_shape[self.dim + 1 :])
+        return with_dim(local_shape, self.dim, local_shape[self.dim] * self.tp)
 
     def shards(self, rank: int, local_shape: Shape) -> list[tuple[int, int, int]]:
         """``(start in the local dim, start in the logical dim, length)`` of each of the rank's parts."""
@@ -88,7 +87,7 @@ class JoinedCut(TensorCut):
     def shards(self, rank: int, local_shape: Shape) -> list[tuple[int, int, int]]:
         """``(start in the array, start in the logical dim, length)`` of each part of each rank."""
         dim = self.dim or 0
-        piece = (*local_shape[:dim], local_shape[dim] // self.tp, *local_shape[dim + 1 :])
+        piece = with_dim(local_shape, dim, local_shape[dim] // self.tp)
         return [
             (rank * piece[dim] + start, logical, length)
             for rank in range(self.tp)
@@ -247,16 +246,17 @@ def _shards(
         if low < high:
             row = _row(
                 byte_base + (low - offset[dim]) * strides[dim],
-                _with(offset, dim, low - local_start + logical_start),
-                _with(extents, dim, high - low),
+                with_dim(offset, dim, low - local_start + logical_start),
+                with_dim(extents, dim, high - low),
                 strides,
             )
-            yield row, _with((0,) * MAX_DIMS, dim, length)
+            yield row, with_dim((0,) * MAX_DIMS, dim, length)
 
 
 def _row(byte_base: int, offset: Shape, extents: Shape, strides: Shape) -> FragmentRow:
     return (0, 0, 0, 0, byte_base, padded(offset, 0), padded(extents, 1), padded(strides, 0))
 
 
-def _with(values: Shape, dim: int, value: int) -> Shape:
+def with_dim(values: Shape, dim: int, value: int) -> Shape:
+    """A shape or an offset with another value along a dim."""
     return (*values[:dim], value, *values[dim + 1 :])

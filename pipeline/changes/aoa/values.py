@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.changes.aoa.language import Fused
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType
+from paddle_reshard.pipeline.model.placement import with_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,7 @@ def assembled(values: Sequence[Value], units: Sequence[int], pieces: Sequence[Sp
         unit = lengths[number]
         segments += _slice(values[number], axis, start * unit, stop * unit, filled)
         filled += (stop - start) * unit
-    shape = (*first.shape[:axis], filled, *first.shape[axis + 1 :])
-    return Value(shape, first.dtype, _merged(segments, axis))
+    return Value(with_dim(first.shape, axis, filled), first.dtype, _merged(segments, axis))
 
 
 def _dtype_name(value: Value) -> str:
@@ -138,14 +138,10 @@ def _slice(value: Value, axis: int, start: int, stop: int, filled: int) -> Itera
         if low < high:
             yield replace(
                 segment,
-                start=_with(segment.start, dim, segment.start[dim] + low - at),
-                extents=_with(segment.extents, dim, high - low),
-                offset=_with(segment.offset, axis, low - start + filled),
+                start=with_dim(segment.start, dim, segment.start[dim] + low - at),
+                extents=with_dim(segment.extents, dim, high - low),
+                offset=with_dim(segment.offset, axis, low - start + filled),
             )
-
-
-def _with(values: Shape, dim: int, value: int) -> Shape:
-    return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
@@ -163,7 +159,7 @@ def _merged(segments: Iterable[Segment], axis: int) -> tuple[Segment, ...]:
         )
         before = joined.pop((same, begins), None)
         if before is not None:
-            segment = replace(before, extents=_with(before.extents, dim, before.extents[dim] + length))
+            segment = replace(before, extents=with_dim(before.extents, dim, before.extents[dim] + length))
         joined[same, (begins[0] + length, begins[1] + length)] = segment
     return tuple(sorted(joined.values(), key=lambda s: (s.offset, s.source)))
 
