@@ -153,15 +153,13 @@ def _filled(checkpoint: Checkpoint, filler: Filler, policy: MissingPolicy) -> Ch
     """The checkpoint with the tensors that it lacked; of a file, it has to take all."""
     lacking = [tensor for tensor in checkpoint.model.tensors if tensor.missing]
     taken: dict[str, int] = {}  # identity → tensor of the filler
-    absent: set[str] = set()
     for tensor in lacking:
         identity = tensor.tied_to or tensor.key
         number = filler.numbers.get(tensor.key, filler.numbers.get(identity))
         if number is not None:
             _check(tensor, filler, number)
             taken.setdefault(identity, number)
-        elif identity not in taken:
-            absent.add(tensor.key)
+    absent = {tensor.key for tensor in lacking if (tensor.tied_to or tensor.key) not in taken}
     _check_base(lacking, absent, filler)
     for tensor in lacking:
         if tensor.key in absent and not (tensor.of_base or policy.allows(tensor.key)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import paddle_reshard
+from paddle_reshard.pipeline.changes.change import Altered, Reading
+from paddle_reshard.pipeline.changes.fill import filled, open_filling
+from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.indexing.detect import index_checkpoint
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+from paddle_reshard.storage.locate import Access, open_source
+from paddle_reshard.tasks.index import index_here
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
 from tests.oracle import read_truth
@@ -119,3 +127,21 @@ def test_a_file_still_holds_exactly_what_is_missing(tmp_path: Path) -> None:
     save_file(more, tmp_path / "more.safetensors")
     with pytest.raises(paddle_reshard.CoverageError, match=r"model\.norm\.weight: given with --fill"):
         paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=tmp_path / "more.safetensors")
+
+
+@pytest.mark.parametrize("key", ["lm_head.weight", EMBEDDING])
+def test_a_tied_tensor_is_taken_by_any_of_its_keys(key: str, tmp_path: Path) -> None:
+    """No job was found whose tied embedding is frozen, so a checkpoint is taken for one that lacks it."""
+    store = open_source(str(case_directory("dense/single_tied") / "checkpoint-3"), {})
+    whole = index_checkpoint(store, shipped_tables())
+    lost = {EMBEDDING, "lm_head.weight"}
+    kept = [number for number, tensor in enumerate(whole.catalog.tensors) if tensor.key not in lost]
+    tensors = tuple(replace(tensor, missing=tensor.key in lost) for tensor in whole.model.tensors)
+    lacking = replace(whole, catalog=whole.catalog.only(kept), model=replace(whole.model, tensors=tensors))
+    bits = np.zeros((128, 64), "uint16")  # read as bfloat16
+    save_file({key: bits}, tmp_path / "lost.safetensors")
+    filling = open_filling(str(tmp_path / "lost.safetensors"), Access({}))
+    reading = Reading(shipped_tables(), None, MissingPolicy(), index_here)
+    made = filled(filling, Altered.of(store, lacking), reading).source
+    assert not any(tensor.missing for tensor in made.model.tensors)
+    assert made.catalog.tensors.find(EMBEDDING, "param") is not None
