@@ -232,7 +232,7 @@ def _content(store: Source, path: str) -> Any:
         return store.read(path, 0, sizes[path]) if state is None else state
     if path.endswith(".pdparams") and sizes[path]:
         return _with_arrays(index_tensor_file(store, path, sizes[path]), store, path)
-    if path.endswith(".json") and store.read(path, 0, 1) == b"{":
+    if path.endswith(".json") and sizes[path] and store.read(path, 0, 1) == b"{":
         return read_json(store, path, sizes)
     return store.read(path, 0, sizes[path])
 

@@ -214,6 +214,16 @@ def test_every_change_of_every_entry_is_seen_or_listed(
     assert changes > 100
 
 
+def test_an_empty_file_equals_an_empty_file_alone(tmp_path: Path) -> None:
+    contents = {"a": "", "b": "", "c": "{}"}
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "added_tokens.json").write_text(content)
+    a, b, c = (LocalSource(tmp_path / name) for name in contents)
+    assert compare_small_files(a, b) == []
+    assert [odd.what for odd in compare_small_files(a, c)] == ["added_tokens.json"]
+
+
 @pytest.mark.parametrize(
     ("name", "entries", "told"),
     [
