@@ -33,13 +33,9 @@ _OWN_AVERAGE: Final = "zcc_save_ema_coef"
 
 def check_roles(store: Source, checkpoint: Checkpoint) -> None:
     """Refuse a file that belongs to another save than the tensors of a checkpoint, or has no role."""
-    reasons = (
-        _other_save(store, checkpoint),
-        _lacks_its_state(store, checkpoint),
-        _contradicts(store, checkpoint),
-    )
-    for path, reason in (contradiction for of_kind in reasons for contradiction in of_kind):
-        raise CheckpointError(f"{path}: {reason}. Move it elsewhere, or take the files of one save")
+    for check in (_other_save, _lacks_its_state, _contradicts):
+        for odd in check(store, checkpoint):
+            raise CheckpointError(f"{odd}. Move it elsewhere, or take the files of one save")
 
 
 def holds_tensors(path: str) -> bool:
@@ -48,20 +44,17 @@ def holds_tensors(path: str) -> bool:
     return named_so or is_tensor_file(path) or is_index(path) or SAFETENSORS.fullmatch(path) is not None
 
 
-def _other_save(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _other_save(store: Source, checkpoint: Checkpoint) -> Iterator[str]:
     """Tensor files and indexes that are none of the checkpoint's."""
     own = checkpoint.own_files
     for path in sorted(store.sizes()):
         if path not in own and holds_tensors(path):
             what = "says which files hold tensors" if is_index(path) else "holds tensors"
             of_own = f"{min(own)}, as a {checkpoint.format} checkpoint" if own else "none here"
-            yield (
-                path,
-                f"{what}, but is no part of the checkpoint in this folder, whose tensors lie in {of_own}",
-            )
+            yield f"{path}: {what}, but is no part of the checkpoint in this folder, whose tensors lie in {of_own}"
 
 
-def _lacks_its_state(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _lacks_its_state(store: Source, checkpoint: Checkpoint) -> Iterator[str]:
     """Small files about something that the checkpoint does not hold."""
     sizes, states = store.sizes(), checkpoint.catalog.tensors.states
     has_optimizer = any(path.startswith("optimizer") for path in checkpoint.own_files)
@@ -74,37 +67,34 @@ def _lacks_its_state(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[st
     )
     for path, held, what, holds in described:
         if path in sizes and not held:
-            yield path, f"describes {what}, and the checkpoint in this folder holds {holds}"
+            yield f"{path}: describes {what}, and the checkpoint in this folder holds {holds}"
 
 
-def _contradicts(store: Source, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+def _contradicts(store: Source, checkpoint: Checkpoint) -> Iterator[str]:
     """Small files and states that the trainer's arguments or its own state rule out."""
     sizes, tensors = store.sizes(), checkpoint.catalog.tensors
     if SCALER in sizes and training_argument(store, "fp16") == FALSE:
-        yield SCALER, f"is written in fp16 training only, and {TRAINING_ARGS} says that fp16 is False"
+        yield f"{SCALER}: is written in fp16 training only, and {TRAINING_ARGS} says that fp16 is False"
     if SCALER in sizes and any(
         tensors.dtype(number).name == "bfloat16" for number in tensors.of_state(PARAM).values()
     ):
-        yield SCALER, "is written in fp16 training only, and the parameters are bfloat16"
+        yield f"{SCALER}: is written in fp16 training only, and the parameters are bfloat16"
     kept = training_argument(store, _OWN_AVERAGE)
     if AVERAGE not in sizes:
         if checkpoint.has_ema and kept == NONE:
             average = next((path for path in sorted(checkpoint.own_files) if path.startswith("ema")), AVERAGE)
-            yield average, f"holds a moving average, but {TRAINING_ARGS} says that the trainer kept none"
+            yield f"{average}: holds a moving average, but {TRAINING_ARGS} says that the trainer kept none"
         return
     facts = read_json(store, AVERAGE, sizes)
     if facts.get("divide_by") == 1:
         return
     if kept == FLOAT:
         yield (
-            AVERAGE,
-            (
-                f"describes an average kept next to training, but {TRAINING_ARGS} says that the trainer kept the one "
-                f"in this folder ({_OWN_AVERAGE}), whose values are not to be divided"
-            ),
+            f"{AVERAGE}: describes an average kept next to training, but {TRAINING_ARGS} says that the trainer kept "
+            f"the one in this folder ({_OWN_AVERAGE}), whose values are not to be divided"
         )
     step = facts.get("step")
     for path, state in read_trainer_states(store).items():
         reached = state.get("global_step")
         if type(step) is int and type(reached) is int and step > reached:
-            yield AVERAGE, f"describes an average of step {step}, and {path} is of step {reached}"
+            yield f"{AVERAGE}: describes an average of step {step}, and {path} is of step {reached}"
