@@ -53,7 +53,7 @@ def merge_into(
     adapter = _adapter_of(trained, adapter_store)
     _check_one_table(base, base_store, trained, adapter_store)
     weights, replaced = _changes(base, base_store, trained, adapter_store)
-    catalog = _joined(base.catalog, trained.catalog, replaced, base)
+    catalog = _joined(base, trained.catalog, replaced)
     index = catalog.index()
     paths = tuple(f"{PREFIX}{file.path}" for file in trained.catalog.files)
     addends = {
@@ -153,11 +153,10 @@ def _check_dtypes(weight: ModelTensor, dtypes: Sequence[DType]) -> None:
         )
 
 
-def _joined(base: Catalog, trained: Catalog, replaced: Sequence[str], model: Checkpoint) -> Catalog:
+def _joined(base: Checkpoint, trained: Catalog, replaced: Sequence[str]) -> Catalog:
     """The parameters of the base, with those in ``replaced`` taken from the adapter's files."""
-    keys = {tensor.key for tensor in model.model.tensors if not _is_lora(tensor)}
-    parameters = [n for n, t in enumerate(base.tensors) if t.state == PARAM and t.key in keys]
-    kept = base.only(parameters)
+    keys = {tensor.key for tensor in base.model.tensors if not _is_lora(tensor)}
+    kept = base.catalog.only([n for key, n in base.catalog.tensors.of_state(PARAM).items() if key in keys])
     index = trained.index()
     ours = trained.only([index[key, PARAM] for key in replaced])
     number_of = kept.index()

@@ -176,11 +176,9 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
     modules = {rule.key.rpartition(".")[0]: row for row, rule in enumerate(table.rules)}
     rows = {rule.key: row for row, rule in enumerate(table.rules)}
     lists = list(dict.fromkeys(rule.key.partition("{layer}")[0] for rule in table.rules))
-    previous: Rule | None = None
-    for rule in table.rules:
-        together = previous is not None and "{expert}" in rule.key and "{expert}" in previous.key
-        blocks[rule.key] = blocks[previous.key] if together and previous is not None else rows[rule.key]
-        previous = rule
+    for of_experts, run in groupby(table.rules, key=lambda rule: "{expert}" in rule.key):
+        keys = [rule.key for rule in run]
+        blocks |= {key: rows[keys[0] if of_experts else key] for key in keys}
 
     def sort_key(tensor: ModelTensor) -> tuple[int, ...]:
         rule = tensor.rule
