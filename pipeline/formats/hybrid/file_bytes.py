@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.literals import LiteralTemplate
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import DTYPES, is_per_parameter
@@ -42,28 +41,13 @@ class RankFileLayout:
     """A row for each array: kind, tensor, byte offset, index of the dtype."""
 
 
-class _Alike(NamedTuple):
-    """What arrays have in common."""
-
-    kind: int
-    code: str
-    """numpy code of the dtype."""
-    shape: Shape
-    """Shape of the stored array."""
-    padding: tuple[int, int] | None
-    """Bytes of the values, and of the zeros that follow them."""
-
-
 class FileArrays:
     """The arrays of a file that is being laid out, as columns because there may be very many."""
 
-    __slots__ = ("alike", "cell", "padding", "rows")
+    __slots__ = ("cell", "padding", "rows")
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        self.alike: dict[tuple[str, FlatSlice | None, int], _Alike] = {}
-        """What the arrays of a parameter's states have in common that have the same slice and dtype. The states that
-        are one number for each parameter have no key."""
         self.rows = numbers_of("q")
         """Flat rows of (kind of array, tensor, index of the dtype)."""
         self.padding: dict[int, tuple[int, int]] = {}
@@ -92,38 +76,28 @@ class FileBytes(NewFiles):
 
         What is the same for all arrays of a state is looked up once, because there may be very many.
         """
-        find = self.tensors.finder(state)
-        identity, dtypes, rows, known = self.identity, self.dtypes, arrays.rows, arrays.alike
-        per_parameter = is_per_parameter(state)
+        find, per_parameter = self.tensors.finder(state), is_per_parameter(state)
+        identity, dtypes, rows, cell = self.identity, self.dtypes, arrays.rows, arrays.cell
 
         def add(key: str, flat: FlatSlice | None, name: str | None) -> ArraySlot:
             number = find(identity[key])
             if number is None:
                 raise lacking(key, state)
-            of_dtype = dtypes[number]
-            kind = ("", None, of_dtype) if per_parameter else (key, flat, of_dtype)
-            alike = known.get(kind)
-            if alike is None:
-                alike = known[kind] = self._alike(arrays.cell, *kind)
+            shape, cut = ((1,), UNCUT) if per_parameter else (cell.local_shapes[key], cell.cuts[key])
+            flat = None if per_parameter else flat
+            dtype = DTYPES[dtypes[number]]
             slot = len(rows) // 3
-            rows.extend((alike.kind, number, of_dtype))
-            if alike.padding is not None:
-                arrays.padding[slot] = alike.padding
-            return ArraySlot(slot, alike.code, alike.shape, name)
+            rows.extend(
+                (self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat)), number, dtypes[number])
+            )
+            if flat is None:
+                return ArraySlot(slot, dtype.code, shape, name)
+            values = max(0, min(flat.stop, prod(shape)) - flat.start)
+            if (zeros := flat.elements - values) > 0:
+                arrays.padding[slot] = values * dtype.itemsize, zeros * dtype.itemsize
+            return ArraySlot(slot, dtype.code, (flat.elements,), name)
 
         return add
-
-    def _alike(self, cell: Cell, key: str, flat: FlatSlice | None, of_dtype: int) -> _Alike:
-        dtype = DTYPES[of_dtype]
-        shape, cut = (cell.local_shapes[key], cell.cuts[key]) if key else ((1,), UNCUT)
-        kind = self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat))
-        if flat is None:
-            return _Alike(kind, dtype.code, shape, None)
-        start, stop = flat
-        elements = max(0, min(stop, prod(shape)) - start)
-        lacking = stop - start - elements
-        padding = (elements * dtype.itemsize, lacking * dtype.itemsize) if lacking > 0 else None
-        return _Alike(kind, dtype.code, (stop - start,), padding)
 
     def lay_out(
         self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays
