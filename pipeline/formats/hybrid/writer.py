@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
@@ -55,7 +56,7 @@ class HybridWriter:
         cells: list[Cell] = []
         layouts: list[RankFileLayout] = []
         for cell in self.planner.cells():
-            if not cell.tp or cell.names != cells[-1].names:
+            if not cells or not cell.differs_only_in_tp(cells[-1]):
                 layouts = [layout for shard in cell.held for layout in self._rank_files(cell, shard)]
             for layout in layouts:
                 # An expert rank has pieces of tensors only in jobs without tp.
@@ -71,14 +72,14 @@ class HybridWriter:
         return replace(
             self.bytes.target_files(),
             fills=tuple(self.bytes.fills),
-            parameter_names={self.planner.name(cell): cell.names for cell in described},
+            parameter_names={self.planner.name(c.tp, c.pp, c.ep): c.names for c in described},
         )
 
     def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFileLayout]:
-        if self.target.writes_meta and not self.planner.with_lora:
-            yield self._model_state(cell, shard, cell.model_state[shard])
-        elif shard < self.topology.dense_sharding:
-            yield self._model_state(cell, None, cell.model_state[shard])
+        if shard in cell.model_state:
+            yield self._model_state(
+                cell, shard if self.planner.shares_parameters else None, cell.model_state[shard]
+            )
         if not self.checkpoint.has_optimizer:
             return
         yield self._optimizer(cell, shard)
@@ -113,7 +114,7 @@ class HybridWriter:
 
         Of a dp rank above 0 only its experts, tensor by tensor (PaddleNLP 3.0.0b4 ``trainer.py:2534``).
         """
-        held, only_experts = cell.of_shard(shard), self.planner.only_experts(cell.ep)
+        held, only_experts = cell.held[shard], self.planner.only_experts(cell.ep)
         with_master = any(t.master for t in held)
         arrays = FileArrays(cell)
         held_by_any = {a for accumulators in {t.accumulators for t in cell.parameters} for a in accumulators}
@@ -150,8 +151,8 @@ class HybridWriter:
         return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
 
     def _ema(self, cell: Cell, shard: int) -> RankFileLayout:
-        with_master = any(t.master for t in cell.of_shard(shard))
-        plain = [t for t in cell.model_state[shard] if self.bytes.has(t, EMA_PARAM)]
+        with_master = any(t.master for t in cell.held[shard])
+        plain = [t for t in cell.model_state.get(shard, ()) if self.bytes.has(t, EMA_PARAM)]
         if self.planner.only_experts(cell.ep):
             plain = []
         arrays = FileArrays(cell)
@@ -168,11 +169,10 @@ class HybridWriter:
         return self.bytes.lay_out(EMA, shard, entries(), arrays)
 
     def _master_weights(self, arrays: FileArrays, shard: int, state: str) -> DictEntries:
-        cell, colors = arrays.cell, self.checkpoint.model.table.colors
-        add = self.bytes.adder(arrays, state)
+        cell, add = arrays.cell, self.bytes.adder(arrays, state)
 
         def entries() -> Iterator[tuple[object, object]]:
-            for tensor in cell.of_shard_by_master(shard, self.target.strategy, colors):
+            for tensor in self._in_order_of_masters(cell, shard):
                 if not tensor.master:
                     continue
                 name = cell.names[tensor.key]
@@ -181,6 +181,13 @@ class HybridWriter:
                 yield entry, add(tensor.key, cell.shares[tensor.key][shard], tensor_name)
 
         return DictEntries(entries())
+
+    def _in_order_of_masters(self, cell: Cell, shard: int) -> list[ModelTensor]:
+        """A rank's parameters: stage 2 creates master weights in order of size, others those of each color first."""
+        if self.target.strategy == "stage2":
+            return sorted(cell.held[shard], key=lambda t: prod(cell.local_shapes[t.key]))
+        turn = {color: number for number, color in enumerate(self.checkpoint.model.table.colors)}
+        return sorted(cell.held[shard], key=lambda t: turn.get(t.rule.color or "", len(turn)))
 
     def _separate_master_names(self) -> bool:
         """Whether master weights have names of their own; under stages 2 and 3 they have those of their parameters."""

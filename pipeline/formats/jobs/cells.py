@@ -49,38 +49,23 @@ class Cell:
     names: Mapping[str, str]
     local_shapes: dict[str, Shape]
     cuts: dict[str, TensorCut]
-    listed: list[ModelTensor]
-    """The optimizer's list: trained tensors. Of two to which the library gives one name, it has the first twice."""
     parameters: list[ModelTensor]
-    """The same, each parameter once."""
+    """The trained tensors in the order of the optimizer's list, each parameter once."""
     shares: Shares
     """Parameter → rank of the sharding group → slice that it stores; for experts only ranks of this cell."""
     held: dict[int, list[ModelTensor]]
-    """Rank of the sharding group, if it belongs to this cell → parameters with states in its optimizer."""
+    """Rank of the sharding group, if it belongs to this cell → parameters with states in its optimizer, in the order
+    of its accumulators: stage 3 puts those that it cuts first."""
     model_state: dict[int, list[ModelTensor]]
-    """Rank of the sharding group → tensors in its model_state file."""
+    """Rank of the sharding group, if it writes a model_state file for this cell → the tensors in it."""
 
-    def of_shard(self, shard: int) -> list[ModelTensor]:
-        """Parameters with states in the rank's optimizer, in the order of its accumulators.
-
-        Stage 3 puts parameters that it cuts first.
-        """
-        return sorted(self.held[shard], key=lambda t: self.shares[t.key][shard] is None)
-
-    def of_shard_by_master(self, shard: int, strategy: str, colors: Sequence[str]) -> list[ModelTensor]:
-        """The same parameters in the order of the master weights.
-
-        Stage 2 creates them in order of size; a job with ``colors`` those of each color first.
-        """
-        held = self.of_shard(shard)
-        if strategy == "stage2":
-            return sorted(held, key=lambda t: prod(self.local_shapes[t.key]))
-        turn = {color: number for number, color in enumerate(colors)}
-        return sorted(held, key=lambda t: turn.get(t.rule.color or "", len(turn)))
+    def differs_only_in_tp(self, other: Cell) -> bool:
+        """Whether all but the tp rank is the same, as it is for most tp ranks of a stage."""
+        return replace(self, tp=other.tp) == other
 
 
 def _optimizer_list(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> list[ModelTensor]:
-    """The trained tensors of a cell in the order of its optimizer, for :attr:`Cell.listed`.
+    """The trained tensors of a cell in the order of its optimizer; the first of two with one name stands there twice.
 
     Raises
     ------
@@ -144,11 +129,12 @@ class CellPlanner:
         under_pp = self.topology.pp > 1
         self.written = {t.key: self._own_number((under_pp and t.rule.key_pp) or t.key) for t in model.tensors}
         """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
-        by_class = model.has_lora or not target.writes_meta
-        renames = model.table.saved_prefixes if by_class else {}
+        self.with_lora = model.has_lora
+        self.shares_parameters = target.writes_meta and not self.with_lora
+        """Whether each rank of a sharding group writes a share of the parameters, rather than the first all of them."""
+        renames = {} if self.shares_parameters else model.table.saved_prefixes
         self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
         """The same for files of weights, which a class can rename as it saves them."""
-        self.with_lora = model.has_lora
 
     def _own_number(self, key: str) -> str:
         """The key with the number that a rank gives the expert, if it numbers its own from 0 on."""
@@ -166,11 +152,8 @@ class CellPlanner:
                     cell = self._cell(tp, pp, turn, tensors, cell)
                     yield cell
 
-    def name(self, cell: Cell) -> str:
+    def name(self, tp: int, pp: int, ep: int) -> str:
         """Name of a cell in ``model_meta.json``."""
-        return self._name(cell.tp, cell.pp, cell.ep)
-
-    def _name(self, tp: int, pp: int, ep: int) -> str:
         return cell_name(tp, pp, ep if self.topology.ep > 1 else None)
 
     def meta_key(self, key: str) -> str:
@@ -191,13 +174,11 @@ class CellPlanner:
     def meta(self, described: Sequence[Cell]) -> bytes:
         """Contents of ``model_meta.json``."""
         metas: dict[str, CellMeta] = {}
-        before: tuple[Cell, CellMeta] | None = None
+        before: Cell | None = None
         for cell in described:
-            if before is not None and replace(cell, tp=before[0].tp) == before[0]:
-                meta = before[1]  # tp ranks whose cells differ only in this coordinate
-            else:
+            if before is None or not cell.differs_only_in_tp(before):
                 meta = self._cell_meta(cell)
-            metas[self.name(cell)], before = meta, (cell, meta)
+            metas[self.name(cell.tp, cell.pp, cell.ep)], before = meta, cell
         return format_model_meta(self.model.table.convention, self.topology, metas).encode()
 
     def _stages(self) -> list[list[ModelTensor]]:
@@ -293,8 +274,10 @@ class CellPlanner:
                 continue
             for shard in shares[tensor.key].keys() & held.keys():
                 held[shard].append(tensor)
-        cell = Cell(tp, pp, ep, tensors, names, local, cuts, listed, parameters, shares, held, {})
-        cell.model_state = self._model_state_tensors(cell)
+        for shard, of_shard in held.items():
+            of_shard.sort(key=lambda t, shard=shard: shares[t.key][shard] is None)
+        cell = Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
+        cell.model_state = self._model_state_tensors(cell, listed)
         return cell
 
     def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
@@ -306,7 +289,7 @@ class CellPlanner:
         if axis is None:
             return tensors
         rank = tp if axis == "tp" else ep
-        each = self.experts // {"ep": self.topology.ep, "tp": self.topology.tp, "dp": self.topology.dp}[axis]
+        each = self.experts // self.target.expert_ranks
         mine = range(rank * each, (rank + 1) * each)
         held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
         return lead_experts(held, self.target.unified_experts) if axis == "ep" else held
@@ -343,7 +326,7 @@ class CellPlanner:
             return predict_parameter_names(
                 tensors, self.model.config, topology.pp, topology.tp, parallel, topology.ep
             )
-        where = self._name(tp, pp, ep)
+        where = self.name(tp, pp, ep)
         given = self.target.names.get(where, {})
         if self.target.expert_axis == "dp":
             given = {shift_expert(key, ep * self.experts // self.topology.dp): n for key, n in given.items()}
@@ -356,30 +339,30 @@ class CellPlanner:
             )
         return {key: given[written] for key, written in keys.items()}
 
-    def _model_state_tensors(self, cell: Cell) -> dict[int, list[ModelTensor]]:
-        """Rank of the sharding group → tensors in its model_state file.
+    def _model_state_tensors(self, cell: Cell, listed: Sequence[ModelTensor]) -> dict[int, list[ModelTensor]]:
+        """Rank of the sharding group → tensors in its model_state file; ``listed`` is the optimizer's list.
 
-        Without ``model_meta.json``, and for LoRA, rank 0 stores everything. Sharded saving omits bfloat16 parameters
-        with a master weight. The owner stores the remaining trained parameters under v1; v2 distributes them round
-        robin. Tensors that are not trained go to rank 0 (PaddleNLP 3.0 ``sharding_io.py:73-106``; PaddleFormers 1.2
-        loses them by default).
+        Without ``model_meta.json``, and for LoRA, the first rank of the cell stores everything. Sharded saving omits
+        bfloat16 parameters with a master weight. The owner stores the remaining trained parameters under v1; v2
+        distributes them round robin. Tensors that are not trained go to rank 0 (PaddleNLP 3.0
+        ``sharding_io.py:73-106``; PaddleFormers 1.2 loses them by default).
         """
         stored = [t for t in cell.tensors if not t.missing]
-        if self.with_lora or not self.target.writes_meta:
-            return {shard: stored if shard < self.topology.dense_sharding else [] for shard in cell.held}
-        held_by: dict[int, list[ModelTensor]] = {shard: [] for shard in range(self.topology.sharding)}
-        listed: dict[str, list[int]] = {}
-        for position, tensor in enumerate(cell.listed):
-            listed.setdefault(tensor.key, []).append(position)
+        if not self.shares_parameters:
+            return {min(cell.held): stored}
+        held_by: dict[int, list[ModelTensor]] = {shard: [] for shard in cell.held}
+        positions: dict[str, list[int]] = {}
+        for position, tensor in enumerate(listed):
+            positions.setdefault(tensor.key, []).append(position)
         first_key = first_keys(cell.names)
         for tensor in stored:
             if tensor.master and tensor.dtype.name == "bfloat16":
                 continue
             key = first_key[cell.names[tensor.key]]
-            owners = {position % self.topology.sharding for position in listed.get(key, [0])}
-            if key in listed and self.target.strategy == "stage1v1":
+            owners = {position % self.topology.sharding for position in positions.get(key, [0])}
+            if key in positions and self.target.strategy == "stage1v1":
                 owners = {*cell.shares[key]}
-            for owner in owners:
+            for owner in owners & held_by.keys():
                 held_by[owner].append(tensor)
         return held_by
 

@@ -168,7 +168,7 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
                 f"if there are other axes too; add ep={topology.dp}"
             )
         return
-    ranks = {"ep": topology.ep, "tp": topology.tp, "dp": topology.dp}[axis]
+    ranks = target.expert_ranks
     what = f"{axis}={ranks}"
     if table.expert_axis != axis:
         raise PlanError(

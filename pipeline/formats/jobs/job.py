@@ -83,6 +83,12 @@ class HybridJob:
         return self.expert_axis_beside_ep if ranks > 1 else None
 
     @property
+    def expert_ranks(self) -> int:
+        """Number of ranks over which whole experts are distributed."""
+        axis = self.expert_axis
+        return 1 if axis is None else int(getattr(self.topology, axis))
+
+    @property
     def cells_per_tp_rank(self) -> int:
         """Number of cells per tp rank of a stage; each has its own experts."""
         return self.topology.dp if self.expert_axis == "dp" else self.topology.dense_sharding

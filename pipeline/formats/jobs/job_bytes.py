@@ -40,9 +40,7 @@ def job_bytes(checkpoint: Checkpoint, target: HybridJob) -> tuple[RankBytes, int
     before: Cell | None = None
     of_cell, in_files = fullest, 0
     for cell in sizes.planner.cells():
-        if (
-            before is None or cell.held is not before.held
-        ):  # tp ranks share what only their coordinate tells apart
+        if before is None or not cell.differs_only_in_tp(before):
             ranks = sizes.of_ranks(cell)
             of_cell = max(ranks, key=lambda rank: rank.on_card)
             in_files = sizes.in_files(cell, ranks)
@@ -90,16 +88,14 @@ class _Sizes:
             if tensor.master:
                 masters += self.item_size[MASTER_WEIGHT](key) * elements
                 ema += self.item_size[EMA_MASTER_WEIGHT](key) * elements
-        plain = () if self.planner.only_experts(cell.ep) else cell.model_state[shard]
+        plain = () if self.planner.only_experts(cell.ep) else cell.model_state.get(shard, ())
         ema += sum(self.item_size[EMA_PARAM](t.key) * prod(cell.local_shapes[t.key]) for t in plain)
         return RankBytes(parameters, masters, moments, ema if self.checkpoint.has_ema else 0)
 
     def in_files(self, cell: Cell, ranks: Sequence[RankBytes]) -> int:
         """Bytes of the tensors in all files of a cell."""
         states = sum(rank.master_weights + rank.moments + rank.ema for rank in ranks)
-        each = self.target.writes_meta and not self.planner.with_lora  # rank saves parameters
-        saving = [shard for shard in cell.held if each or shard < self.planner.topology.dense_sharding]
-        return states + sum(_bytes(cell, tensor) for shard in saving for tensor in cell.model_state[shard])
+        return states + sum(_bytes(cell, t) for tensors in cell.model_state.values() for t in tensors)
 
     def _parameters(self, cell: Cell, shard: int) -> int:
         """Every parameter once, also those that only a master weight in the files defines.
