@@ -667,7 +667,7 @@ def _key_of(cell: StoredCell, name: str, keys: Mapping[str, str], file: RankFile
 
 
 def _master_weights(file: RankFile, root: FileEntries) -> FileEntries:
-    entry = root.get(MASTER_WEIGHTS, FileEntries())
+    entry = root.get(MASTER_WEIGHTS, FileEntries({}))
     if not isinstance(entry, FileEntries):
         raise CheckpointError(f"{file.path}: master_weights is not a dict of arrays")
     return entry
