@@ -128,8 +128,8 @@ def number_experts(ranks: Ranks, count: int | None) -> None:
         )
 
 
-def check_experts(ranks: Ranks, tensors: Sequence[ModelTensor], count: int | None) -> None:
-    """Check that every layer has all experts, and every cell exactly its own.
+def check_experts(ranks: Ranks, over: str | None, tensors: Sequence[ModelTensor], count: int | None) -> None:
+    """Check that every layer has all experts, and every cell exactly its own; ``over`` is their axis.
 
     Raises
     ------
@@ -150,14 +150,13 @@ def check_experts(ranks: Ranks, tensors: Sequence[ModelTensor], count: int | Non
                 f"layer {layer} has {len(held)} experts, the model has {total}; expert {unmatched} is in only one of "
                 "them"
             )
-    over = expert_axis_of(ranks)
     if over is None or any(tensor.rule.shared_out for tensor in tensors):
         return
     if not layers:
         raise CheckpointError(
             f"{ranks.topology}: no tensor belongs to one expert, so nothing can be distributed over ep"
         )
-    parts = {"ep": ranks.topology.ep, "tp": ranks.topology.tp, "dp": ranks.topology.dp}[over]
+    parts = getattr(ranks.topology, over)
     for cell in ranks.cells:
         rank = cell.tp if over == "tp" else cell.ep
         first, stop = rank * total // parts, (rank + 1) * total // parts

@@ -8,7 +8,7 @@ accumulators and names without a structured key are errors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -66,33 +66,6 @@ _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", 
 _MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
 _SIGNAL = re.compile(r"save(?:d_signal|_signal_TMP)_(\d+)")
 """Signals of ranks; the second while the trainer merges an EMA, or for ever if it was interrupted then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Knowledge:
-    """What the rule tables tell of a model that its files do not contain."""
-
-    tables: RuleTables
-    config: Config
-
-    def predict_names(self, keys: list[str], topology: Topology) -> list[dict[str, str]]:
-        """Candidate parameter names for the keys of a cell in model order: without and with sequence parallelism."""
-        table, config = self._table(keys), self.config
-        rules = {key: table.find(key, config)[0] for key in keys}
-        named = [NamedTensor(key, rule, rule.twin(config, key)) for key, rule in rules.items()]
-        tp, pp, ep = topology.tp, topology.pp, topology.ep
-        return [predict_parameter_names(named, config, pp, tp, parallel, ep) for parallel in (False, True)]
-
-    def keys_in_model(self, saved: Iterable[str]) -> Mapping[str, str]:
-        """Keys in files of weights → what they are in the model, if its class renames them as it saves."""
-        return keys_in_model(self.tables, saved, self.config)
-
-    def count_experts(self, keys: list[str]) -> int | None:
-        """Number of routed experts in a layer."""
-        return expert_count(self._table(keys), self.config)
-
-    def _table(self, keys: list[str]) -> RuleTable:
-        return choose_table(self.tables, keys, self.config, HYBRID, stages_known=True)
 
 
 def expert_count(table: RuleTable, config: Config) -> int | None:
@@ -186,7 +159,8 @@ def sort_ranks(
     paths: Mapping[str, int],
     entries: Mapping[str, FileEntries],
     meta: ModelMeta | None,
-    knowledge: Knowledge,
+    tables: RuleTables,
+    config: Config,
 ) -> Ranks:
     """Sort parsed files into cells.
 
@@ -203,7 +177,7 @@ def sort_ranks(
     files_of_cell: dict[tuple[int, int, int], list[RankFile]] = {}
     for file in files:
         files_of_cell.setdefault(_coordinates(file, topology), []).append(file)
-    reader = _CellReader(entries, meta, topology, knowledge)
+    reader = _CellReader(entries, meta, topology, tables, config)
     cells = [
         reader.read(StoredCell(tp, pp, ep), files_of_cell[pp, ep, tp]) for pp, ep, tp in sorted(files_of_cell)
     ]
@@ -351,10 +325,8 @@ def _coordinates(file: RankFile, topology: Topology) -> tuple[int, int, int]:
     return file.pp or 0, topology.expert_rank(tp, file.shard or 0), tp
 
 
-def _writing(
-    kind: str, files: list[RankFile], topology: Topology
-) -> Iterator[tuple[int | None, int | None, int | None, int | None, int | None]]:
-    """The tp, pp, sharding, dp and ep of every rank that writes a file of this kind; ``None`` where no name has it."""
+def _names_of_all_ranks(kind: str, files: list[RankFile], topology: Topology) -> Iterator[str]:
+    """The names of the files of every rank that writes one of this kind."""
 
     def ranks(degree: int) -> list[int | None]:
         return list(range(degree)) if degree > 1 else [None]
@@ -363,36 +335,35 @@ def _writing(
     if kind == MODEL_STATE and topology.ep > 1 and not sharded:
         # Every expert rank writes a whole cell.
         for pp, ep in product(ranks(topology.pp), range(topology.ep)):
-            yield ep % topology.tp if topology.tp > 1 else None, pp, None, None, ep
+            yield rank_file_name(kind, ep % topology.tp if topology.tp > 1 else None, pp, None, ep=ep)
         return
     moe = list(range(topology.dp)) if any(f.moe is not None for f in files) else [None]
     shards = ranks(topology.sharding if sharded else 1)
-    for tp, pp, shard, rank in product(ranks(topology.tp), ranks(topology.pp), shards, moe):
-        yield tp, pp, shard, rank, None
+    for coordinates in product(ranks(topology.tp), ranks(topology.pp), shards, moe):
+        yield rank_file_name(kind, *coordinates)
 
 
 def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
     """Check that every rank that writes a file of this kind has exactly one, and that there are no others."""
-    seen: dict[tuple[int | None, ...], str] = {}
+    held: dict[str, str] = {}
     for file in files:
-        coordinates = (file.tp, file.pp, file.shard, file.moe, file.ep)
-        if coordinates in seen:
-            raise CheckpointError(f"{seen[coordinates]} and {file.path} are files of the same rank")
-        seen[coordinates] = file.path
+        other = held.setdefault(
+            rank_file_name(kind, file.tp, file.pp, file.shard, file.moe, file.ep), file.path
+        )
+        if other != file.path:
+            raise CheckpointError(f"{other} and {file.path} are files of the same rank")
     what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
     what += f" ep={topology.ep}" if topology.ep > 1 else ""
-    expected, missing, first = 0, 0, ""
-    for rank_coordinates in _writing(kind, files, topology):
-        expected += 1
-        if seen.pop(rank_coordinates, None) is None:
-            missing += 1
-            name = rank_file_name(kind, *rank_coordinates)
-            first = min(first, name) if first else name
-    if missing:
-        others = f"; {min(file.path for file in files)} is of other ranks" if missing == expected else ""
-        raise CheckpointError(f"{missing} of {expected} {kind} files for {what} are missing: {first}{others}")
-    if seen:
-        raise CheckpointError(f"{min(seen.values())} does not belong to a checkpoint of {what}")
+    expected = set(_names_of_all_ranks(kind, files, topology))
+    if missing := expected - held.keys():
+        others = f"; {min(held.values())} is of other ranks" if missing == expected else ""
+        raise CheckpointError(
+            f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {min(missing)}{others}"
+        )
+    if extra := held.keys() - expected:
+        raise CheckpointError(
+            f"{min(held[name] for name in extra)} does not belong to a checkpoint of {what}"
+        )
 
 
 def _check_signals(paths: Mapping[str, int], topology: Topology) -> None:
@@ -433,7 +404,8 @@ class _CellReader:
     """Path → entries of the file."""
     meta: ModelMeta | None
     topology: Topology
-    knowledge: Knowledge
+    tables: RuleTables
+    config: Config
 
     def read(self, cell: StoredCell, files: list[RankFile]) -> StoredCell:
         """The cell with the contents of its files."""
@@ -443,7 +415,7 @@ class _CellReader:
         if self.meta is None or with_lora:
             _names_from_model_state(cell, model_files, self.entries)
             if len(cell.names) < len(cell.shapes):
-                candidates = self.knowledge.predict_names(list(cell.shapes), self.topology)
+                candidates = self._predicted_names(list(cell.shapes))
                 roots = [self.entries[f.path] for f in optimizers]
                 cell.names = _names_that_fit(model_files[0], candidates, roots)
         if self.meta is not None:
@@ -463,6 +435,17 @@ class _CellReader:
             _check_dtypes(cell, self.meta_name(cell))
             _complete_shapes(cell, self.meta.cells[self.meta_name(cell)].strategy)
         return cell
+
+    def _table(self, keys: list[str]) -> RuleTable:
+        return choose_table(self.tables, keys, self.config, HYBRID, stages_known=True)
+
+    def _predicted_names(self, keys: list[str]) -> list[dict[str, str]]:
+        """Candidate parameter names for the keys of a cell in model order: without and with sequence parallelism."""
+        table, config = self._table(keys), self.config
+        rules = {key: table.find(key, config)[0] for key in keys}
+        named = [NamedTensor(key, rule, rule.twin(config, key)) for key, rule in rules.items()]
+        tp, pp, ep = self.topology.tp, self.topology.pp, self.topology.ep
+        return [predict_parameter_names(named, config, pp, tp, parallel, ep) for parallel in (False, True)]
 
     def check_complete(self, cells: Sequence[StoredCell]) -> None:
         """Check that ``model_meta.json`` describes no other cells."""
@@ -497,7 +480,9 @@ class _CellReader:
             raise CheckpointError(f"{MODEL_META}: sharding_metas has no cell {where}")
         described = meta.cells[where]
         if with_lora:
-            described = _adapter_meta(described, cell, where, self.knowledge.keys_in_model(cell.names))
+            described = _adapter_meta(
+                described, cell, where, keys_in_model(self.tables, cell.names, self.config)
+            )
         first = 0
         if self.topology.dp > 1 and cell.ep > 0:
             first = self._first_expert(described, where, cell.ep)
@@ -522,7 +507,7 @@ class _CellReader:
         experts 4 and 5 of rank 2: the result is 4.
         """
         ranks, held = self.topology.dp, experts_of(described.names)
-        count = self.knowledge.count_experts(list(described.names))
+        count = expert_count(self._table(list(described.names)), self.config)
         if not held or len(held) == count:
             return 0
         if held != set(range(len(held))) or len(held) * ranks != count:

@@ -62,43 +62,32 @@ class ShardingGroup:
             If the arrays are not those of a group with this strategy.
         """
         for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
-            for copy in self._copies_of_group(key, state, list(of_copy)):
-                yield list(self._located(cell, key, state, copy))
+            of_group = list(of_copy)
+            if key in self.slices and not whole_in_model_state(state):
+                yield list(self._located_slices(key, state, of_group, self.slices[key]))
+                continue
+            self._check_holders(key, state, of_group)
+            for stored in of_group:
+                self._check_whole(cell, key, state, stored)
+                yield list(_located_array(stored, None))
 
-    def _flat(self, key: str, state: str) -> bool:
-        """Whether the ranks of a sharding group hold slices of the flattened tensor."""
-        return key in self.slices and not whole_in_model_state(state)
-
-    def _copies_of_group(self, key: str, state: str, arrays: list[StoredArray]) -> list[list[StoredArray]]:
-        if self._flat(key, state):
-            return [arrays]
-        if self.strategy == "stage3" and not whole_in_model_state(state):
-            if len(arrays) != self.degree:
-                raise CoverageError(
-                    f"{key} ({state})",
-                    f"{len(arrays)} of {self.degree} ranks hold it; stage 3 keeps uncut tensors on every rank",
-                    tuple(stored.path for stored in arrays),
-                )
-            return [[stored] for stored in arrays]
-        if len(arrays) > 1 and whole_in_model_state(state) and key in self.listed_twice:
-            return [[stored] for stored in arrays]
-        if len(arrays) > 1:
-            raise CoverageError(
-                f"{key} ({state})",
-                f"several ranks of a sharding group hold it, under {self.strategy} only one may",
-                tuple(stored.path for stored in arrays),
+    def _check_holders(self, key: str, state: str, arrays: list[StoredArray]) -> None:
+        """Check how many ranks hold the whole of a tensor; each has a copy."""
+        in_model_state = whole_in_model_state(state)
+        if self.strategy == "stage3" and not in_model_state:
+            problem = (
+                f"{len(arrays)} of {self.degree} ranks hold it; stage 3 keeps uncut tensors on every rank"
             )
-        return [arrays]
+            fits = len(arrays) == self.degree
+        else:
+            problem = f"several ranks of a sharding group hold it, under {self.strategy} only one may"
+            fits = len(arrays) == 1 or (in_model_state and key in self.listed_twice)
+        if not fits:
+            raise CoverageError(f"{key} ({state})", problem, tuple(stored.path for stored in arrays))
 
-    def _located(
-        self, cell: StoredCell, key: str, state: str, arrays: list[StoredArray]
-    ) -> Iterator[LocatedArray]:
-        """The located arrays of a single copy."""
+    def _check_whole(self, cell: StoredCell, key: str, state: str, stored: StoredArray) -> None:
+        """Check that an array has the shape of the tensor, and lies on the rank that ``model_meta.json`` names."""
         shape = cell.shapes[key]
-        if self._flat(key, state):
-            yield from self._located_slices(key, state, arrays, self.slices[key])
-            return
-        (stored,) = arrays
         if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
             raise CoverageError(
                 f"{key} ({state})",
@@ -111,7 +100,6 @@ class ShardingGroup:
                 f"stored with shape {stored.array.shape}, under {self.strategy} a rank's whole tensor has {shape}",
                 (stored.path,),
             )
-        yield from _located_array(stored, None)
 
     def _located_slices(
         self, key: str, state: str, arrays: list[StoredArray], expected: Mapping[int, tuple[int, int]]

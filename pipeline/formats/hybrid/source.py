@@ -44,7 +44,6 @@ from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE, parse
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
     HALF_DTYPES,
-    Knowledge,
     Ranks,
     StoredCell,
     expert_count,
@@ -146,13 +145,13 @@ def read_hybrid(
         Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
         interpreted exactly.
     """
-    ranks = sort_ranks(paths, roots, meta, Knowledge(tables, config))
+    ranks = sort_ranks(paths, roots, meta, tables, config)
     files = [File(path, paths[path]) for path in sorted(roots)]
     del roots  # frees the names of all arrays, unless the caller keeps them
     source = _Source(ranks, _choose_table_and_rename(ranks, tables, config), config)
     strategy = source.strategy()
     stored = source.model(adapter)
-    check_experts(ranks, stored.tensors, expert_count(source.table, config))
+    check_experts(ranks, source.expert_axis, stored.tensors, expert_count(source.table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
     builder = _HybridCatalogBuilder(source, stored, strategy, files, missing or MissingPolicy())
