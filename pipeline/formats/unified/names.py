@@ -17,7 +17,7 @@ Keys are ``<structured key>/moment1_0`` for optimizer states, and ``<structured 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 MASTER_WEIGHTS: Final = "master_weights"
+KINDS: Final = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
 
 _NUMBERED = re.compile(rf"({MODEL}|{OPTIMIZER}|{MASTER_WEIGHTS})-(\d{{5,}})-of-(\d{{5,}})\.safetensors")
 _OF_RANK = re.compile(rf"({OPTIMIZER}|{MASTER_WEIGHTS})(?:\.([a-z0-9_]+))?\.safetensors(?:_shard_(\d{{4}}))?")
@@ -74,13 +75,7 @@ def optimizer_key(key: str, state: str) -> str:
 
 
 def split_optimizer_key(key: str, path: str) -> tuple[str, str]:
-    """Structured key and state of a key of an optimizer file.
-
-    Raises
-    ------
-    CheckpointError, UnsupportedError
-        If the state is unknown or quantised.
-    """
+    """Structured key and state of a key of an optimizer file; unknown and quantised states are refused."""
     if _SCALES.fullmatch(key):
         raise UnsupportedError(f"{path}: {key}: {_QUANTISED}")
     match = _STATE.fullmatch(key)
@@ -112,20 +107,14 @@ def holds_adapter(paths: Iterable[str]) -> bool:
 
 
 def sort_files(paths: Iterable[str]) -> list[UnifiedFile]:
-    """All safetensors files in the order of their ranks.
-
-    Raises
-    ------
-    CheckpointError
-        If a name is unknown, a file is missing, or the files belong to two checkpoints.
-    """
+    """All safetensors files in the order of their ranks; they must be all those of one checkpoint."""
     files = []
     for path in sorted(paths):
         file = _parsed(path)
         if file is None:
             raise CheckpointError(f"{path}: a tensor file whose name has no meaning in a unified checkpoint")
         files.append(file)
-    for kind in (MODEL, OPTIMIZER, MASTER_WEIGHTS):
+    for kind in KINDS:
         of_kind = [file for file in files if file.kind == kind]
         own = [file for file in of_kind if file.of_rank]
         if own and len(own) < len(of_kind):
@@ -193,41 +182,31 @@ def _check_ranks(files: list[UnifiedFile]) -> None:
 
 
 def check_indexes(
-    files: Iterable[UnifiedFile],
+    files: Sequence[UnifiedFile],
     payloads: Mapping[str, SafetensorsPayload],
     indexes: Mapping[str, Index],
 ) -> None:
     """Check the files against ``indexes`` (name of an index file → its contents).
 
-    If several files hold a key, the index may name any of them; PaddleFormers names the last.
-
-    Raises
-    ------
-    CheckpointError, UnsupportedError
-        If files and indexes disagree, naming the key and the file; if an index is missing; for quantised states and
-        adapters.
+    If several files hold a key, the index may name any of them; PaddleFormers names the last. No index lists the files
+    of single ranks. Quantised states and adapters, of which an index tells, are refused.
     """
-    files = list(files)
     _check_pieces(files, indexes.get(index_name(OPTIMIZER)))
-    held: dict[str, dict[str, list[str]]] = {MODEL: {}, OPTIMIZER: {}, MASTER_WEIGHTS: {}}
-    own: set[str] = set()
-    for file in files:
-        if file.of_rank:
-            own.add(file.kind)
-            continue
-        keys = held[file.kind]
-        for key in payloads[file.path].tensors:
-            keys.setdefault(key, []).append(file.path)
-    for kind, keys in held.items():
+    for kind in KINDS:
         name = index_name(kind)
         index = indexes.get(name)
         if index is not None:
             _check_facts(name, index.extra)
-        if kind in own:
+        of_kind = [file for file in files if file.kind == kind]
+        if any(file.of_rank for file in of_kind):
             continue
-        if index is None and keys:
+        held: dict[str, list[str]] = {}
+        for file in of_kind:
+            for key in payloads[file.path].tensors:
+                held.setdefault(key, []).append(file.path)
+        if index is None and held:
             raise CheckpointError(f"{name} is missing, which lists the files of all {kind} tensors")
-        _check_index(name, {} if index is None else index.weight_map, keys)
+        _check_index(name, {} if index is None else index.weight_map, held)
 
 
 def _check_pieces(files: Iterable[UnifiedFile], index: Index | None) -> None:

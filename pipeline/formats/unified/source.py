@@ -59,6 +59,7 @@ from paddle_reshard.pipeline.formats.sharding import (
 from paddle_reshard.pipeline.formats.unified.adapter import index_adapter
 from paddle_reshard.pipeline.formats.unified.format import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
+    KINDS,
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
@@ -126,7 +127,7 @@ def index_unified(files: SourceFiles, tables: RuleTables) -> Checkpoint:
             f"{files.pickles[0]}: a tensor file whose name has no meaning in a unified checkpoint"
         )
     with_states = is_unified(files.sizes)
-    kinds = (MODEL, OPTIMIZER, MASTER_WEIGHTS) if with_states else (MODEL,)
+    kinds = KINDS if with_states else (MODEL,)
     indexes = {index_name(kind): index for kind in kinds if (index := _index(files, kind)) is not None}
     in_order = sort_files(payloads)
     check_indexes(in_order, payloads, indexes)
@@ -304,22 +305,15 @@ class _Cutting:
         """How tensor parallelism cuts a tensor in a file."""
         return self.model.cut(self.by_key[key], self.tp) if file.of_rank else UNCUT
 
-    def sliced(self, arrays: Arrays) -> set[TensorId]:
-        """The tensors stored as slices.
-
-        Raises
-        ------
-        CoverageError
-            If only some tensors are, or the slices do not add up to the padded tensor for any sharding degree.
-        """
-        sliced = {
-            (key, state)
-            for (key, state), stored in arrays.items()
-            if state != PARAM
+    def sliced(self, arrays: Arrays) -> bool:
+        """Whether states are stored as slices, which must then be those of all states for some sharding degree."""
+        sliced = any(
+            state != PARAM
             and not is_per_parameter(state)
             and len(self.by_key[key].global_shape) > 1
             and all(len(array.shape) == 1 for array in stored)
-        }
+            for (key, state), stored in arrays.items()
+        )
         if sliced:
             self._check(arrays)
             self._check_ranks(arrays)
@@ -407,7 +401,7 @@ class _Cutting:
 def _catalog(arrays: Arrays, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> Catalog:
     """The tensors in the files, and those that are cast from others."""
     cutting = _Cutting(model, files)
-    sliced = bool(cutting.sliced(arrays))
+    sliced = cutting.sliced(arrays)
     stored = TensorCollector([File(file.path, sizes[file.path]) for file in files], model.aliases, cutting.tp)
     for (key, state), of_tensor in arrays.items():
         shape = cutting.by_key[key].global_shape

@@ -83,11 +83,6 @@ def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
     """Lay out all tensor files of the target, and their index files.
 
     ``wanted`` is the source with all requested changes applied.
-
-    Raises
-    ------
-    PlanError
-        If the source lacks a tensor.
     """
     contents = _Contents(wanted, alone=target.files == 1)
     writer = _Writer(wanted, target.files)
