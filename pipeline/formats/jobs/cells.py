@@ -67,10 +67,7 @@ class Cell:
 def _optimizer_list(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> list[ModelTensor]:
     """The trained tensors of a cell in the order of its optimizer; the first of two with one name stands there twice.
 
-    Raises
-    ------
-    PlanError
-        If two tensors would be one parameter.
+    Two tensors that would be one parameter by accident are refused.
     """
     first: dict[str, ModelTensor] = {}
     listed = []
@@ -182,13 +179,7 @@ class CellPlanner:
         return format_model_meta(self.model.table.convention, self.topology, metas).encode()
 
     def _stages(self) -> list[list[ModelTensor]]:
-        """The tensors of every stage, in the order in which it builds them.
-
-        Raises
-        ------
-        PlanError
-            If the library's pipeline class does not contain some of them.
-        """
+        """The tensors of every stage, in the order in which it builds them."""
         tensors = self.model.as_built(self.topology.pp)
         items = self._items(tensors)
         described = {item.name: item for item in self.model.table.items}
@@ -274,8 +265,10 @@ class CellPlanner:
                 continue
             for shard in shares[tensor.key].keys() & held.keys():
                 held[shard].append(tensor)
-        for shard, of_shard in held.items():
-            of_shard.sort(key=lambda t, shard=shard: shares[t.key][shard] is None)
+        held = {
+            shard: sorted(of_shard, key=lambda t: shares[t.key][shard] is None)
+            for shard, of_shard in held.items()
+        }
         cell = Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
         cell.model_state = self._model_state_tensors(cell, listed)
         return cell

@@ -12,17 +12,13 @@ from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
+from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import special_optimizer
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 
 
 def check_target(target: HybridJob) -> None:
-    """Refuse what the trainer refuses, with its reason, and what is not supported.
-
-    Raises
-    ------
-    PlanError, UnsupportedError
-    """
+    """Refuse what the trainer refuses of a job of any model, with its reason, and what is not supported."""
     topology, strategy = target.topology, target.strategy
     if topology.ep > 1:
         _check_expert_parallel(target)
@@ -138,14 +134,6 @@ def _check_adamw_mini(target: HybridJob) -> None:
         )
 
 
-def _check_lora(target: HybridJob) -> None:
-    """Refuse LoRA targets that are not supported."""
-    if target.expert_axis is not None:
-        raise UnsupportedError(
-            f"LoRA with {target.topology} and experts distributed over {target.expert_axis} is not supported"
-        )
-
-
 def _check_experts_over_dp(target: HybridJob) -> None:
     """PaddleNLP 3.0.0b4's ``use_expert_parallel``: ``transformers/moe_layer.py:150-180``."""
     topology = target.topology
@@ -190,18 +178,14 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
         )
 
 
-def _check_states(checkpoint: Checkpoint, target: HybridJob) -> None:
-    """Refuse a target with sharding if the source lacks states that such a job has, and counts when it cuts slices."""
-    if target.strategy == "none" or not checkpoint.has_optimizer:
-        return
-    trained = {
-        tensor.item for tensor in checkpoint.model.tensors if tensor.trained
-    }  # others are frozen in any job
-    for tensor in checkpoint.model.tensors:
+def _check_states(model: Model, strategy: str) -> None:
+    """Refuse a source without states that a job with sharding has, and counts when it cuts slices."""
+    trained = {tensor.item for tensor in model.tensors if tensor.trained}  # others are frozen in any job
+    for tensor in model.tensors:
         if tensor.rule.states_if_sharded and not tensor.trained and tensor.item in trained:
             raise UnsupportedError(
                 f"{tensor.key} has no optimizer states in the source, as in a job without sharding. A job with "
-                f"{target.strategy} has them, and cuts the slices of other tensors accordingly; convert from a "
+                f"{strategy} has them, and cuts the slices of other tensors accordingly; convert from a "
                 "checkpoint of a job with sharding, or to one without"
             )
 
@@ -236,40 +220,42 @@ def _check_told(table: RuleTable, config: Mapping[str, Any], target: HybridJob, 
 def check_job(checkpoint: Checkpoint, target: HybridJob, marked: str | None = None) -> None:
     """Refuse what the trainer cannot train, and what is not known well enough to be written.
 
-    Whether sizes divide is found where they are divided (:class:`CellPlanner`).
-
-    Parameters
-    ----------
-    marked
-        What the files of the job say of its tensors beside their values, and what a model without a rule table does
-        not determine; ``None``: nothing.
-
-    Raises
-    ------
-    PlanError, UnsupportedError, RuleError
+    Whether sizes divide is found where they are divided (:class:`CellPlanner`). ``marked`` is what the files of the job
+    say of its tensors beside their values, and what a model without a rule table does not determine.
     """
+    model, table = checkpoint.model, checkpoint.model.table
     check_target(target)
-    _check_told(checkpoint.model.table, checkpoint.model.config, target, marked)
-    _check_family(checkpoint.model.table, target.topology)
-    table, config = checkpoint.model.table, checkpoint.model.config
-    if refused := table.unsupported_option(config, stages_known=True):
+    _check_told(table, model.config, target, marked)
+    _check_family(table, target.topology)
+    if refused := table.unsupported_option(model.config, stages_known=True):
         raise refused
     _check_experts(checkpoint, target)
-    _check_states(checkpoint, target)
-    if checkpoint.model.has_lora:
-        _check_lora(target)
-    if special_optimizer(checkpoint.model) == ADAMW_MINI:
+    if target.strategy != "none" and checkpoint.has_optimizer:
+        _check_states(model, target.strategy)
+    if model.has_lora and target.expert_axis is not None:
+        raise UnsupportedError(
+            f"LoRA with {target.topology} and experts distributed over {target.expert_axis} is not supported"
+        )
+    if special_optimizer(model) == ADAMW_MINI:
         _check_adamw_mini(target)
-    # PaddleFormers' optimizer lists only trained parameters (1.2.0 trainer.py:3359): those with states, if any has.
-    tensors = checkpoint.model.tensors
-    # In a model of an unknown family, a trained parameter may have had no gradient: it is listed and has no state.
-    known = checkpoint.model.table.not_known is None
+    if target.strategy != "none" and checkpoint.has_optimizer:
+        _check_frozen(model, target.strategy)
+
+
+def _check_frozen(model: Model, strategy: str) -> None:
+    """Refuse frozen parameters under sharding, unless it is known that the optimizer does not list them.
+
+    PaddleFormers' lists only trained parameters (1.2.0 trainer.py:3359): those with states, if any has. In a model of
+    an unknown family, a trained parameter may have had no gradient: it is listed and has no state.
+    """
+    untrained = [t.key for t in model.tensors if not t.trained and t.tied_to is None]
     by_states = (
-        known and checkpoint.model.table.convention == "paddleformers" and any(t.trained for t in tensors)
+        model.table.not_known is None
+        and model.table.convention == "paddleformers"
+        and any(t.trained for t in model.tensors)
     )
-    untrained = [t.key for t in tensors if not t.trained and t.tied_to is None]
-    if untrained and not by_states and target.strategy != "none" and checkpoint.has_optimizer:
+    if untrained and not by_states:
         raise UnsupportedError(
             f"{untrained[0]} has no optimizer state: whether the target job counts frozen parameters when it "
-            f"distributes parameters is not known, so {target.strategy} is not supported for this model"
+            f"distributes parameters is not known, so {strategy} is not supported for this model"
         )

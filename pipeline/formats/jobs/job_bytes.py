@@ -28,13 +28,7 @@ ItemSize = Callable[[str], int]
 
 
 def job_bytes(checkpoint: Checkpoint, target: HybridJob) -> tuple[RankBytes, int]:
-    """What the rank with most bytes on its card holds, and the bytes of the tensors in all files.
-
-    Raises
-    ------
-    PlanError, RuleError
-        If the model cannot take the topology, as where its files are laid out.
-    """
+    """What the rank with most bytes on its card holds, and the bytes of the tensors in all files."""
     sizes = _Sizes(checkpoint, target)
     fullest, total = RankBytes(0, 0, 0, 0), 0
     before: Cell | None = None

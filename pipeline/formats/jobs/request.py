@@ -47,13 +47,7 @@ class LayoutOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> LayoutOptions:
-        """Parse a JSON object.
-
-        Raises
-        ------
-        UsageError
-            If an entry is unknown or a value is invalid.
-        """
+        """Parse a JSON object; raises a ``UsageError`` that begins with ``where``."""
         try:
             return typed(dict(values), cls)
         except EntryError as error:
@@ -78,13 +72,7 @@ class JobRequest:
 
     @classmethod
     def of(cls: type[_Request], asked: Mapping[str, Any], **own: Any) -> _Request:
-        """The request of a format's options, as :meth:`Format.request` takes them, and of ``own`` fields.
-
-        Raises
-        ------
-        UsageError
-            If a value is invalid.
-        """
+        """The request of a format's options, as :meth:`Format.request` takes them, and of ``own`` fields."""
         layout: Entries | None = asked.get("layout")
         return cls(
             topology=Topology.of(asked.get("to") or ""),

@@ -26,10 +26,7 @@ def segment(
 ) -> list[tuple[int, int]]:
     """The ``(stage, chunk)`` of every item; without a ``segmentation``, as the trainers' model classes do.
 
-    Raises
-    ------
-    PlanError
-        With the trainer's own reason if the trainer refuses too.
+    What the trainer refuses is refused with its own reason.
     """
     if pp > len(items):
         raise PlanError(f"pp={pp} exceeds the {len(items)} pipeline items of this model")
