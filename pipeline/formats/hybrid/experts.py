@@ -8,7 +8,6 @@ structured keys, after all names are resolved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from typing import TypeVar
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
@@ -98,8 +97,7 @@ def expert_axis_of(ranks: Ranks) -> str | None:
     """The axis over which routed experts are distributed; ``None``: every rank has all of them."""
     if ranks.topology.ep > 1:
         return "ep"
-    for _, cells in groupby(ranks.cells, key=lambda cell: cell.pp):
-        first, *others = cells
+    for first, *others in ranks.stages:
         for other in others:
             if experts_of(first.names) != experts_of(other.names):
                 return "dp" if other.ep else "tp"
@@ -109,10 +107,7 @@ def expert_axis_of(ranks: Ranks) -> str | None:
 def number_experts(ranks: Ranks, count: int | None) -> None:
     """Give experts that each rank numbers from 0 on their numbers in the model: rank 1 of ``ep=2`` has 2 and 3 of 4.
 
-    Raises
-    ------
-    CheckpointError
-        If a rank does not hold exactly its share of ``count`` experts.
+    A rank must hold exactly its share of the ``count`` experts.
     """
     ep = ranks.topology.ep
     for cell in ranks.cells if ep > 1 else ():
@@ -129,13 +124,7 @@ def number_experts(ranks: Ranks, count: int | None) -> None:
 
 
 def check_experts(ranks: Ranks, over: str | None, tensors: Sequence[ModelTensor], count: int | None) -> None:
-    """Check that every layer has all experts, and every cell exactly its own; ``over`` is their axis.
-
-    Raises
-    ------
-    CheckpointError
-        Naming the cell or the layer, and the numbers of the experts.
-    """
+    """Check that every layer has all ``count`` experts, and every cell exactly its own; ``over`` is their axis."""
     layers: dict[int | str, set[int]] = {}
     for tensor in tensors:
         if tensor.rule.of_expert:

@@ -51,13 +51,7 @@ def holds_buffers(masters: Iterable[str], names: Container[str]) -> bool:
 def unfuse(
     root: Mapping[str, Any], parameters: Sequence[FusedParameter], rank: int, degree: int, path: str
 ) -> dict[str, Any]:
-    """Replace the entries of buffers in an optimizer file by entries of parameters.
-
-    Raises
-    ------
-    CheckpointError
-        If the length of a buffer is not that of its parameters, or an entry is not the state of a buffer.
-    """
+    """Replace the entries of buffers in an optimizer file by entries of parameters, which must fill them exactly."""
     masters = root[MASTER_WEIGHTS]
     groups = _groups(parameters, rank, degree)
     if len(groups) != len(masters):

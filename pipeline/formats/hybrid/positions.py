@@ -33,10 +33,7 @@ Slices = dict[str, dict[int, FlatSlice]]
 def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[StoredCell], model: Model) -> list[Slices]:
     """The slices that the ranks of each of the joined ``cells`` must hold, of all tensors that sharding cuts.
 
-    Raises
-    ------
-    CheckpointError
-        If the buffers of different cells were closed at different sizes.
+    The buffers of all cells must have been closed at one size.
     """
     tensors = {tensor.key: tensor for tensor in model.tensors}
     if strategy == "stage3":

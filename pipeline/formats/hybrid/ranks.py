@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from typing import Any
 
@@ -149,6 +149,11 @@ class Ranks:
     """Whether parameters are stored in ``lora_model_state`` files."""
     has_optimizer: bool = True
     """Whether there are optimizer files."""
+
+    @property
+    def stages(self) -> list[list[StoredCell]]:
+        """The cells of each pipeline stage."""
+        return [list(cells) for _, cells in groupby(self.cells, key=lambda cell: cell.pp)]
 
 
 HALF_DTYPES = ("bfloat16", "float16")

@@ -36,11 +36,6 @@ def hybrid_name(path: str) -> str:
 
     >>> hybrid_name("model.tp00_pp01.safetensors")
     'model_state.tp00_pp01.pdparams'
-
-    Raises
-    ------
-    CheckpointError
-        If it is none of a rank's weights.
     """
     match = _WEIGHTS.fullmatch(path)
     if match is None:

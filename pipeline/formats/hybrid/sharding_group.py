@@ -54,13 +54,7 @@ class ShardingGroup:
     def copies(
         self, cell: StoredCell, key: str, state: str, arrays: list[StoredArray]
     ) -> Iterator[list[LocatedArray]]:
-        """The located arrays of each copy of a tensor.
-
-        Raises
-        ------
-        CoverageError
-            If the arrays are not those of a group with this strategy.
-        """
+        """The located arrays of each copy of a tensor, which must be those of a group with this strategy."""
         for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
             of_group = list(of_copy)
             if key in self.slices and not whole_in_model_state(state):
@@ -118,13 +112,7 @@ class ShardingGroup:
 
 
 def one_number(key: str, state: str, stored: StoredArray) -> ArrayRef:
-    """The array of a state that is a single number per parameter.
-
-    Raises
-    ------
-    CoverageError
-        If it has more elements.
-    """
+    """The array of a state that is a single number per parameter; one with more elements is refused."""
     array = stored.array
     if not isinstance(array, ArrayRef) or prod(array.shape) != 1:
         raise not_a_number(key, state, array.shape, stored.path)

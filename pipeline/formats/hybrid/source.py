@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import takewhile
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
@@ -92,7 +92,8 @@ def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy 
     Raises
     ------
     CheckpointError, PlanError
-        If it is not one complete, consistent checkpoint that the rules cover.
+        Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
+        interpreted exactly.
     """
     sizes = files.sizes
     ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
@@ -126,7 +127,7 @@ def read_hybrid(
     missing: MissingPolicy | None = None,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
-    """Interpret a checkpoint from the metadata of its files.
+    """Interpret a checkpoint from the metadata of its files, as :func:`index_hybrid`.
 
     Parameters
     ----------
@@ -135,15 +136,9 @@ def read_hybrid(
     roots
         Path of a tensor file → its entries.
     meta
-        Contents of ``model_meta.json``, or ``None``; ``adapter`` is the same of ``lora_config.json``.
+        Contents of ``model_meta.json``, if it exists; ``adapter`` is the same of ``lora_config.json``.
     missing
         How to treat tensors that no file holds; by default they are an error.
-
-    Raises
-    ------
-    CheckpointError, PlanError
-        Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
-        interpreted exactly.
     """
     ranks = sort_ranks(paths, roots, meta, tables, config)
     files = [File(path, paths[path]) for path in sorted(roots)]
@@ -196,10 +191,10 @@ def _choose_table(ranks: Ranks, tables: RuleTables, config: Config) -> RuleTable
         return choose_table(tables, held, config, HYBRID, stages_known=True)
     topology, common = ranks.topology, _held_by_all(ranks)
     keys: dict[str, StoredKey] = {}
-    for stage, cells in groupby(join_cells(ranks), key=lambda cell: cell.pp):
-        holding = list(cells)
-        for key in merged_names([cell.names for cell in ranks.cells if cell.pp == stage]):
-            cell = next(cell for cell in holding if key in cell.names)
+    joined = join_cells(ranks)
+    for stage, cells in enumerate(ranks.stages):
+        for key in merged_names([cell.names for cell in cells]):
+            cell = next(cell for cell in joined if cell.pp == stage and key in cell.names)
             if key in keys:
                 raise RuleError(
                     key,
@@ -236,8 +231,7 @@ def _tells_itself(ranks: Ranks) -> bool:
 
 def _held_by_all(ranks: Ranks) -> set[str]:
     """Keys that every cell of their stage has."""
-    stages = [list(cells) for _, cells in groupby(ranks.cells, key=lambda cell: cell.pp)]
-    return {key for cells in stages for key in set.intersection(*(set(cell.names) for cell in cells))}
+    return {key for cells in ranks.stages for key in set.intersection(*(set(cell.names) for cell in cells))}
 
 
 class _Source:
@@ -310,7 +304,7 @@ class _Source:
     def model(self, adapter: Adapter | None) -> Model:
         """The tensors of all cells, in model order."""
         tensors: dict[str, ModelTensor] = {}
-        order = {key: position for position, key in enumerate(_keys_in_order(self.ranks.cells))}
+        order = {key: position for position, key in enumerate(_keys_in_order(self.ranks))}
         for cell in self.cells:
             for key in cell.names:
                 tensor = self._tensor(cell, key)
@@ -453,14 +447,13 @@ def _check_half_dtypes(tensors: Sequence[ModelTensor], config: Config) -> None:
             )
 
 
-def _keys_in_order(cells: Sequence[StoredCell]) -> list[str]:
+def _keys_in_order(ranks: Ranks) -> list[str]:
     """All keys, those of a stage in model order.
 
-    Cells are ordered as in :class:`Ranks`, which is the order of the experts, not by tp rank: with ``tp=2,ep=4``, the
-    first tp rank has the expert ranks 0 and 2, the second 1 and 3.
+    The order of cells is that of the experts, not of tp ranks: with ``tp=2,ep=4``, the first tp rank has the expert
+    ranks 0 and 2, the second 1 and 3.
     """
-    stages = [list(of_stage) for _, of_stage in groupby(cells, key=lambda cell: cell.pp)]
-    return [key for of_stage in stages for key in merged_names([cell.names for cell in of_stage])]
+    return [key for cells in ranks.stages for key in merged_names([cell.names for cell in cells])]
 
 
 def _check_agreement(known: ModelTensor, tensor: ModelTensor, cell: StoredCell) -> None:
@@ -476,8 +469,7 @@ def _check_same_tensors(ranks: Ranks, tensors: Mapping[str, ModelTensor]) -> Non
     def common(cell: StoredCell) -> list[tuple[str, str]]:
         return [(key, name) for key, name in cell.names.items() if not tensors[key].rule.of_expert]
 
-    for _, cells in groupby(ranks.cells, key=lambda c: c.pp):
-        first, *others = cells
+    for first, *others in ranks.stages:
         held = common(first)
         for other in others:
             if held != common(other):

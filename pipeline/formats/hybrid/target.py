@@ -143,12 +143,7 @@ class HybridTarget(HybridJob):
 
 
 def check_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> None:
-    """Refuse a job that the trainer cannot train, and files that are not known well enough to be written.
-
-    Raises
-    ------
-    PlanError, UnsupportedError, RuleError
-    """
+    """Refuse a job that the trainer cannot train, and files that are not known well enough to be written."""
     marked = f"which tensors are is_distributed in {MODEL_META}; --format {HYBRID_PLAIN} does not need it"
     check_job(checkpoint, target, marked if target.writes_meta else None)
     model = checkpoint.model
@@ -185,12 +180,6 @@ def _check_counted(model: Model, topology: Topology) -> None:
 
 
 def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
-    """Lay out all files of the target checkpoint.
-
-    Raises
-    ------
-    PlanError
-        If the model cannot take this topology, or a parameter name is not known.
-    """
+    """Lay out all tensor files of the target, and ``model_meta.json``; what :func:`check_hybrid` refuses is refused."""
     check_hybrid(checkpoint, target)
     return HybridWriter(checkpoint, target).layout()
