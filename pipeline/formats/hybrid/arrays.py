@@ -64,14 +64,14 @@ class ArrayColumns:
 class StoredArrays(Mapping[Identity, list[StoredArray]]):
     """(structured key, state) → arrays, without their names, by ascending copy and shard; made when looked at."""
 
-    __slots__ = ("_arrays", "_before", "_copy", "_identities", "_last", "_path", "_paths", "_shard")
+    __slots__ = ("_arrays", "_before", "_identities", "_last", "_place", "_places")
 
     def __init__(self) -> None:
         self._identities = Identities()
         self._last = numbers_of("i")  # of each identity: its last array
         self._before = numbers_of("i")  # of each array: the one before it of the same identity, -1 for none
-        self._shard, self._copy, self._path = numbers_of("i"), numbers_of("i"), numbers_of("i")
-        self._paths: Numbered[str] = Numbered()
+        self._places: Numbered[tuple[int, int, str]] = Numbered()  # (copy, shard, path)
+        self._place = numbers_of("i")
         self._arrays = ArrayColumns()
 
     def add(self, key: str, state: str, stored: StoredArray) -> None:
@@ -82,15 +82,13 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
             self._last.append(-1)
         self._before.append(self._last[number])
         self._last[number] = len(self._arrays)
-        self._shard.append(stored.shard)
-        self._copy.append(stored.copy)
-        self._path.append(self._paths.number(stored.path))
+        self._place.append(self._places.number((stored.copy, stored.shard, stored.path)))
         self._arrays.append(stored.array)
 
     def path_of_last(self, key: str, state: str) -> str | None:
         """The file of the array of a tensor that was added last."""
         number = self._identities.find(key, state)
-        return None if number is None else self._paths.values[self._path[self._last[number]]]
+        return None if number is None else self._places.values[self._place[self._last[number]]][2]
 
     def renamed(self, keys: Mapping[str, str], states: Mapping[str, str]) -> StoredArrays:
         """The same arrays under other structured keys, or as other states."""
@@ -107,12 +105,10 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         arrays = []
         row = self._last[number]
         while row >= 0:
-            path, copy = self._paths.values[self._path[row]], self._copy[row]
-            arrays.append(StoredArray(self._shard[row], path, self._arrays.get(row), copy))
+            copy, shard, path = self._places.values[self._place[row]]
+            arrays.append(StoredArray(shard, path, self._arrays.get(row), copy))
             row = self._before[row]
-        arrays.reverse()
-        arrays.sort(key=lambda stored: (stored.copy, stored.shard))
-        return arrays
+        return sorted(reversed(arrays), key=lambda stored: (stored.copy, stored.shard))
 
     def __contains__(self, identity: object) -> bool:
         return (

@@ -8,7 +8,6 @@ structured keys, after all names are resolved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
@@ -17,8 +16,6 @@ from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.formats.hybrid.ranks import FACTS, Ranks, StoredCell
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of, experts_of, shift_expert
 from paddle_reshard.pipeline.model.model import ModelTensor
-
-Value = TypeVar("Value")
 
 
 def join_cells(ranks: Ranks, shared_out: Callable[[str], bool] = lambda key: False) -> list[StoredCell]:
@@ -41,7 +38,12 @@ def _join(cells: Sequence[StoredCell], topology: Topology, shared_out: Callable[
     pieces = {key for key in in_all if topology.ep > 1 and shared_out(key)}
     for cell in cells:
         for field_name, what in FACTS.items():
-            _update(what, getattr(joined, field_name), getattr(cell, field_name), cell)
+            known = getattr(joined, field_name)
+            for key, value in getattr(cell, field_name).items():
+                if known.setdefault(key, value) != value:
+                    raise CoverageError(
+                        key, f"{what} is {known[key]} in one cell and {value} in {cell.label()}"
+                    )
         joined.sliced |= cell.sliced
         joined.master_spellings |= cell.master_spellings
         for (key, state), arrays in cell.arrays.items():
@@ -49,12 +51,6 @@ def _join(cells: Sequence[StoredCell], topology: Topology, shared_out: Callable[
                 alike = key in in_all and key not in pieces
                 joined.arrays.add(key, state, _joined_array(stored, cell, state, alike, topology))
     return joined
-
-
-def _update(what: str, mine: dict[str, Value], other: Mapping[str, Value], cell: StoredCell) -> None:
-    for key, value in other.items():
-        if mine.setdefault(key, value) != value:
-            raise CoverageError(key, f"{what} is {mine[key]} in one cell and {value} in {cell.label()}")
 
 
 def _joined_array(

@@ -6,7 +6,7 @@ several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
@@ -22,9 +22,6 @@ from paddle_reshard.pipeline.formats.jobs.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.keys import first_keys
 from paddle_reshard.pipeline.model.model import ModelTensor
-
-ItemSize = Callable[[str], int]
-"""Key of a parameter → bytes of an element of one of its states; 0 if the source does not have it."""
 
 
 def job_bytes(checkpoint: Checkpoint, target: HybridJob) -> tuple[RankBytes, int]:
@@ -51,22 +48,16 @@ class _Sizes:
         self.checkpoint, self.target = checkpoint, target
         self.planner = CellPlanner(checkpoint.model, target)
         tensors = checkpoint.catalog.tensors
-        identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
-        dtypes = tensors.dtypes.tolist()
-
-        def item_size(state: str) -> ItemSize:
-            find = tensors.finder(state)
-
-            def size(key: str) -> int:
-                number = find(identity[key])
-                return 0 if number is None else DTYPES[dtypes[number]].itemsize
-
-            return size
-
+        self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
+        self.dtypes = tensors.dtypes.tolist()
         accumulators = {a for t in checkpoint.model.tensors for a in t.accumulators}
-        self.item_size = {
-            state: item_size(state) for state in (*accumulators, MASTER_WEIGHT, EMA_MASTER_WEIGHT, EMA_PARAM)
-        }
+        states = (*accumulators, MASTER_WEIGHT, EMA_MASTER_WEIGHT, EMA_PARAM)
+        self.finders = {state: tensors.finder(state) for state in states}
+
+    def _item_size(self, state: str, key: str) -> int:
+        """Bytes of an element of a parameter's state; 0 if the source does not have it."""
+        number = self.finders[state](self.identity[key])
+        return 0 if number is None else DTYPES[self.dtypes[number]].itemsize
 
     def of_ranks(self, cell: Cell) -> list[RankBytes]:
         """What each rank of the sharding group holds."""
@@ -78,12 +69,12 @@ class _Sizes:
         for tensor in cell.held[shard] if self.checkpoint.has_optimizer else ():
             key, elements = tensor.key, self._elements(cell, tensor.key, shard)
             for state in tensor.accumulators:
-                moments += self.item_size[state](key) * (1 if is_per_parameter(state) else elements)
+                moments += self._item_size(state, key) * (1 if is_per_parameter(state) else elements)
             if tensor.master:
-                masters += self.item_size[MASTER_WEIGHT](key) * elements
-                ema += self.item_size[EMA_MASTER_WEIGHT](key) * elements
+                masters += self._item_size(MASTER_WEIGHT, key) * elements
+                ema += self._item_size(EMA_MASTER_WEIGHT, key) * elements
         plain = () if self.planner.only_experts(cell.ep) else cell.model_state.get(shard, ())
-        ema += sum(self.item_size[EMA_PARAM](t.key) * prod(cell.local_shapes[t.key]) for t in plain)
+        ema += sum(self._item_size(EMA_PARAM, t.key) * prod(cell.local_shapes[t.key]) for t in plain)
         return RankBytes(parameters, masters, moments, ema if self.checkpoint.has_ema else 0)
 
     def in_files(self, cell: Cell, ranks: Sequence[RankBytes]) -> int:
