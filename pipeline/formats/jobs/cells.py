@@ -30,9 +30,9 @@ from paddle_reshard.pipeline.formats.model_meta import CellMeta, ParameterMeta, 
 from paddle_reshard.pipeline.formats.sharding import Parameter, Shares, partition_parameters
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, lead_experts, predict_parameter_names
 from paddle_reshard.pipeline.model.placement import TensorCut
-from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry
+from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry
 from paddle_reshard.pipeline.model.rules.items import LAYERS, Item, mtp_entry
-from paddle_reshard.pipeline.model.rules.table import RuleTable, renamed_prefix
+from paddle_reshard.pipeline.model.rules.table import renamed_prefix
 
 PipelineItem = tuple[str, int | None]
 """Kind of an item of a pipeline, and its number among those of its kind."""
@@ -86,29 +86,6 @@ def _optimizer_list(tensors: Sequence[ModelTensor], names: Mapping[str, str]) ->
     return listed
 
 
-def _is_shared(tensor: ModelTensor) -> bool:
-    """Whether two stages share a layer with it, if it is on another stage than its twin."""
-    return tensor.tied_to is not None and tensor.rule.tied_to is not None and not tensor.rule.own_in_stages
-
-
-def with_empty_layers(
-    table: RuleTable, config: Config, items: Sequence[PipelineItem | None]
-) -> list[PipelineItem | None]:
-    """The items of a pipeline with ``None`` for each layer without parameters that the config puts between them."""
-    if table.empty is None:
-        return list(items)
-    behind, tail = config_entry(config, table.empty.after) or (), config_entry(config, table.empty.tail) or 0
-    repeated = next(item.name for item in table.items if item.repeated)
-    pipeline_items: list[PipelineItem | None] = []
-    for item in items:
-        if item is not None and item[0] == table.empty.before:
-            pipeline_items += [None] * (tail - count_entry(config, mtp_entry(config)))
-        pipeline_items.append(item)
-        if item is not None and item[0] == repeated and item[1] in behind:
-            pipeline_items.append(None)
-    return pipeline_items
-
-
 class CellPlanner:
     """Determines what every cell of a target holds."""
 
@@ -120,9 +97,10 @@ class CellPlanner:
         self.tied = {
             key
             for t in model.tensors
-            if t.tied_to and _is_shared(t) and item_of[t.tied_to] != t.item
+            if t.tied_to and t.is_alias and not t.rule.own_in_stages and item_of[t.tied_to] != t.item
             for key in (t.key, t.tied_to)
         }
+        """The tensors of layers that two stages share."""
         under_pp = self.topology.pp > 1
         self.written = {t.key: self._own_number((under_pp and t.rule.key_pp) or t.key) for t in model.tensors}
         """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
@@ -181,20 +159,22 @@ class CellPlanner:
     def _stages(self) -> list[list[ModelTensor]]:
         """The tensors of every stage, in the order in which it builds them."""
         tensors = self.model.as_built(self.topology.pp)
-        items = self._items(tensors)
-        described = {item.name: item for item in self.model.table.items}
+        table, items = self.model.table, self._items(tensors)
+        described = {item.name: item for item in table.items}
         if self.topology.pp > 1:
             self._check_mtp_stages(tensors, described)
-            items = with_empty_layers(self.model.table, self.model.config, items)
-        empty = Item("", "" if self.model.table.empty is None else self.model.table.empty.layer_class)
+        in_pipeline = self._with_empty_layers(items)
+        empty = Item("", "" if table.empty is None else table.empty.layer_class)
         positions = segment(
-            [empty if item is None else described[item[0]] for item in items],
+            [empty if item is None else described[item[0]] for item in in_pipeline],
             self.topology.pp,
             self.topology.vpp,
             self.target.segmentation,
-            self.model.table.stages(self.model.config),
+            table.stages(self.model.config),
         )
-        placed = [(item, place) for item, place in zip(items, positions, strict=True) if item is not None]
+        placed = [
+            (item, place) for item, place in zip(in_pipeline, positions, strict=True) if item is not None
+        ]
         self.chunk = {item: chunk for item, (_, chunk) in placed}
         stage_of = {item: stage for item, (stage, _) in placed}
         stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
@@ -207,10 +187,10 @@ class CellPlanner:
             )
         return stages
 
-    def _items(self, tensors: Sequence[ModelTensor]) -> list[PipelineItem | None]:
+    def _items(self, tensors: Sequence[ModelTensor]) -> list[PipelineItem]:
         """The pipeline items, as kind and decoder layer; an adapter may have no tensors in some of them."""
         table, config = self.model.table, self.model.config
-        held: list[PipelineItem | None] = list(dict.fromkeys(self.model.place(t) for t in tensors))
+        held = list(dict.fromkeys(self.model.place(t) for t in tensors))
         if not self.model.has_lora or not isinstance(config_entry(config, LAYERS), int):
             return held
         used = {rule.item for rule in table.rules if rule.applies(config)}
@@ -220,6 +200,23 @@ class CellPlanner:
             if item.name in used and (item.layer_class or self.topology.pp == 1)
             for layer in table.numbers(item, config)
         ]
+
+    def _with_empty_layers(self, items: Sequence[PipelineItem]) -> list[PipelineItem | None]:
+        """The items, and ``None`` for each layer without parameters that the config puts between them in a pipeline."""
+        table, config = self.model.table, self.model.config
+        if table.empty is None or self.topology.pp == 1:
+            return list(items)
+        behind = config_entry(config, table.empty.after) or ()
+        tail = config_entry(config, table.empty.tail) or 0
+        repeated = next(item.name for item in table.items if item.repeated)
+        pipeline_items: list[PipelineItem | None] = []
+        for item in items:
+            if item[0] == table.empty.before:
+                pipeline_items += [None] * (tail - count_entry(config, mtp_entry(config)))
+            pipeline_items.append(item)
+            if item[0] == repeated and item[1] in behind:
+                pipeline_items.append(None)
+        return pipeline_items
 
     def _check_mtp_stages(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
         table = self.model.table
