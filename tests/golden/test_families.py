@@ -14,7 +14,7 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, ReshardError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
@@ -122,6 +122,18 @@ def test_a_section_of_the_config_that_disagrees_is_named(tmp_path: Path) -> None
         ReshardError, match=r"config\.json says 3 .*vision_config\.depth.*; layer 2 is in only"
     ):
         paddle_reshard.inspect(tmp_path / "one")
+
+
+def test_a_tensor_under_its_own_key_and_the_one_it_is_saved_under_is_refused(tmp_path: Path) -> None:
+    """Either could be meant; one of them would be dropped without a word where no master weight contradicts it."""
+    source = shutil.copytree(_checkpoint("qwen2_5_vl_single_tohf"), tmp_path / "source")
+    entries = _read(source / "model.safetensors")
+    twice = "visual.blocks.0.attn.proj.bias"
+    tensors = entries | {f"model.{twice}": entries[twice]}
+    write_safetensors(source / "model.safetensors", tensors)
+    message = rf"{twice} and model\.{twice} are both model\.{twice} of the model"
+    with pytest.raises(CheckpointError, match=message):
+        paddle_reshard.plan(source, to="tp=1")
 
 
 def test_the_vocabulary_of_a_section_grows(tmp_path: Path) -> None:

@@ -90,7 +90,12 @@ def _state_dict(
     ``own`` is the key of each in the model.
     """
     held: dict[str, Any] = {}
-    stored = {own[key]: key for key in payload.tensors}
+    stored: dict[str, str] = {}
+    for key in payload.tensors:
+        if (other := stored.setdefault(own[key], key)) != key:
+            raise CheckpointError(
+                f"{path}: {other} and {key} are both {own[key]} of the model, which its class saves under one of them"
+            )
     for key in _in_model_order(stored, table, config):
         array = payload.tensors[stored[key]]
         dtype = dtype_of_tag(payload.tags[stored[key]], f"{path}: {stored[key]}")
