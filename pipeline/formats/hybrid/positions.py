@@ -40,7 +40,7 @@ def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[StoredCell], mo
         return [_of_stage3(cell, ranks.topology.sharding) for cell in cells]
     if strategy != "stage1v2":
         return [{} for _ in cells]
-    low, high = 0, None
+    limits: list[tuple[int, int | None]] = []
     expected: list[Slices] = []
     for cell in cells:
         members = [member for member in ranks.cells if (member.tp, member.pp) == (cell.tp, cell.pp)]
@@ -50,10 +50,10 @@ def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[StoredCell], mo
             for buffer in buffers:
                 slices |= cut_buffer(buffer, listed.degree)
             if listed.degree > 1 and not ranks.comm_overlap:  # which closes buffers of each virtual stage too
-                above, at_most = possible_buffer_bytes(buffers)
-                low = max(low, above)
-                high = at_most if high is None else high if at_most is None else min(high, at_most)
+                limits.append(possible_buffer_bytes(buffers))
         expected.append(_for_all_members(slices, members))
+    low = max((above for above, _ in limits), default=0)
+    high = min((at_most for _, at_most in limits if at_most is not None), default=None)
     if high is not None and low >= high:
         raise CheckpointError(
             f"optimizer files: some ranks share communication buffers of more than {low} bytes, others closed them at "
