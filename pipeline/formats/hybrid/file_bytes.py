@@ -27,6 +27,12 @@ AddArray: TypeAlias = Callable[[str, FlatSlice | None, str | None], ArraySlot]
 """Takes the key of a parameter, a slice of its flattening or ``None`` for all of it, and the name of the array."""
 
 
+ArrayRows: TypeAlias = "numbers_of[int]"
+"""The arrays of a file that is being laid out, five numbers for each because there may be very many: its kind, its
+tensor, the index of its dtype, the bytes of its values, and those of the zeros that follow them."""
+_COLUMNS = 5
+
+
 @dataclass(frozen=True, slots=True)
 class RankFileLayout:
     """A rank's file without its tp coordinate: files of tp ranks differ only in the offsets of boxes."""
@@ -39,19 +45,6 @@ class RankFileLayout:
     """``(byte offset, number of zero bytes)``."""
     arrays: Ints
     """A row for each array: kind, tensor, byte offset, index of the dtype."""
-
-
-class FileArrays:
-    """The arrays of a file that is being laid out, as columns because there may be very many."""
-
-    __slots__ = ("cell", "padding", "rows")
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-        self.rows = numbers_of("q")
-        """Flat rows of (kind of array, tensor, index of the dtype)."""
-        self.padding: dict[int, tuple[int, int]] = {}
-        """Index of an array → bytes of its values, and of the zeros that follow them."""
 
 
 class FileBytes(NewFiles):
@@ -70,54 +63,46 @@ class FileBytes(NewFiles):
         """Whether the source has a state of a tensor."""
         return self.tensors.find(self.identity[tensor.key], state) is not None
 
-    def adder(self, arrays: FileArrays, state: str) -> AddArray:
+    def adder(self, rows: ArrayRows, cell: Cell, state: str) -> AddArray:
         """A function that adds an array of a ``state`` to a file: all that the cell has of a tensor, or a slice of its
         flattening.
 
         What is the same for all arrays of a state is looked up once, because there may be very many.
         """
         find, per_parameter = self.tensors.finder(state), is_per_parameter(state)
-        identity, dtypes, rows, cell = self.identity, self.dtypes, arrays.rows, arrays.cell
+        identity, dtypes, kind_of = self.identity, self.dtypes, self.placements.kind
 
         def add(key: str, flat: FlatSlice | None, name: str | None) -> ArraySlot:
             number = find(identity[key])
             if number is None:
                 raise lacking(key, state)
-            shape, cut = ((1,), UNCUT) if per_parameter else (cell.local_shapes[key], cell.cuts[key])
-            flat = None if per_parameter else flat
             dtype = DTYPES[dtypes[number]]
-            slot = len(rows) // 3
-            rows.extend(
-                (self.placements.kind(ArrayKind(shape, cut, dtype.itemsize, flat)), number, dtypes[number])
-            )
-            if flat is None:
-                return ArraySlot(slot, dtype.code, shape, name)
-            values = max(0, min(flat.stop, prod(shape)) - flat.start)
-            if (zeros := flat.elements - values) > 0:
-                arrays.padding[slot] = values * dtype.itemsize, zeros * dtype.itemsize
-            return ArraySlot(slot, dtype.code, (flat.elements,), name)
+            whole, cut = ((1,), UNCUT) if per_parameter else (cell.local_shapes[key], cell.cuts[key])
+            shape, flat, values = whole, None if per_parameter else flat, prod(whole)
+            if flat is not None:
+                shape, values = (flat.elements,), max(0, min(flat.stop, values) - flat.start)
+            kind = kind_of(ArrayKind(whole, cut, dtype.itemsize, flat))
+            zeros = prod(shape) - values
+            rows.extend((kind, number, dtypes[number], values * dtype.itemsize, zeros * dtype.itemsize))
+            return ArraySlot(len(rows) // _COLUMNS - 1, dtype.code, shape, name)
 
         return add
 
     def lay_out(
-        self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], arrays: FileArrays
+        self, kind: str, shard: int | None, root: Iterator[tuple[object, object]], rows: ArrayRows
     ) -> RankFileLayout:
-        """Lay out a file with these entries; iterating over ``root`` adds to ``arrays``."""
+        """Lay out a file with these entries; iterating over ``root`` adds to ``rows``."""
         literals = self.literals.template(())
         size_bytes, slots = write_pickle(
             DictEntries(root), partial(self.literals.extend_template, literals), self.pickle_protocol
         )
         slot, byte_offset, _ = np.array(slots, dtype=np.int64).reshape(-1, 3).T
-        rows = np.array(arrays.rows, dtype=np.int64).reshape(-1, 3)[slot]
-        rows_in_file = np.column_stack([rows[:, 0], rows[:, 1], byte_offset, rows[:, 2]])
-        begins = np.empty_like(byte_offset)
-        begins[slot] = byte_offset
-        padded = begins[list(arrays.padding)].tolist()
-        fills = sorted(
-            (start + values, zeros)
-            for start, (values, zeros) in zip(padded, arrays.padding.values(), strict=True)
-        )
-        return RankFileLayout(kind, shard, size_bytes, literals, tuple(fills), rows_in_file)
+        in_file = np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS)[slot]
+        array_kind, tensor, dtype, values, zeros = in_file.T
+        padded = zeros > 0
+        fills = zip((byte_offset + values)[padded].tolist(), zeros[padded].tolist(), strict=True)
+        arrays = np.column_stack([array_kind, tensor, byte_offset, dtype])
+        return RankFileLayout(kind, shard, size_bytes, literals, tuple(fills), arrays)
 
     def add(self, path: str, layout: RankFileLayout, tp: int) -> None:
         """Add a laid-out file for a tp rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array as numbers_of
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -17,7 +18,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
 )
 from paddle_reshard.pipeline.core.upstream import paddle_release
-from paddle_reshard.pipeline.formats.hybrid.file_bytes import FileArrays, FileBytes, RankFileLayout
+from paddle_reshard.pipeline.formats.hybrid.file_bytes import ArrayRows, FileBytes, RankFileLayout
 from paddle_reshard.pipeline.formats.hybrid.names import (
     EMA,
     LORA_MODEL_STATE,
@@ -98,8 +99,8 @@ class HybridWriter:
         )
 
     def _model_state(self, cell: Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> RankFileLayout:
-        arrays = FileArrays(cell)
-        add = self.bytes.adder(arrays, PARAM)
+        rows = numbers_of("q")
+        add = self.bytes.adder(rows, cell, PARAM)
 
         def entries() -> Iterator[tuple[object, object]]:
             for t in tensors:
@@ -107,7 +108,7 @@ class HybridWriter:
             yield STRUCTURED_NAMES, {self.saved[t.key]: cell.names[t.key] for t in tensors}
 
         kind = LORA_MODEL_STATE if self.planner.with_lora else MODEL_STATE
-        return self.bytes.lay_out(kind, shard, entries(), arrays)
+        return self.bytes.lay_out(kind, shard, entries(), rows)
 
     def _optimizer(self, cell: Cell, shard: int) -> RankFileLayout:
         """State by state, then the master weights.
@@ -116,10 +117,12 @@ class HybridWriter:
         """
         held, only_experts = cell.held[shard], self.planner.only_experts(cell.ep)
         with_master = any(t.master for t in held)
-        arrays = FileArrays(cell)
+        rows = numbers_of("q")
         held_by_any = {a for accumulators in {t.accumulators for t in cell.parameters} for a in accumulators}
         states = [
-            (a, accumulator_ending(a), self.bytes.adder(arrays, a)) for a in ACCUMULATORS if a in held_by_any
+            (a, accumulator_ending(a), self.bytes.adder(rows, cell, a))
+            for a in ACCUMULATORS
+            if a in held_by_any
         ]
         pieces = [
             (t.key, t.accumulators, self._key_of_states(cell, t, shard), cell.shares[t.key][shard])
@@ -134,7 +137,7 @@ class HybridWriter:
         def entries() -> Iterator[tuple[object, object]]:
             unnamed = {}
             if only_experts:
-                yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+                yield MASTER_WEIGHTS, self._master_weights(rows, cell, shard, MASTER_WEIGHT)
             for (tensor, held_by, begins, flat), (accumulator, ending, add) in pairs:
                 if accumulator in held_by:
                     key = begins + ending
@@ -142,34 +145,34 @@ class HybridWriter:
                     if not with_master:
                         unnamed[key] = key
             if with_master and not only_experts:
-                yield MASTER_WEIGHTS, self._master_weights(arrays, shard, MASTER_WEIGHT)
+                yield MASTER_WEIGHTS, self._master_weights(rows, cell, shard, MASTER_WEIGHT)
             if self.checkpoint.job.lr_scheduler is not None and not only_experts:
                 yield "LR_Scheduler", self.checkpoint.job.lr_scheduler
             if not with_master:
                 yield STRUCTURED_NAMES, unnamed
 
-        return self.bytes.lay_out(OPTIMIZER, shard, entries(), arrays)
+        return self.bytes.lay_out(OPTIMIZER, shard, entries(), rows)
 
     def _ema(self, cell: Cell, shard: int) -> RankFileLayout:
         with_master = any(t.master for t in cell.held[shard])
         plain = [t for t in cell.model_state.get(shard, ()) if self.bytes.has(t, EMA_PARAM)]
         if self.planner.only_experts(cell.ep):
             plain = []
-        arrays = FileArrays(cell)
+        rows = numbers_of("q")
 
         def entries() -> Iterator[tuple[object, object]]:
-            yield MASTER_WEIGHTS, self._master_weights(arrays, shard, EMA_MASTER_WEIGHT)
-            add = self.bytes.adder(arrays, EMA_PARAM)
+            yield MASTER_WEIGHTS, self._master_weights(rows, cell, shard, EMA_MASTER_WEIGHT)
+            add = self.bytes.adder(rows, cell, EMA_PARAM)
             for tensor in plain:
                 name = cell.names[tensor.key] if with_master else None
                 yield self.written[tensor.key], add(tensor.key, None, name)
             if not with_master:
                 yield STRUCTURED_NAMES, {self.written[t.key]: cell.names[t.key] for t in plain}
 
-        return self.bytes.lay_out(EMA, shard, entries(), arrays)
+        return self.bytes.lay_out(EMA, shard, entries(), rows)
 
-    def _master_weights(self, arrays: FileArrays, shard: int, state: str) -> DictEntries:
-        cell, add = arrays.cell, self.bytes.adder(arrays, state)
+    def _master_weights(self, rows: ArrayRows, cell: Cell, shard: int, state: str) -> DictEntries:
+        add = self.bytes.adder(rows, cell, state)
 
         def entries() -> Iterator[tuple[object, object]]:
             for tensor in self._in_order_of_masters(cell, shard):
