@@ -58,12 +58,6 @@ class FileEntries:
         """Names of the entries."""
         return iter(self._entries)
 
-    def plain(self) -> dict[str, Any]:
-        """The entries as a dict, with ``master_weights`` as a nested dict."""
-        return {
-            entry: value.plain() if isinstance(value, FileEntries) else value for entry, value in self.items()
-        }
-
     def drained(self, but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
         """Iterate over the entries except those named in ``but``; afterwards only those of ``SPECIAL`` remain."""
         for entry, value in self.items():

@@ -12,7 +12,7 @@ stored in full next to the buffers, with their master weights.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, is_per_parameter
+from paddle_reshard.pipeline.formats.hybrid.entries import FileEntries
 from paddle_reshard.pipeline.formats.sharding import Parameter, padded_elements, stage1_v1_owners
 from paddle_reshard.pipeline.model.optimizer_keys import (
     MASTER_WEIGHTS,
@@ -49,10 +50,10 @@ def holds_buffers(masters: Iterable[str], names: Container[str]) -> bool:
 
 
 def unfuse(
-    root: Mapping[str, Any], parameters: Sequence[FusedParameter], rank: int, degree: int, path: str
-) -> dict[str, Any]:
+    root: FileEntries, parameters: Sequence[FusedParameter], rank: int, degree: int, path: str
+) -> FileEntries:
     """Replace the entries of buffers in an optimizer file by entries of parameters, which must fill them exactly."""
-    masters = root[MASTER_WEIGHTS]
+    masters = dict(root.get(MASTER_WEIGHTS).items())
     groups = _groups(parameters, rank, degree)
     if len(groups) != len(masters):
         raise CheckpointError(
@@ -64,10 +65,8 @@ def unfuse(
     for name, buffer in masters.items():
         for parameter, array in _pieces(name, buffer, of_buffer[name], path):
             unfused[MASTER_WEIGHTS][parameter.name] = array
-    for entry, value in root.items():
+    for entry, value in root.drained([MASTER_WEIGHTS]):
         parts = split_accumulator_key(entry, of_buffer)
-        if entry == MASTER_WEIGHTS:
-            continue
         if parts is None:
             unfused[entry] = value
             continue
@@ -78,7 +77,7 @@ def unfuse(
             else _pieces(entry, value, of_buffer[name], path)
         ):
             unfused[accumulator_key(parameter.name, state, master)] = array
-    return unfused
+    return FileEntries(unfused)
 
 
 def _groups(parameters: Sequence[FusedParameter], rank: int, degree: int) -> list[list[FusedParameter]]:

@@ -476,7 +476,7 @@ class _CellReader:
                 "distributed experts: their contents could not be verified with a real checkpoint"
             )
         fused = [FusedParameter(key, name, cell.shapes[key], cell.dtypes[key]) for name, key in keys.items()]
-        return FileEntries(unfuse(root.plain(), fused, file.shard or 0, self.topology.sharding, file.path))
+        return unfuse(root, fused, file.shard or 0, self.topology.sharding, file.path)
 
     def _describe(self, cell: StoredCell, meta: ModelMeta, with_lora: bool) -> None:
         """Take names, shapes, dtypes and marks from ``model_meta.json``."""
