@@ -5,8 +5,6 @@
     stage 1 v2                  slices of every flattened tensor: all of them make one copy
     stage 3                     slices of large tensors; every rank holds small ones whole: as many copies
     stage 1 v1, stage 2, none   whole tensors, each on one rank: one copy
-
-Everything is a function of the arrays' shapes and files.
 """
 
 from __future__ import annotations

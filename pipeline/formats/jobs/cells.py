@@ -4,8 +4,6 @@ A *cell* is a coordinate of the target that writes files: a tp rank of a stage, 
 experts are distributed. The ranks of its sharding group share its optimizer states::
 
     tp=2, pp=2, sharding=3      4 cells, the optimizer states of each in 3 files
-
-Everything is a function of the model and the target.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensor_columns import Identity
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
     MASTER_WEIGHT,
@@ -85,8 +86,6 @@ from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
 
 _FLOATING = ("float32", "bfloat16", "float16", "float64")
 _HALVES = ("bfloat16", "float16")
-TensorId = tuple[str, str]
-"""Key and state."""
 
 
 class _StoredArray(NamedTuple):
@@ -106,7 +105,7 @@ class _StoredArray(NamedTuple):
         return self.array.shape[::-1] if self.transposed else self.array.shape
 
 
-Arrays = Mapping[TensorId, list[_StoredArray]]
+Arrays = Mapping[Identity, list[_StoredArray]]
 """All arrays of each tensor."""
 
 
@@ -162,9 +161,9 @@ def _index(files: SourceFiles, kind: str) -> Index | None:
 
 def _arrays(
     files: Sequence[UnifiedFile], payloads: Mapping[str, SafetensorsPayload], config: Mapping[str, Any]
-) -> dict[TensorId, list[_StoredArray]]:
+) -> dict[Identity, list[_StoredArray]]:
     """All arrays of each tensor, in the order of the files."""
-    arrays: dict[TensorId, list[_StoredArray]] = {}
+    arrays: dict[Identity, list[_StoredArray]] = {}
     masters_only = _masters_only(files, payloads, config)
     for file in files:
         payload = payloads[file.path]
@@ -227,7 +226,7 @@ def _joined_twins(
     payloads: Mapping[str, SafetensorsPayload],
     table: RuleTable,
     config: Mapping[str, Any],
-) -> dict[TensorId, list[_StoredArray]]:
+) -> dict[Identity, list[_StoredArray]]:
     """Merge tied weights under their common key, and mark transposed arrays.
 
     Arrays stored under the common key come first. Only weights can be transposed.
@@ -242,7 +241,7 @@ def _joined_twins(
         return stored._replace(transposed=transposed)
 
     twins = {key: table.find(key, config)[0].twin(config, key) for key, _ in arrays}
-    joined: dict[TensorId, list[_StoredArray]] = {}
+    joined: dict[Identity, list[_StoredArray]] = {}
     for tied in (False, True):
         for (key, state), stored in arrays.items():
             if (twins[key] is not None) == tied:
@@ -315,13 +314,13 @@ class _Cutting:
             for (key, state), stored in arrays.items()
         )
         if sliced:
-            self._check(arrays)
+            self._check_lengths(arrays)
             self._check_ranks(arrays)
         return sliced
 
-    def _check(self, arrays: Arrays) -> None:
+    def _check_lengths(self, arrays: Arrays) -> None:
         """Check the lengths of slices; experts may have a smaller sharding degree than other parameters."""
-        totals: dict[TensorId, set[int]] = {}
+        totals: dict[Identity, set[int]] = {}
         for (key, state), stored in arrays.items():
             if state == PARAM or is_per_parameter(state):
                 continue
@@ -337,11 +336,11 @@ class _Cutting:
             chosen = {i: t for i, t in totals.items() if self.by_key[i[0]].rule.of_expert == of_experts}
             degrees = [1, *self.degrees] if of_experts else self.degrees
             misfits = [self._misfit(chosen, degree, arrays) for degree in degrees or [1]]
-            if misfit := next(reversed(misfits)) if None not in misfits else None:
-                raise misfit
+            if (last := misfits[-1]) is not None and None not in misfits:
+                raise last
 
     def _misfit(
-        self, totals: Mapping[TensorId, set[int]], degree: int, arrays: Arrays
+        self, totals: Mapping[Identity, set[int]], degree: int, arrays: Arrays
     ) -> CoverageError | None:
         """Why slices cannot be those of a sharding degree, or ``None``."""
         for (key, state), element_counts in totals.items():
