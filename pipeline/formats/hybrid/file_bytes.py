@@ -25,8 +25,6 @@ from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, DictEnt
 
 AddArray: TypeAlias = Callable[[str, FlatSlice | None, str | None], ArraySlot]
 """Takes the key of a parameter, a slice of its flattening or ``None`` for all of it, and the name of the array."""
-
-
 ArrayRows: TypeAlias = "numbers_of[int]"
 """The arrays of a file that is being laid out, five numbers for each because there may be very many: its kind, its
 tensor, the index of its dtype, the bytes of its values, and those of the zeros that follow them."""
@@ -78,9 +76,9 @@ class FileBytes(NewFiles):
                 raise lacking(key, state)
             dtype = DTYPES[dtypes[number]]
             whole, cut = ((1,), UNCUT) if per_parameter else (cell.local_shapes[key], cell.cuts[key])
-            shape, flat, values = whole, None if per_parameter else flat, prod(whole)
-            if flat is not None:
-                shape, values = (flat.elements,), max(0, min(flat.stop, values) - flat.start)
+            flat = None if per_parameter else flat
+            shape = whole if flat is None else (flat.elements,)
+            values = prod(whole) if flat is None else max(0, min(flat.stop, prod(whole)) - flat.start)
             kind = kind_of(ArrayKind(whole, cut, dtype.itemsize, flat))
             zeros = prod(shape) - values
             rows.extend((kind, number, dtypes[number], values * dtype.itemsize, zeros * dtype.itemsize))
