@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array as numbers_of
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -78,9 +78,7 @@ class HybridWriter:
 
     def _rank_files(self, cell: Cell, shard: int) -> Iterator[RankFileLayout]:
         if shard in cell.model_state:
-            yield self._model_state(
-                cell, shard if self.planner.shares_parameters else None, cell.model_state[shard]
-            )
+            yield self._model_state(cell, shard)
         if not self.checkpoint.has_optimizer:
             return
         yield self._optimizer(cell, shard)
@@ -98,8 +96,8 @@ class HybridWriter:
             ep=cell.ep if kind in WEIGHTS and shard is None and degrees.ep > 1 else None,
         )
 
-    def _model_state(self, cell: Cell, shard: int | None, tensors: Sequence[ModelTensor]) -> RankFileLayout:
-        rows = numbers_of("q")
+    def _model_state(self, cell: Cell, shard: int) -> RankFileLayout:
+        rows, tensors = numbers_of("q"), cell.model_state[shard]
         add = self.bytes.adder(rows, cell, PARAM)
 
         def entries() -> Iterator[tuple[object, object]]:
@@ -108,7 +106,8 @@ class HybridWriter:
             yield STRUCTURED_NAMES, {self.saved[t.key]: cell.names[t.key] for t in tensors}
 
         kind = LORA_MODEL_STATE if self.planner.with_lora else MODEL_STATE
-        return self.bytes.lay_out(kind, shard, entries(), rows)
+        of_rank = shard if self.planner.shares_parameters else None
+        return self.bytes.lay_out(kind, of_rank, entries(), rows)
 
     def _optimizer(self, cell: Cell, shard: int) -> RankFileLayout:
         """State by state, then the master weights.
