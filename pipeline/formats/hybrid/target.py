@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
@@ -132,12 +133,8 @@ class HybridTarget(HybridJob):
         planned, read = self.topology, checkpoint.job.topology
         if not checkpoint.has_optimizer and read is not None:
             read = replace(read, sharding=planned.sharding)  # no file tells
-        if read is not None and (read.tp, read.pp, read.sharding, read.ep) != (
-            planned.tp,
-            planned.pp,
-            planned.sharding,
-            planned.ep,
-        ):
+        axes = attrgetter("tp", "pp", "sharding", "ep")
+        if read is not None and axes(read) != axes(planned):
             raise CheckpointError(f"the staged target reads back as {read}, but {planned} was planned")
         check_tensors(staged, checkpoint)
 
