@@ -420,9 +420,7 @@ class _CellReader:
         if self.meta is None or with_lora:
             _names_from_model_state(cell, model_files, self.entries)
             if len(cell.names) < len(cell.shapes):
-                candidates = self._predicted_names(list(cell.shapes))
-                roots = [self.entries[f.path] for f in optimizers]
-                cell.names = _names_that_fit(model_files[0], candidates, roots)
+                cell.names = self._predicted_names(cell, model_files[0], optimizers)
         if self.meta is not None:
             self._describe(cell, self.meta, with_lora)
         for file in model_files:
@@ -444,13 +442,28 @@ class _CellReader:
     def _table(self, keys: list[str]) -> RuleTable:
         return choose_table(self.tables, keys, self.config, HYBRID, stages_known=True)
 
-    def _predicted_names(self, keys: list[str]) -> list[dict[str, str]]:
-        """Candidate parameter names for the keys of a cell in model order: without and with sequence parallelism."""
+    def _predicted_names(
+        self, cell: StoredCell, weights: RankFile, optimizers: list[RankFile]
+    ) -> dict[str, str]:
+        """The first predicted names with which every optimizer entry of the cell can be parsed.
+
+        They are those without and with sequence parallelism. Shapes are checked later, as for any other names.
+        """
+        keys, topology = list(cell.shapes), self.topology
         table, config = self._table(keys), self.config
         rules = {key: table.find(key, config)[0] for key in keys}
         named = [NamedTensor(key, rule, rule.twin(config, key)) for key, rule in rules.items()]
-        tp, pp, ep = self.topology.tp, self.topology.pp, self.topology.ep
-        return [predict_parameter_names(named, config, pp, tp, parallel, ep) for parallel in (False, True)]
+        roots = [self.entries[f.path] for f in optimizers]
+        entries = [entry for root in roots for entry, value in root.items() if _array_of(value) is not None]
+        for parallel in (False, True):
+            names = predict_parameter_names(named, config, topology.pp, topology.tp, parallel, topology.ep)
+            known = set(names.values())
+            if all(split_accumulator_key(entry.removeprefix(SLICE_PREFIX), known) for entry in entries):
+                return names
+        raise CheckpointError(
+            f"{weights.path}: {STRUCTURED_NAMES} lacks parameter names, and the names predicted by the naming rules do "
+            "not match the optimizer files"
+        )
 
     def check_complete(self, cells: Sequence[StoredCell]) -> None:
         """Check that ``model_meta.json`` describes no other cells."""
@@ -607,24 +620,6 @@ def _names_from_model_state(
                 cell.names[key] = name
             cell.shapes[key] = array.shape
             cell.dtypes[key] = dtype_of_code(array.dtype, f"{file.path}: {key}")
-
-
-def _names_that_fit(
-    file: RankFile, candidates: list[dict[str, str]], optimizers: list[FileEntries]
-) -> dict[str, str]:
-    """The first candidate names with which every optimizer entry of the cell can be parsed.
-
-    Shapes are checked later, as for any other names.
-    """
-    entries = [entry for root in optimizers for entry, value in root.items() if _array_of(value) is not None]
-    for names in candidates:
-        known = set(names.values())
-        if all(split_accumulator_key(entry.removeprefix(SLICE_PREFIX), known) for entry in entries):
-            return names
-    raise CheckpointError(
-        f"{file.path}: {STRUCTURED_NAMES} lacks parameter names, and the names predicted by the naming rules do not "
-        "match the optimizer files"
-    )
 
 
 def _add(cell: StoredCell, key: str, state: str, file: RankFile, value: object) -> None:
