@@ -14,17 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.checkpoint.integers import Integers
-from paddle_reshard.pipeline.checkpoint.quantised import (
-    GROUP,
-    GROUP_BYTES,
-    Dequantised,
-    Packed,
-    Scales,
-    Section,
-    ServedFile,
-)
+from paddle_reshard.pipeline.checkpoint.quantised import GROUP, GROUP_BYTES, Dequantised, Section, ServedFile
 from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
+from paddle_reshard.pipeline.checkpoint.stored_tensors import Integers, Packed, Scales
 from paddle_reshard.storage.store import Read, Source
 from paddle_reshard.storage.views import ComputedSource
 from paddle_reshard.tasks.cast import bfloat16_bits

@@ -15,10 +15,10 @@ stores 8 bits as they are, as ``weight``, without ``weight_shape``. Both are as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final
 
-from paddle_reshard.pipeline.checkpoint.stored_tensors import StoredTensors
+from paddle_reshard.pipeline.checkpoint.stored_tensors import Integers, Scheme, ServedTensor, StoredTensors
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.storage.files.safetensors import SafetensorsPayload
@@ -47,64 +47,7 @@ _CODES: Final[Mapping[str, str]] = {"BF16": "<u2", "F16": "<f2"}
 """Tag of scales, in whose dtype compressed-tensors multiplies, and which a weight then has → NumPy's code."""
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerScheme:
-    """How the weights of a checkpoint are stored."""
-
-    bits: int
-    """4 or 8."""
-    group: int | None
-    """Columns that share a scale; ``None``: all of a row."""
-    packed: bool
-
-    @property
-    def stored(self) -> str:
-        """What the key of a weight ends with."""
-        return PACKED if self.packed else WEIGHT
-
-    @property
-    def group_in_words(self) -> str:
-        """What has a scale of its own."""
-        return "row" if self.group is None else f"{self.group} elements of a row"
-
-
-class Integers(NamedTuple):
-    """The scales of a weight of integers, and how both are stored, in C order."""
-
-    path: str
-    """File of the scales."""
-    byte_offset: int
-    """Where the scales begin."""
-    code: str
-    """NumPy's code of the stored scales and of the values as they are served: float16, or bfloat16 as bit patterns."""
-    columns: int
-    """Scales of a row."""
-    width: int
-    """Columns of the weight."""
-    group: int
-    """Columns that share a scale."""
-    bits: int
-    row_bytes: int
-    """Stored bytes of a row of integers."""
-    packed: bool
-    """Whether half their range was added to the integers."""
-
-    def byte_of(self, element: int) -> int:
-        """Offset of the stored byte that holds an element, numbered in C order."""
-        row, column = divmod(element, self.width)
-        return row * self.row_bytes + column * self.bits // 8
-
-
-class IntegerWeight(NamedTuple):
-    """A weight of integers as it is served."""
-
-    shape: tuple[int, int]
-    tag: str
-    """The dtype of its scales, with which the weight is served."""
-    integers: Integers
-
-
-def integer_scheme(entries: Mapping[str, Any]) -> IntegerScheme:
+def integer_scheme(entries: Mapping[str, Any]) -> Scheme:
     """How weights are stored, given ``quantization_config`` of a compressed-tensors checkpoint.
 
     Raises
@@ -129,7 +72,17 @@ def integer_scheme(entries: Mapping[str, Any]) -> IntegerScheme:
     kinds = {_scheme(entry, packed) for entry in schemes}
     if len(kinds) != 1:
         raise _unsupported(f"{len(kinds)} kinds of weights in config_groups", "one")
-    return kinds.pop()
+    ((bits, group),) = kinds
+    return Scheme(
+        METHOD,
+        f"INT{bits}",
+        "row" if group is None else f"{group} elements of a row",
+        stored=PACKED if packed else WEIGHT,
+        served=WEIGHT,
+        companions=(SCALE, SHAPE) if packed else (SCALE,),
+        tag=None if packed else "I8",
+        weight=partial(_weight, bits, group, packed),
+    )
 
 
 def _unsupported(given: str, supported: str) -> UnsupportedError:
@@ -138,7 +91,8 @@ def _unsupported(given: str, supported: str) -> UnsupportedError:
     )
 
 
-def _scheme(group: object, packed: bool) -> IntegerScheme:
+def _scheme(group: object, packed: bool) -> tuple[int, int | None]:
+    """Bits of an integer, 4 or 8, and the columns that share a scale; ``None``: all of a row."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise _unsupported("a config group without weights", "weights of integers")
@@ -153,10 +107,10 @@ def _scheme(group: object, packed: bool) -> IntegerScheme:
     if not packed and entries["num_bits"] != 8:
         raise _unsupported(f"num_bits {entries['num_bits']!r} with {INT_QUANTIZED}", "8")
     if entries["strategy"] == "channel":
-        return IntegerScheme(entries["num_bits"], None, packed)
+        return entries["num_bits"], None
     if type(size) is not int or size < 1:
         raise _unsupported(f"group_size {size!r}", "a positive number")
-    return IntegerScheme(entries["num_bits"], size, packed)
+    return entries["num_bits"], size
 
 
 def refuse_further_tensors(held: Mapping[str, str]) -> None:
@@ -189,50 +143,38 @@ def shape_keys(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
     return paths
 
 
-def integer_weight(
-    stored: str, scheme: IntegerScheme, tensors: StoredTensors, shapes: Mapping[str, tuple[int, int]]
-) -> IntegerWeight:
-    """The weight that is stored under the key ``stored``; ``shapes`` are the values that :func:`shape_keys` locates.
-
-    Raises
-    ------
-    CoverageError
-        If its scales or its shape are missing, or dtypes and shapes do not match.
-    UnsupportedError
-        If it is not a matrix.
-    """
+def _weight(
+    bits: int, group: int | None, packed: bool, stored: str, key: str, tensors: StoredTensors
+) -> ServedTensor:
+    """A weight of integers, as :func:`integer_scheme` tells how it is stored."""
     path, array, tag = tensors.held[stored], tensors.array(stored), tensors.tag(stored)
     if len(array.shape) != 2:
         raise UnsupportedError(
             f"{stored}: quantised weights of shape {array.shape} in {path}; only matrices are supported"
         )
-    name = stored.removesuffix(scheme.stored)
-    shape = _packed_shape(stored, name + SHAPE, tensors, shapes) if scheme.packed else array.shape[:2]
-    words = -(-shape[1] * scheme.bits // 32)
-    expected = ("I32", (shape[0], words)) if scheme.packed else ("I8", shape)
+    name = key.removesuffix(WEIGHT)
+    rows, width = shape = _packed_shape(stored, name + SHAPE, tensors) if packed else array.shape[:2]
+    expected = ("I32", (rows, -(-width * bits // 32))) if packed else ("I8", shape)
     if (tag, array.shape) != expected:
         raise CoverageError(
             stored,
-            f"{tag} of shape {array.shape}, but {scheme.bits}-bit integers of a weight of shape {shape} are "
+            f"{tag} of shape {array.shape}, but {bits}-bit integers of a weight of shape {shape} are "
             f"{expected[0]} of shape {expected[1]}",
             (path,),
         )
-    group = scheme.group or max(1, shape[1])
-    if shape[1] % group:
-        raise CoverageError(stored, f"{shape[1]} columns cannot be divided into groups of {group}", (path,))
-    columns = 1 if scheme.group is None else shape[1] // group
-    scales = tensors.scales(name + SCALE, stored, shape, (shape[0], columns), _CODES)
-    row_bytes = array.shape[1] * (4 if scheme.packed else 1)
-    integers = Integers(*scales, columns, shape[1], group, scheme.bits, row_bytes, scheme.packed)
-    return IntegerWeight((shape[0], shape[1]), tensors.tag(name + SCALE), integers)
+    columns, rest = (1, 0) if group is None else divmod(width, group)
+    if rest:
+        raise CoverageError(stored, f"{width} columns cannot be divided into groups of {group}", (path,))
+    scales = tensors.scales(name + SCALE, stored, shape, (rows, columns), _CODES)
+    row_bytes = array.shape[1] * (4 if packed else 1)
+    integers = Integers(*scales, columns, width, group or max(1, width), bits, row_bytes, packed)
+    return ServedTensor(key, shape, tensors.tag(name + SCALE), integers)
 
 
-def _packed_shape(
-    stored: str, key: str, tensors: StoredTensors, shapes: Mapping[str, tuple[int, int]]
-) -> tuple[int, ...]:
+def _packed_shape(stored: str, key: str, tensors: StoredTensors) -> tuple[int, int]:
     """The shape that a packed weight is served with, from the tensor ``key``."""
     if key not in tensors.held:
         raise CoverageError(key, f"no file holds the shape of {stored}", (tensors.held[stored],))
-    if min(shapes[key]) < 0:
-        raise CoverageError(key, f"the shape {shapes[key]} of {stored}", (tensors.held[key],))
-    return shapes[key]
+    if min(tensors.shapes[key]) < 0:
+        raise CoverageError(key, f"the shape {tensors.shapes[key]} of {stored}", (tensors.held[key],))
+    return tensors.shapes[key]

@@ -26,9 +26,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint import integers
-from paddle_reshard.pipeline.checkpoint.integers import Integers, IntegerScheme
 from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
-from paddle_reshard.pipeline.checkpoint.stored_tensors import StoredTensors
+from paddle_reshard.pipeline.checkpoint.stored_tensors import (
+    Integers,
+    Packed,
+    Scales,
+    Scheme,
+    ServedTensor,
+    StoredTensors,
+)
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, WEIGHT_INDEX
 from paddle_reshard.storage.files.safetensors import (
@@ -74,33 +80,9 @@ def fp8_config(not_converted: Sequence[str]) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "modules_to_not_convert": list(not_converted),
-        _METHOD: "fp8",
+        _METHOD: FP8,
         "weight_block_size": [BLOCK, BLOCK],
     }
-
-
-class Scales(NamedTuple):
-    """The scales of a weight: a matrix in C order, one row for each 128 rows of the weight."""
-
-    path: str
-    byte_offset: int
-    code: str
-    """NumPy's code of the stored bytes: float32, or bfloat16 as bit patterns."""
-    columns: int
-    width: int
-    """Columns of the weight."""
-
-
-class Packed(NamedTuple):
-    """The scales of MXFP4 experts, and how those are stored: ``[experts, columns, groups, 16]``, all in bytes."""
-
-    path: str
-    """File of the scales, ``[experts, columns, groups]``."""
-    byte_offset: int
-    columns: int
-    """Columns of an expert as it is served."""
-    groups: int
-    """Groups of 32 rows of an expert as it is served."""
 
 
 class Section(NamedTuple):
@@ -136,8 +118,8 @@ class Dequantised:
     """What is dequantised, in words."""
 
 
-def quantisation_of(config: Mapping[str, Any]) -> str | None:
-    """``quant_method`` of the weights according to ``config.json``, one that is supported; ``None``: not quantised.
+def quantisation_of(config: Mapping[str, Any]) -> Scheme | None:
+    """How the weights are quantised according to ``config.json``; ``None``: they are not.
 
     Paddle's own ``quantization_config`` has no ``quant_method``, or ``null``: it says how a job trains, not what is
     stored.
@@ -152,10 +134,9 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
     if not isinstance(entries, Mapping) or method is None:
         return None
     if method == MXFP4:
-        return MXFP4
+        return _MXFP4_SCHEME
     if method == INTEGERS:
-        integers.integer_scheme(entries)
-        return INTEGERS
+        return integers.integer_scheme(entries)
     if method != FP8:
         raise UnsupportedError(
             f"{CONFIG}: the weights are quantised with {_METHOD} {method!r}; supported are {FP8}, with a scale for "
@@ -168,30 +149,15 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
                 f"{CONFIG}: {QUANTIZATION} has {entry} {value!r}; supported: {values[-1]!r}. Convert the unquantised "
                 "model"
             )
-    return FP8
+    return _FP8_SCHEME
 
 
 def dequantised(
-    payloads: Mapping[str, SafetensorsPayload],
-    index: Index | None,
-    config: Mapping[str, Any],
-    method: str,
-    shapes: Mapping[str, tuple[int, int]],
+    tensors: StoredTensors, index: Index | None, config: Mapping[str, Any], scheme: Scheme
 ) -> Dequantised | None:
     """Lay out the files with dequantised weights; ``None`` if there are neither quantised weights nor scales.
 
-    Parameters
-    ----------
-    payloads
-        Path → header of every safetensors file.
-    index
-        ``model.safetensors.index.json``, if there is one.
-    config
-        ``config.json``.
-    method
-        Result of :func:`quantisation_of`.
-    shapes
-        Key → values of the tensors that :func:`.integers.shape_keys` finds.
+    ``index`` is ``model.safetensors.index.json``, if there is one; ``scheme`` the result of :func:`quantisation_of`.
 
     Raises
     ------
@@ -200,115 +166,68 @@ def dequantised(
     UnsupportedError
         If the model is meant to be used in another dtype than that of the values, or a weight is not a matrix.
     """
-    tensors = StoredTensors(payloads)
-    scheme = integers.integer_scheme(config[QUANTIZATION]) if method == INTEGERS else None
-    named, companions = _weights_and_companions(tensors, method, scheme)
+    if scheme.method == INTEGERS:
+        integers.refuse_further_tensors(tensors.held)
+    named = {
+        key: key.removesuffix(scheme.stored) + scheme.served
+        for key in tensors.held
+        if key.endswith(scheme.stored) and scheme.tag in (None, tensors.tag(key))
+    }
+    companions = {
+        key: key.removesuffix(ending) + scheme.stored
+        for key in tensors.held
+        for ending in scheme.companions
+        if key.endswith(ending)
+    }
     if not named and not companions:
         return None
     tensors.check_once()
-    _check_companions(companions, named, tensors, method)
-    weights = {stored: _weight(stored, key, tensors, method, scheme, shapes) for stored, key in named.items()}
+    _check_companions(companions, named, tensors, scheme)
+    weights = {stored: scheme.weight(stored, key, tensors) for stored, key in named.items()}
     for stored, weight in weights.items():
         if weight.key != stored and weight.key in tensors.held:
             raise CoverageError(weight.key, "stored both packed and as it is", (tensors.held[weight.key],))
     for weight in weights.values():
-        _check_dtype(weight, config, method)
+        _check_dtype(weight, config, scheme)
     changed = {*weights, *companions}
     files = {
         path: _served(payload, weights, companions)
-        for path, payload in payloads.items()
+        for path, payload in tensors.payloads.items()
         if not changed.isdisjoint(payload.tensors)
     }
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
     if index is not None:
-        total_bytes = _tensor_bytes(payloads, files)
+        total_bytes = _tensor_bytes(tensors.payloads, files)
         made[WEIGHT_INDEX] = format_index(
             _index_as_served(index, tensors.held, companions, weights, total_bytes)
         )
-    return Dequantised(files, made, _summary(weights.values(), method, scheme))
+    dtypes = " and ".join(sorted({_DTYPES[weight.tag] for weight in weights.values()}))
+    summary = f"{len(weights)} {scheme.kind} weights, to {dtypes}, with a scale for each {scheme.scaled}"
+    return Dequantised(files, made, summary)
 
 
-class _Weight(NamedTuple):
-    """A quantised weight as it is served."""
-
-    key: str
-    shape: tuple[int, ...]
-    scales: Scales | Packed | Integers
-    tag: str = _BFLOAT16
-
-
-def _summary(weights: Collection[_Weight], method: str, scheme: IntegerScheme | None) -> str:
-    """What is dequantised, in words."""
-    kind, scaled = method.upper(), f"{BLOCK} × {BLOCK} elements" if method == FP8 else f"{GROUP} elements"
-    if scheme is not None:
-        kind, scaled = f"INT{scheme.bits}", scheme.group_in_words
-    dtypes = " and ".join(sorted({_DTYPES[weight.tag] for weight in weights}))
-    return f"{len(weights)} {kind} weights, to {dtypes}, with a scale for each {scaled}"
-
-
-def _weights_and_companions(
-    tensors: StoredTensors, method: str, scheme: IntegerScheme | None
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Keys of quantised weights as stored → as served; keys of scales and shapes → of the weight as stored."""
-    held = tensors.held
-    if scheme is not None:
-        integers.refuse_further_tensors(held)
-        named = {
-            key: key.removesuffix(scheme.stored) + integers.WEIGHT
-            for key in held
-            if key.endswith(scheme.stored) and (scheme.packed or tensors.tag(key) == "I8")
-        }
-        endings = (integers.SCALE, integers.SHAPE) if scheme.packed else (integers.SCALE,)
-        return named, {
-            key: key.removesuffix(ending) + scheme.stored
-            for key in held
-            for ending in endings
-            if key.endswith(ending)
-        }
-    if method == FP8:
-        named = {key: key for key in held if tensors.tag(key) == FP8_TAG}
-        return named, {key: key.removesuffix(SCALES) for key in held if key.endswith(SCALES)}
-    named = {key: key.removesuffix(PACKED) for key in held if key.endswith(PACKED)}
-    ending = PACKED_SCALES
-    return named, {key: key.removesuffix(ending) + PACKED for key in held if key.endswith(ending)}
-
-
-def _weight(
-    stored: str,
-    key: str,
-    tensors: StoredTensors,
-    method: str,
-    scheme: IntegerScheme | None,
-    shapes: Mapping[str, tuple[int, int]],
-) -> _Weight:
-    if scheme is None:
-        return _scales(key, tensors) if method == FP8 else _packed(stored, key, tensors)
-    shape, tag, arrays = integers.integer_weight(stored, scheme, tensors, shapes)
-    return _Weight(key, shape, arrays, tag)
-
-
-def _check_dtype(weight: _Weight, config: Mapping[str, Any], method: str) -> None:
+def _check_dtype(weight: ServedTensor, config: Mapping[str, Any], scheme: Scheme) -> None:
     """Raise ``UnsupportedError`` if the model is meant to be used in another dtype than that of a weight as served."""
     for entry in ("torch_dtype", "dtype"):
         if (dtype := config.get(entry)) in (None, _DTYPES[weight.tag]):
             continue
-        if method == INTEGERS:
+        if scheme.method == INTEGERS:
             why = f"{weight.key} has scales in {_DTYPES[weight.tag]}, in which the reference multiplies"
         else:
-            why = f"{method.upper()} weights are dequantised to bfloat16 only, as by the reference"
+            why = f"{scheme.kind} weights are dequantised to bfloat16 only, as by the reference"
         raise UnsupportedError(
             f"{CONFIG}: {entry} is {dtype!r}, but {why}. Dequantise the model with its publisher's tool first"
         )
 
 
 def _check_companions(
-    companions: Mapping[str, str], named: Mapping[str, str], tensors: StoredTensors, method: str
+    companions: Mapping[str, str], named: Mapping[str, str], tensors: StoredTensors, scheme: Scheme
 ) -> None:
     """Check that the weights of all scales are stored, quantised."""
     for key, weight in sorted(companions.items()):
         if weight not in named:
-            expected = "I8" if method == INTEGERS else "FP8"
+            expected = "FP8" if scheme.method == FP8 else scheme.tag
             there = f"is {tensors.tag(weight)}, not {expected}" if weight in tensors.held else "no file holds"
             raise CoverageError(key, f"scales of {weight}, which {there}", (tensors.held[key],))
 
@@ -320,18 +239,18 @@ def _tensor_bytes(payloads: Mapping[str, SafetensorsPayload], files: Mapping[str
     return served + sum(array.nbytes for payload in unchanged for array in payload.tensors.values())
 
 
-def _scales(key: str, tensors: StoredTensors) -> _Weight:
-    shape = tensors.array(key).shape
+def _fp8_weight(stored: str, key: str, tensors: StoredTensors) -> ServedTensor:
+    shape = tensors.array(stored).shape
     if len(shape) != 2:
         raise UnsupportedError(
             f"{key}: an FP8 tensor of shape {shape} in {tensors.held[key]}; only matrices are supported"
         )
     expected = tuple(-(-extent // BLOCK) for extent in shape)
     scales = tensors.scales(key + SCALES, key, shape, expected, _SCALE_CODES)
-    return _Weight(key, shape, Scales(*scales, expected[1], shape[1]))
+    return ServedTensor(key, shape, _BFLOAT16, Scales(*scales, expected[1], shape[1]))
 
 
-def _packed(stored: str, key: str, tensors: StoredTensors) -> _Weight:
+def _mxfp4_experts(stored: str, key: str, tensors: StoredTensors) -> ServedTensor:
     shape, name = tensors.array(stored).shape, key + PACKED_SCALES
     if tensors.tag(stored) != _BYTE or len(shape) != 4 or shape[-1] != GROUP_BYTES:
         raise CoverageError(
@@ -348,29 +267,33 @@ def _packed(stored: str, key: str, tensors: StoredTensors) -> _Weight:
         )
     experts, columns, groups, _ = shape
     scales = Packed(path, array.byte_offset, columns, groups)
-    return _Weight(key, (experts, groups * GROUP, columns), scales)
+    return ServedTensor(key, (experts, groups * GROUP, columns), _BFLOAT16, scales)
+
+
+_FP8_SCHEME: Final = Scheme(
+    FP8, "FP8", f"{BLOCK} × {BLOCK} elements", "", "", (SCALES,), tag=FP8_TAG, weight=_fp8_weight
+)
+_MXFP4_SCHEME: Final = Scheme(
+    MXFP4, "MXFP4", f"{GROUP} elements", PACKED, "", (PACKED_SCALES,), tag=None, weight=_mxfp4_experts
+)
 
 
 def _served(
-    payload: SafetensorsPayload, weights: Mapping[str, _Weight], scales: Collection[str]
+    payload: SafetensorsPayload, weights: Mapping[str, ServedTensor], scales: Collection[str]
 ) -> ServedFile:
     """A file with the dequantised weights and without the scales, laid out as the safetensors library would."""
-    kept = [key for key in payload.tensors if key not in scales]
-    slots = []
-    for number, key in enumerate(kept):
-        served = weights.get(key)
-        if served is not None:
-            slots.append(TensorSlot(number, served.key, served.tag, served.shape))
-        else:
-            slots.append(TensorSlot(number, key, payload.tags[key], payload.tensors[key].shape))
+    kept = {
+        key: weights.get(key) or ServedTensor(key, array.shape, payload.tags[key], None)
+        for key, array in payload.tensors.items()
+        if key not in scales
+    }
+    slots = [TensorSlot(number, t.key, t.tag, t.shape) for number, t in enumerate(kept.values())]
     encoded = encode_safetensors(slots, payload.metadata)
     ((_, header),) = encoded.literals
-    sections = []
+    stored, sections = list(kept), []
     for number, start, nbytes in encoded.slots:
-        key = kept[number]
-        served = weights.get(key)
-        of = None if served is None else served.scales
-        sections.append(Section(start, start + nbytes, payload.tensors[key].byte_offset, of))
+        key = stored[number]
+        sections.append(Section(start, start + nbytes, payload.tensors[key].byte_offset, kept[key].scales))
     return ServedFile(encoded.size_bytes, header, tuple(sections))
 
 
@@ -378,7 +301,7 @@ def _index_as_served(
     index: Index,
     held: Mapping[str, str],
     scales: Collection[str],
-    weights: Mapping[str, _Weight],
+    weights: Mapping[str, ServedTensor],
     total_bytes: int,
 ) -> Index:
     """The index of the served files, whose tensors have ``total_bytes`` together.

@@ -36,15 +36,17 @@ def dequantising(store: Source) -> Source:
     if files.pickles or not files.safetensors or CONFIG not in files.sizes:
         return store
     from paddle_reshard.pipeline.checkpoint.quantised import INTEGERS, dequantised, quantisation_of
+    from paddle_reshard.pipeline.checkpoint.stored_tensors import StoredTensors
     from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
 
     config = files.config()
-    method = quantisation_of(config)
-    if method is None:
+    scheme = quantisation_of(config)
+    if scheme is None:
         return store
     payloads = index_here(_index_fp8, store, files.safetensors)
-    shapes = _shapes(store, payloads) if method == INTEGERS else {}
-    served = dequantised(payloads, files.weight_index(WEIGHT_INDEX), config, method, shapes)
+    shapes = _shapes(store, payloads) if scheme.method == INTEGERS else {}
+    index = files.weight_index(WEIGHT_INDEX)
+    served = dequantised(StoredTensors(payloads, shapes), index, config, scheme)
     if served is None:
         return store
     from paddle_reshard.tasks.dequantise import DequantisedSource
