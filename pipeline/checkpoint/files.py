@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
@@ -47,16 +48,30 @@ class TargetFiles:
         return self.quantised.limits(of_store)
 
 
+class Listing(NamedTuple):
+    """What the folder of a source holds, by name."""
+
+    paths: Collection[str]
+    folders: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Sidecars:
     """Small files of a target."""
 
-    carried: tuple[str, ...]
-    written: tuple[tuple[str, bytes], ...]
-    not_carried: tuple[tuple[str, str], ...]
-    """``(path, why it is not in the target)``."""
+    carried: tuple[str, ...] = ()
+    """Paths of files that go to the target byte for byte."""
+    written: tuple[tuple[str, bytes], ...] = ()
+    not_carried: tuple[tuple[str, str], ...] = ()
+    """``(path or key, why it is not in the target)``; of tensors too."""
+    donated: tuple[tuple[str, str], ...] = ()
+    """``(path in the source, path in the target)`` of files of another model that go to the target byte for byte."""
     remarks: tuple[str, ...] = ()
     """What a user has to know about a file that is written anew."""
+
+    def with_written(self, files: Iterable[tuple[str, bytes]]) -> Sidecars:
+        """The same, and further files of known contents."""
+        return replace(self, written=(*self.written, *files))
 
 
 @dataclass(frozen=True)
@@ -66,16 +81,11 @@ class LaidOut:
     catalog: Catalog
     """The tensors of the source that go into the target."""
     files: TargetFiles
-    carried: tuple[str, ...]
-    """Paths of files that go to the target byte for byte."""
-    not_carried: tuple[tuple[str, str], ...]
-    """``(path, why it is not in the target)``."""
+    sidecars: Sidecars = Sidecars()
     states_not_carried: tuple[str, ...] = ()
     """States that the target omits, because its format cannot hold them or they were not requested."""
     remarks: tuple[str, ...] = ()
     """What a user has to know about the target."""
-    donated: tuple[tuple[str, str], ...] = ()
-    """``(path in the source, path in the target)`` of files of another model that go to the target byte for byte."""
 
 
 def add_literal_files(target: TargetFiles, files: Sequence[tuple[str, bytes]]) -> TargetFiles:

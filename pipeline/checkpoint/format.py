@@ -7,7 +7,7 @@ Code outside a format's folder never checks which format it deals with: all diff
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.topology import STRATEGIES
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
-    from paddle_reshard.pipeline.checkpoint.files import LaidOut
+    from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
     from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
     from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
     from paddle_reshard.pipeline.core.catalog import Catalog
@@ -213,17 +213,15 @@ class Target(Protocol):
         Asked only of formats with ``holds_lora``.
         """
 
-    def lay_out(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
-        """Lay out every file, byte for byte, and decide about the source's small files.
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+        """Lay out every tensor file, byte for byte, and decide about the source's small files.
 
         Parameters
         ----------
         source, wanted
             The source without states that the format cannot hold, and the same with all requested changes applied.
-        sizes, folders
-            Path of every file of the source → size in bytes; names of its folders.
+        listing
+            The files and folders of the source.
 
         Raises
         ------
@@ -289,9 +287,7 @@ class JobTarget(Target, Protocol):
     def job(self, source: Checkpoint) -> TrainingJob:
         """The job that goes on training the source in this topology."""
 
-    def outline(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> Outline:
+    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
         """What :meth:`lay_out` would make of the same arguments, without the files.
 
         Raises

@@ -6,12 +6,11 @@ Each is carried byte for byte, rewritten, or not carried; the report gives the r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import Sidecars
+from paddle_reshard.pipeline.checkpoint.files import Listing, Sidecars
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import (
     AVERAGE,
@@ -42,18 +41,12 @@ _NEEDED_FOR_IMAGES = {
 """The same of models that see images."""
 
 
-def plan_sidecars(
-    paths: Mapping[str, int],
-    folders: Sequence[str],
-    checkpoint: Checkpoint,
-    source_config: Mapping[str, Any],
-    topology: Topology,
-) -> Sidecars:
+def plan_sidecars(listing: Listing, checkpoint: Checkpoint, topology: Topology) -> Sidecars:
     """Decide about the small files of a target from which a job continues: carry what its topology can use.
 
     Completion markers of the target are written with its tensor files, so those of the source are not reported.
     """
-    rng_files = [path for path in paths if is_random_state(path)]
+    rng_files = [path for path in listing.paths if is_random_state(path)]
     same_ranks = _same_ranks(checkpoint, topology, rng_files)
 
     def reason(path: str) -> str | None:
@@ -63,7 +56,7 @@ def plan_sidecars(
             return "it describes a moving average, which this target does not hold"
         return None
 
-    own_files = {*checkpoint.own_files, *(path for path in paths if path.startswith(SIGNAL_PREFIX))}
+    own_files = {*checkpoint.own_files, *(path for path in listing.paths if path.startswith(SIGNAL_PREFIX))}
     own_files |= checkpoint.history.rewritten.keys()
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
     if checkpoint.model.has_lora and topology.pp == 1 and topology.tp * topology.sharding > 1:
@@ -74,13 +67,12 @@ def plan_sidecars(
     if checkpoint.adapter is not None and not checkpoint.adapter.fits(topology):
         own_files.add(LORA_CONFIG)
         rewritten[LORA_CONFIG] = checkpoint.adapter.for_topology(topology)
-    shared_out = classify_sidecars(paths, folders, own_files, reason, source_config, config)
-    return replace(shared_out, written=(*shared_out.written, *rewritten.items()))
+    sidecars = classify_sidecars(listing, own_files, reason, checkpoint.source_config, config)
+    return sidecars.with_written(rewritten.items())
 
 
 def classify_sidecars(
-    paths: Iterable[str],
-    folders: Sequence[str],
+    listing: Listing,
     own_files: Collection[str],
     reason_not_carried: Callable[[str], str | None],
     source_config: Mapping[str, Any],
@@ -90,7 +82,7 @@ def classify_sidecars(
 
     Parameters
     ----------
-    paths, folders
+    listing
         All files of the source, and the folders in it.
     own_files
         Files that are rewritten or not reported: files of tensors and their metadata.
@@ -100,11 +92,9 @@ def classify_sidecars(
         ``config.json`` of the source and of the target. It is rewritten, as ``transformers`` writes it, only if an
         entry changes.
     """
-    carried, not_carried = (
-        [],
-        [(name, "a folder, not part of the checkpoint's own files") for name in folders],
-    )
-    for path in sorted(paths):
+    carried = []
+    not_carried = [(name, "a folder, not part of the checkpoint's own files") for name in listing.folders]
+    for path in sorted(listing.paths):
         if path in own_files or path in (MANIFEST, SIGNATURE, CONFIG):
             continue
         if is_marker(path):
@@ -119,7 +109,7 @@ def classify_sidecars(
             carried.append(path)
     if not config:  # a FlexCheckpoint need not have any
         return Sidecars(tuple(carried), (), tuple(not_carried))
-    if config == source_config and CONFIG in paths:
+    if config == source_config and CONFIG in listing.paths:
         return Sidecars((*carried, CONFIG), (), tuple(not_carried))
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     return Sidecars(tuple(carried), ((CONFIG, text.encode()),), tuple(not_carried))

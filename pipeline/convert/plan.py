@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
@@ -262,9 +262,9 @@ def plan_checkpoint(
     if _ties_heads(specs, request):
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
-    sizes = store.sizes()
+    sizes, listing = store.sizes(), Listing(store.sizes(), store.folders)
     _check_room(source, None, request, spare_bytes)
-    laid_out = [lay_out(source, wanted, spec, sizes, store.folders) for spec in specs]
+    laid_out = [lay_out(source, wanted, spec, listing) for spec in specs]
     check_nothing_lost(specs, laid_out)
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     _check_room(source, joined, request, spare_bytes)
@@ -331,10 +331,8 @@ def _portion(
 def laid_out_again(conversion: ConversionPlan) -> list[LaidOut]:
     """The targets of a plan, laid out again, with the files that it makes."""
     source, store = conversion.source, conversion.store
-    laid_out = [
-        lay_out(source, target.wanted, target.spec, store.sizes(), store.folders)
-        for target in conversion.targets
-    ]
+    listing = Listing(store.sizes(), store.folders)
+    laid_out = [lay_out(source, target.wanted, target.spec, listing) for target in conversion.targets]
     if conversion.portion is None:
         return laid_out
     made = frozenset(file.path for file in conversion.plan.target_files)
@@ -361,8 +359,8 @@ def _plan_portion(
 def _carried(laid_out: Sequence[LaidOut], sizes: Mapping[str, int]) -> list[CarriedFile]:
     """Files that the targets take over whole: first those of the source, then those of a donor."""
     targets = list(zip(prefixes(len(laid_out)), laid_out, strict=True))
-    own = [(path, prefix + path) for prefix, layout in targets for path in layout.carried]
-    donated = [(path, prefix + name) for prefix, layout in targets for path, name in layout.donated]
+    own = [(path, prefix + path) for prefix, layout in targets for path in layout.sidecars.carried]
+    donated = [(path, prefix + name) for prefix, layout in targets for path, name in layout.sidecars.donated]
     return [CarriedFile(path, name, sizes[path]) for path, name in own + donated]
 
 
@@ -378,11 +376,11 @@ def _planned_targets(
             spec,
             wanted,
             _without_fragments(layout.files),
-            layout.carried,
-            (*layout.not_carried, *not_carried),
+            layout.sidecars.carried,
+            (*layout.sidecars.not_carried, *not_carried),
             layout.states_not_carried,
             layout.remarks,
-            tuple(name for _, name in layout.donated),
+            tuple(name for _, name in layout.sidecars.donated),
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.files import Listing
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import by_reason, source_in_words
@@ -287,7 +288,7 @@ class _Offer:
         target = read_target({**self.options, "to": topology}).target_for(source)
         if not isinstance(target, JobTarget):
             raise UsageError(f"--format {target.format} has no topology, any job reads it")
-        layout = outline(source, wanted, target, store.sizes(), store.folders)
+        layout = outline(source, wanted, target, Listing(store.sizes(), store.folders))
         is_already = self._is_already(topology, target)
         anew = starts_anew(source, target) or source.history.masters_made
         arguments, not_resumed = self._arguments(target, is_already, anew)

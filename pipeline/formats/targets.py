@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.checkpoint.format import Format, JobTarget, Outline, Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
@@ -24,17 +24,16 @@ def lay_out(
     source: Checkpoint,
     wanted: Checkpoint,
     target: Target,
-    sizes: Mapping[str, int],
-    folders: Sequence[str],
+    listing: Listing,
 ) -> LaidOut:
-    """Lay out a target, without states that its format cannot hold.
+    """Lay out all files of a target, without states that its format cannot hold.
 
     Parameters
     ----------
     wanted
         The source with all requested changes applied, such as another size of the vocabulary.
-    sizes, folders
-        Path of every file of the source → size in bytes; names of its folders.
+    listing
+        The files and folders of the source.
 
     Raises
     ------
@@ -42,11 +41,12 @@ def lay_out(
         If the source cannot become this target.
     """
     source, wanted, omitted = _to_lay_out(source, wanted, target)
-    laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), sizes, folders)
-    states_not_carried = tuple(sorted({*laid_out.states_not_carried, *omitted}))
-    casts = laid_out.files.casts | _defined_casts(source.catalog)
+    laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), listing)
+    files = add_literal_files(laid_out.files, laid_out.sidecars.written)
     return replace(
-        laid_out, files=replace(laid_out.files, casts=casts), states_not_carried=states_not_carried
+        laid_out,
+        files=replace(files, casts=files.casts | _defined_casts(source.catalog)),
+        states_not_carried=tuple(sorted({*laid_out.states_not_carried, *omitted})),
     )
 
 
@@ -54,12 +54,11 @@ def outline(
     source: Checkpoint,
     wanted: Checkpoint,
     target: JobTarget,
-    sizes: Mapping[str, int],
-    folders: Sequence[str],
+    listing: Listing,
 ) -> Outline:
     """What :func:`lay_out` would make, without the files; arguments and errors are the same."""
     source, wanted, omitted = _to_lay_out(source, wanted, target)
-    target_outline = target.outline(source.without(omitted), wanted.without(omitted), sizes, folders)
+    target_outline = target.outline(source.without(omitted), wanted.without(omitted), listing)
     return replace(
         target_outline, states_not_carried=tuple(sorted({*target_outline.states_not_carried, *omitted}))
     )
@@ -184,7 +183,7 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         omitted=frozenset(omitted),
         first_files=tuple(first_files),
     )
-    return LaidOut(catalog, joined, (), ())
+    return LaidOut(catalog, joined)
 
 
 def _needed(source: Catalog, catalogs: Sequence[Catalog]) -> Catalog:

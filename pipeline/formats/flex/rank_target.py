@@ -6,12 +6,11 @@ Each rank of that job finds everything that it asks for in its own files, and re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
@@ -72,31 +71,21 @@ class RankFlexTarget(HybridJob):
         """A FlexCheckpoint of a LoRA job contains the base model."""
         return cannot_hold_lora(model)
 
-    def lay_out(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
-        """All files of all ranks, small ones too."""
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+        """The files of all ranks, and what becomes of small ones."""
         check_by_rank(wanted, self)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        small = small_flex_files(listing.paths, wanted, self.paddle_version, self.topology)
+        sidecars = plan_sidecars(listing, wanted, self.topology).with_written(small)
         pieces = PiecesOfRanks(wanted, self)
         files = FlexFiles(paddle_release(self.paddle_version))
         for folder in pieces.folders:
             files.add_folder(folder, *pieces.of_folder(folder))
-        small = small_flex_files(sizes, wanted, self.paddle_version, self.topology)
-        return LaidOut(
-            source.catalog,
-            add_literal_files(files.target_files(), (*sidecars.written, *small)),
-            sidecars.carried,
-            sidecars.not_carried,
-            remarks=_remarks(wanted, self),
-        )
+        return LaidOut(source.catalog, files.target_files(), sidecars, remarks=_remarks(wanted, self))
 
-    def outline(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> Outline:
+    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
         """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
         check_by_rank(wanted, self)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        sidecars = plan_sidecars(listing, wanted, self.topology)
         fullest, _ = job_bytes(wanted, self)
         pieces = PiecesOfRanks(wanted, self)
         return Outline(fullest, pieces.nbytes(), sidecars.not_carried)

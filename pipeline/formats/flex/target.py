@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
@@ -94,23 +94,17 @@ class FlexTarget(SettledTarget):
         """A FlexCheckpoint of a LoRA job contains the base model."""
         return cannot_hold_lora(model)
 
-    def lay_out(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
-        """All files of a dist checkpoint, small ones too."""
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+        """All tensor files of a dist checkpoint, and what becomes of small ones."""
         if self.auto_parallel:
             wanted.model.table.check_known(
                 wanted.model.config, "the parameter names of auto-parallel training"
             )
         check_flex(wanted.model)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology())
         topology = None if self.auto_parallel else Topology()
-        written = (
-            *sidecars.written,
-            *small_flex_files(sizes, wanted, self.paddle_version, topology),
-        )
-        files = add_literal_files(layout_flex(wanted, self), written)
-        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
+        small = small_flex_files(listing.paths, wanted, self.paddle_version, topology)
+        sidecars = plan_sidecars(listing, wanted, Topology()).with_written(small)
+        return LaidOut(source.catalog, layout_flex(wanted, self), sidecars)
 
 
 def check_flex(model: Model) -> None:

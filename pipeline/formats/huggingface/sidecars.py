@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
-from paddle_reshard.pipeline.checkpoint.files import Sidecars
+from paddle_reshard.pipeline.checkpoint.files import Listing, Sidecars
 from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 def plan_huggingface_sidecars(
-    paths: Mapping[str, int],
-    folders: Sequence[str],
+    listing: Listing,
     wanted: Checkpoint,
-    source_config: Mapping[str, Any],
     target: HuggingFaceTarget,
     quantization_config: Mapping[str, Any] | None,
 ) -> Sidecars:
@@ -42,8 +40,8 @@ def plan_huggingface_sidecars(
         config |= wanted.history.completion.config
     if quantization_config is not None:
         config[QUANTIZATION] = quantization_config
-    sidecars = classify_sidecars(paths, folders, wanted.own_files, reason, source_config, config)
-    donated = donated_files(wanted.history.completion, sidecars.carried)
+    sidecars = classify_sidecars(listing, wanted.own_files, reason, wanted.source_config, config)
+    donated = _donated_files(wanted.history.completion, sidecars.carried)
     there = {*sidecars.carried, *(path for _, path in donated)}
     lacking = lacking_files(wanted.model.config, there)
     if lacking:
@@ -51,8 +49,8 @@ def plan_huggingface_sidecars(
         remarks = (*remarks, f"{needed}them from the model that training began from")
     if target.card:
         content = model_card(wanted, config, target.facts())
-        sidecars = replace(sidecars, written=(*sidecars.written, (CARD, content)))
-    return replace(sidecars, remarks=remarks)
+        sidecars = sidecars.with_written([(CARD, content)])
+    return replace(sidecars, donated=donated, remarks=remarks)
 
 
 def of_training(path: str) -> str | None:
@@ -60,7 +58,7 @@ def of_training(path: str) -> str | None:
     return "state of the training job, not of the model" if is_training_state(path) else None
 
 
-def donated_files(completion: Completion | None, carried: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def _donated_files(completion: Completion | None, carried: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """``(path in the source, path in the target)`` of another model's small files that the source lacks."""
     if completion is None:
         return ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, add_literal_files
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.lora import without_base
 from paddle_reshard.pipeline.checkpoint.quantised import SCALES, fp8_config
@@ -35,11 +35,7 @@ from paddle_reshard.pipeline.formats.huggingface.format import EMA, FLOATING, HU
 from paddle_reshard.pipeline.formats.huggingface.fp8 import QUANTIZE, is_quantised, remarks, scale_slots
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
-from paddle_reshard.pipeline.formats.huggingface.sidecars import (
-    donated_files,
-    of_training,
-    plan_huggingface_sidecars,
-)
+from paddle_reshard.pipeline.formats.huggingface.sidecars import of_training, plan_huggingface_sidecars
 from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface
 from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, lacking
 from paddle_reshard.pipeline.model.forms import UNUSED
@@ -110,33 +106,24 @@ class HuggingFaceTarget(SettledTarget):
             QUANTIZE: self.quantize,
         }
 
-    def lay_out(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
-        """All files of a Hugging Face checkpoint, small ones too; of LoRA those of an adapter."""
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+        """The tensor files of the model, or of an adapter, and what becomes of small ones."""
         if wanted.model.has_lora:
-            return self._lay_out_adapter(without_base(source), without_base(wanted), sizes, folders)
+            return self._lay_out_adapter(without_base(source), without_base(wanted), listing)
         wanted = configured_apart(wanted)
         exported = list(_exported(wanted, self, model_parts(wanted.model)))
         laid_out = layout_huggingface(source.catalog, exported, self)
         kept = [entry.part.key for entry in exported if not entry.quantised and len(entry.part.shape) == 2]
         modules = [key.removesuffix(".weight") for key in kept]
         quantization_config = None if self.quantize is None else fp8_config(modules)
-        sidecars = plan_huggingface_sidecars(
-            sizes, folders, wanted, source.source_config, self, quantization_config
-        )
+        sidecars = plan_huggingface_sidecars(listing, wanted, self, quantization_config)
         return replace(
             laid_out,
-            files=add_literal_files(laid_out.files, sidecars.written),
-            carried=sidecars.carried,
-            not_carried=(*sidecars.not_carried, *_unused(wanted.model)),
+            sidecars=replace(sidecars, not_carried=(*sidecars.not_carried, *_unused(wanted.model))),
             remarks=(*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
-            donated=donated_files(wanted.history.completion, sidecars.carried),
         )
 
-    def _lay_out_adapter(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
+    def _lay_out_adapter(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
         if self.of_average:
             raise UnsupportedError("--state ema is not supported for LoRA")
         if self.card:
@@ -153,14 +140,10 @@ class HuggingFaceTarget(SettledTarget):
             return f"replaced by {peft.CONFIG}" if path == LORA_CONFIG else of_training(path)
 
         # config.json describes the base model; adapters do not have one
-        sidecars = classify_sidecars(sizes, folders, wanted.own_files, reason, {}, {})
-        of_base = [(CONFIG, "it describes the base model")] if CONFIG in sizes else []
-        return replace(
-            laid_out,
-            files=add_literal_files(laid_out.files, [*sidecars.written, (peft.CONFIG, config)]),
-            carried=sidecars.carried,
-            not_carried=(*sidecars.not_carried, *of_base),
-        )
+        sidecars = classify_sidecars(listing, wanted.own_files, reason, {}, {})
+        of_base = [(CONFIG, "it describes the base model")] if CONFIG in listing.paths else []
+        sidecars = replace(sidecars, not_carried=(*sidecars.not_carried, *of_base))
+        return replace(laid_out, sidecars=sidecars.with_written([(peft.CONFIG, config)]))
 
     def _check_adapter(self, staged: Staged) -> None:
         """Check the keys, shapes and dtypes of a staged adapter."""
@@ -288,7 +271,8 @@ def _files_of(source: Catalog, shards: Sequence[Sequence[_Exported]], names: Seq
         casts=frozenset(cast for cast in casts if {*cast} <= {*FLOATING}),
         quantised=Quantisation(quantised_files, {names[-1]: scale_file} if quantised else {}),
     )
-    return LaidOut(catalog, files, (), (), tuple(sorted(source.tensors.states - catalog.tensors.states)))
+    lost = tuple(sorted(source.tensors.states - catalog.tensors.states))
+    return LaidOut(catalog, files, states_not_carried=lost)
 
 
 def _exported(

@@ -6,13 +6,12 @@ padding. Names, order of keys and padding are those of the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
@@ -65,16 +64,14 @@ class HybridTarget(HybridJob):
             "it saves, which no model of PaddleFormers 1.2 implements (NotImplementedError); choose pp=2 or more"
         )
 
-    def lay_out(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
-        """All files of the target checkpoint, including small ones."""
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+        """All tensor files of the target checkpoint, and what becomes of small ones."""
         source, wanted, of_base = self._to_write(source, wanted)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
-        files = add_literal_files(layout_hybrid(wanted, self), sidecars.written)
-        not_carried = (*sidecars.not_carried, *of_base)
+        sidecars = plan_sidecars(listing, wanted, self.topology)
+        sidecars = replace(sidecars, not_carried=(*sidecars.not_carried, *of_base))
+        files = layout_hybrid(wanted, self)
         copies = parted(wanted.model, files.parameter_names.values())
-        return LaidOut(source.catalog, files, sidecars.carried, not_carried, remarks=self._remarks(copies))
+        return LaidOut(source.catalog, files, sidecars, remarks=self._remarks(copies))
 
     def _remarks(self, copies: tuple[str, ...]) -> tuple[str, ...]:
         """What starts as a copy, and what the names of parameters require of a job."""
@@ -87,12 +84,10 @@ class HybridTarget(HybridJob):
             "its names, and loads them",
         )
 
-    def outline(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> Outline:
+    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
         """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
         source, wanted, of_base = self._to_write(source, wanted)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, self.topology)
+        sidecars = plan_sidecars(listing, wanted, self.topology)
         check_hybrid(wanted, self)
         fullest, tensor_bytes = job_bytes(wanted, self)
         return Outline(fullest, tensor_bytes, (*sidecars.not_carried, *of_base))

@@ -7,12 +7,12 @@ each kind (``load_save_single_card.py``); tensor-parallel ranks write a file eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
@@ -63,16 +63,13 @@ class UnifiedTarget(SettledTarget):
         """What is asked of it."""
         return {"format": self.format, "files": self.files}
 
-    def lay_out(
-        self, source: Checkpoint, wanted: Checkpoint, sizes: Mapping[str, int], folders: Sequence[str]
-    ) -> LaidOut:
-        """All files of a unified checkpoint, small ones too."""
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+        """All tensor files of a unified checkpoint, and what becomes of small ones."""
         missing = "which keys the trainer expects in a unified checkpoint"
         wanted.model.table.check_known(wanted.model.config, missing)
-        sidecars = plan_sidecars(sizes, folders, wanted, source.source_config, Topology(dp=self.files))
-        written = (*sidecars.written, *schedule_file(sizes, wanted))
-        files = add_literal_files(layout_unified(wanted, self), written)
-        return LaidOut(source.catalog, files, sidecars.carried, sidecars.not_carried)
+        sidecars = plan_sidecars(listing, wanted, Topology(dp=self.files))
+        schedule = schedule_file(listing.paths, wanted)
+        return LaidOut(source.catalog, layout_unified(wanted, self), sidecars.with_written(schedule))
 
 
 _Entry = tuple[str, int]
