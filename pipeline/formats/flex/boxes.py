@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
 from paddle_reshard.storage.files.dist_metadata import LOCATION_COLUMNS, PIECE_COLUMNS, DistMetadata
 
 _T = TypeVar("_T", bound=Any)
@@ -25,7 +26,7 @@ class Box:
     """``None``: unknown."""
     global_offset: Shape
     local_shape: Shape
-    flattened_range: Shape | None = None
+    flattened_range: tuple[int, int] | None = None
     """``[start, stop)`` of the flattened local tensor, without padding; ``None``: all of it, in its own shape."""
     dtype: str = "float32"
     """Paddle's name, without ``paddle.``; averages are float32."""
@@ -35,12 +36,13 @@ class Box:
         """The box that a row of ``metadata.pieces`` describes, whatever its dtype."""
         key, _, offset, local, whole, flat = piece
         shapes = metadata.shapes
+        start_stop = None if flat < 0 else (shapes[flat][0], shapes[flat][1])
         return cls(
             key=metadata.keys[key],
             global_shape=None if whole < 0 else shapes[whole],
             global_offset=shapes[offset],
             local_shape=shapes[local],
-            flattened_range=None if flat < 0 else shapes[flat],
+            flattened_range=start_stop,
         )
 
     @property
@@ -55,6 +57,10 @@ class Box:
             return prod(self.local_shape)
         start, stop = self.flattened_range
         return stop - start
+
+    def kind(self, cut: TensorCut, itemsize: int, axes: Shape | None = None) -> ArrayKind:
+        """The kind of the stored array, if tensor parallelism cuts the tensor like this."""
+        return ArrayKind(self.local_shape, cut, itemsize, self.flattened_range, axes)
 
 
 def describe_boxes(

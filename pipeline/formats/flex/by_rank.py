@@ -21,23 +21,9 @@ from math import prod
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.training_job import coordinates_of, takes_from_masters
-from paddle_reshard.pipeline.core.tensors import (
-    ACCUMULATORS,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    is_per_parameter,
-)
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, is_per_parameter
 from paddle_reshard.pipeline.formats.flex.boxes import Box
-from paddle_reshard.pipeline.formats.flex.names import (
-    EMA_STATE,
-    MASTER_WEIGHTS,
-    MODEL_STATE,
-    OPTIMIZER_STATE,
-    paddleformers_key,
-    renumbered,
-)
+from paddle_reshard.pipeline.formats.flex.names import PLACES, renumbered
 from paddle_reshard.pipeline.formats.flex.target import (
     OF_OPTIMIZER,
     find,
@@ -50,14 +36,7 @@ from paddle_reshard.pipeline.formats.jobs.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.writing import UNCUT, NewArray
 from paddle_reshard.pipeline.model.model import ModelTensor
-from paddle_reshard.pipeline.model.placement import ArrayKind
 
-_STATES = {
-    MODEL_STATE: (PARAM,),
-    MASTER_WEIGHTS: (MASTER_WEIGHT,),
-    OPTIMIZER_STATE: ACCUMULATORS,
-    EMA_STATE: (EMA_MASTER_WEIGHT, EMA_PARAM),
-}
 _OF_RANK = (PARAM, EMA_PARAM)
 """States of which a rank holds its tp piece, however the optimizer's are sharded."""
 
@@ -107,12 +86,8 @@ class PiecesOfRanks:
 
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(
-            piece.box.elements * piece.array.dtype.itemsize
-            for folder in self.folders
-            for pieces in self.of_folder(folder)[0]
-            for piece in pieces
-        )
+        shares = (share for folder in self.folders for share in self.of_folder(folder)[0])
+        return sum(piece.nbytes for share in shares for piece in share)
 
     def of_folder(self, folder: str) -> tuple[list[list[DataArray]], dict[Box, list[int]]]:
         """The pieces in every rank's file, and box → the ranks that hold it, in the order of copies.
@@ -142,7 +117,7 @@ class PiecesOfRanks:
 
     def _of_rank(self, rank: _Rank, folder: str) -> Iterator[tuple[DataArray, bool]]:
         """The pieces that a rank holds of a folder, and whether it asks for them."""
-        for state in _STATES[folder]:
+        for state in [state for state, (of_state, _) in PLACES.items() if of_state == folder]:
             for tensor in self._holding(rank, state):
                 if is_written(tensor, state, self.index) and (piece := self._piece(rank, tensor, state)):
                     yield piece, self._is_asked_for(tensor, state)
@@ -165,7 +140,7 @@ class PiecesOfRanks:
     def _piece(self, rank: _Rank, tensor: ModelTensor, state: str) -> DataArray | None:
         """A rank's piece; ``None`` if its range of the tensor is all padding, of which stage 3 asks for nothing too."""
         cell = rank.cell
-        _, stored = paddleformers_key(renumbered(tensor.key, self.shift), state)
+        stored = renumbered(tensor.key, self.shift) + PLACES[state][1]
         number = find(self.index, tensor, state)
         dtype = self.checkpoint.catalog.tensors[number].dtype
         local, cut = cell.local_shapes[tensor.key], cell.cuts[tensor.key]
@@ -179,8 +154,8 @@ class PiecesOfRanks:
         if cut.tp > 1 and cut.dim is not None:
             offset[cut.dim] = cell.tp * local[cut.dim]
         box = Box(stored, whole, tuple(offset), local, flat, dtype.name)
-        kind = ArrayKind(local, cut, dtype.itemsize, flat)
-        return DataArray(box, (stored,), stored, NewArray(number, dtype, kind, cell.tp))
+        array = NewArray(number, dtype, box.kind(cut, dtype.itemsize), cell.tp)
+        return DataArray(box, (stored,), stored, array)
 
     def _range(self, rank: _Rank, tensor: ModelTensor) -> tuple[int, int] | None:
         """The range of the flattened tp piece whose states a rank holds, without padding; ``None``: all of it."""

@@ -23,7 +23,6 @@ import re
 from typing import Final
 
 from paddle_reshard.pipeline.core.tensors import (
-    ACCUMULATORS,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     MASTER_WEIGHT,
@@ -41,10 +40,16 @@ AUTO_FOLDER: Final = "dist_ckpt"
 """Folder of PaddleNLP's auto-parallel trainer (``trainer/auto_trainer.py``, ``DIST_CKPT_PATH``)."""
 METADATA: Final = ".metadata"
 DATA_FILES: Final = (".distcp", ".safetensors")
+PLACES: Final = {
+    PARAM: (MODEL_STATE, ""),
+    MASTER_WEIGHT: (MASTER_WEIGHTS, ".w_0"),
+    **{state: (OPTIMIZER_STATE, f".{state}_0") for state in WRITTEN_NAMES},
+    EMA_MASTER_WEIGHT: (EMA_STATE, ".w_0"),
+    EMA_PARAM: (EMA_STATE, ""),
+}
+"""State → its folder of PaddleFormers, and what its keys there have behind that of the parameter."""
 
 _STATES: Final = "|".join(sorted(WRITTEN_NAMES, key=len, reverse=True))
-_ACCUMULATOR: Final = rf"(?P<key>.+)\.(?P<state>{_STATES})_0"
-_MASTER: Final = r"(?P<key>.+)\.w_0"
 _AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
 _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
 _DATA_FILE: Final = re.compile(rf"(\d+)_\d+(?:{'|'.join(map(re.escape, DATA_FILES))})")
@@ -95,30 +100,10 @@ def paddleformers_name(folder: str, key: str) -> Name | None:
     >>> paddleformers_name("ema_state", "model.norm.weight.w_0")
     ('model.norm.weight', 'ema_master_weight')
     """
-    if folder == MODEL_STATE:
-        return key, PARAM
-    master = re.fullmatch(_MASTER, key)
-    if folder == EMA_STATE:
-        return (master["key"], EMA_MASTER_WEIGHT) if master else (key, EMA_PARAM)
-    if folder == MASTER_WEIGHTS:
-        return (master["key"], MASTER_WEIGHT) if master else None
-    accumulator = re.fullmatch(_ACCUMULATOR, key)
-    return (accumulator["key"], accumulator["state"]) if accumulator else None
-
-
-def paddleformers_key(key: str, state: str) -> tuple[str, str]:
-    """Folder of PaddleFormers in which a tensor lies, and its key there.
-
-    >>> paddleformers_key("model.norm.weight", "moment1")
-    ('optimizer_state', 'model.norm.weight.moment1_0')
-    """
-    if state == PARAM:
-        return MODEL_STATE, key
-    if state == MASTER_WEIGHT:
-        return MASTER_WEIGHTS, f"{key}.w_0"
-    if state in ACCUMULATORS:
-        return OPTIMIZER_STATE, f"{key}.{state}_0"
-    return EMA_STATE, f"{key}.w_0" if state == EMA_MASTER_WEIGHT else key
+    for state, (of_state, ending) in PLACES.items():
+        if folder == of_state and key.endswith(ending) and key != ending:
+            return key.removesuffix(ending), state
+    return None
 
 
 def layer_number(key: str) -> int | None:

@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
 )
 from paddle_reshard.pipeline.formats.reading import TensorCollector, not_a_number
 from paddle_reshard.pipeline.formats.writing import UNCUT
-from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut, in_words
+from paddle_reshard.pipeline.model.placement import TensorCut, in_words
 from paddle_reshard.storage.files.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
@@ -204,8 +204,7 @@ class _FlexCatalogBuilder:
         if cut.dim is not None:
             rank = origin[cut.dim] // box.local_shape[cut.dim]
             origin = (*origin[: cut.dim], 0, *origin[cut.dim + 1 :])
-        start_stop = None if box.flattened_range is None else (box.flattened_range[0], box.flattened_range[1])
-        kind = ArrayKind(box.local_shape, cut, tensor.dtype.itemsize, start_stop, array.axes)
+        kind = box.kind(cut, tensor.dtype.itemsize, array.axes)
         self.stored.place(index, kind, tensor.dtype, rank, copy, path, array.byte_offset)
         self.origins.append(padded(origin, 0))
 

@@ -19,16 +19,9 @@ from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
 from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
-from paddle_reshard.pipeline.core.tensors import (
-    ACCUMULATORS,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-)
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
-from paddle_reshard.pipeline.formats.flex.boxes import Box
 from paddle_reshard.pipeline.formats.flex.format import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.formats.flex.names import (
     AUTO_FOLDER,
@@ -36,13 +29,13 @@ from paddle_reshard.pipeline.formats.flex.names import (
     MASTER_WEIGHTS,
     MODEL_STATE,
     OPTIMIZER_STATE,
+    PLACES,
     auto_parallel_path,
-    paddleformers_key,
     renumbered,
 )
 from paddle_reshard.pipeline.formats.flex.writer import DataArray, FlexFiles
 from paddle_reshard.pipeline.formats.model_meta import format_model_meta
-from paddle_reshard.pipeline.formats.writing import NewArray, SettledTarget, lacking, schedule_file
+from paddle_reshard.pipeline.formats.writing import SettledTarget, lacking, schedule_file
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizers import check_states
 
@@ -52,7 +45,6 @@ PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
 """Classes in parameter names that come from Paddle and not from the model."""
 _LIBRARY = "paddleformers"
 OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
-STATES = (PARAM, *OF_OPTIMIZER, EMA_MASTER_WEIGHT, EMA_PARAM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +129,6 @@ class _Item(NamedTuple):
     model_key: str
     """Structured key of its tensor; all arrays of a key are in the same file."""
     folder: str
-    nbytes: int
     array: DataArray
 
 
@@ -196,38 +187,25 @@ def _flex_items(wanted: Checkpoint) -> Iterator[_Item]:
     both keys. A parameter that several modules of one layer have is never on two stages.
     """
     index, elsewhere = wanted.catalog.index(), states_elsewhere(wanted.model)
-    shift = wanted.model.table.written_shift(wanted.model.config)
-    for state in STATES:
+    shift, tensors = wanted.model.table.written_shift(wanted.model.config), wanted.catalog.tensors
+    for state, (folder, ending) in PLACES.items():
         for tensor in wanted.model.tensors:
             if is_written(tensor, state, index) and not (state in OF_OPTIMIZER and tensor.key in elsewhere):
-                folder, stored = paddleformers_key(renumbered(tensor.key, shift), state)
-                yield _item(wanted, tensor, folder, (stored,), stored, find(index, tensor, state))
+                number = find(index, tensor, state)
+                stored = renumbered(tensor.key, shift) + ending
+                yield _Item(tensor.key, folder, DataArray.whole(number, tensors[number], (stored,), stored))
 
 
 def _auto_items(wanted: Checkpoint, target: FlexTarget) -> Iterator[_Item]:
-    index, names = wanted.catalog.index(), _parameter_names(wanted, target)
+    index, tensors = wanted.catalog.index(), wanted.catalog.tensors
+    names = _parameter_names(wanted, target)
     for state in (PARAM, *ACCUMULATORS, MASTER_WEIGHT):
         for tensor in wanted.model.tensors:
             if is_written(tensor, state, index) and (state == PARAM or tensor.tied_to is None):
                 path = auto_parallel_path(tensor.key, names[tensor.key], state, tensor.master)
                 name = f"{names[tensor.key]}.dist" if state == PARAM else path[-1]
-                yield _item(wanted, tensor, AUTO_FOLDER, path, name, find(index, tensor, state))
-
-
-def _item(
-    wanted: Checkpoint,
-    of_model: ModelTensor,
-    folder: str,
-    path: tuple[str, ...],
-    stored_name: str,
-    number: int,
-) -> _Item:
-    """All of the tensor with this number in the catalog."""
-    tensor = wanted.catalog.tensors[number]
-    shape = tensor.global_shape
-    box = Box(".".join(path), shape, (0,) * len(shape), shape, dtype=tensor.dtype.name)
-    array = DataArray(box, path, stored_name, NewArray.whole(number, tensor))
-    return _Item(of_model.key, folder, tensor.nbytes, array)
+                number = find(index, tensor, state)
+                yield _Item(tensor.key, AUTO_FOLDER, DataArray.whole(number, tensors[number], path, name))
 
 
 def is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
@@ -297,7 +275,7 @@ def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[Data
     """The arrays of each of several files of consecutive keys; no file is empty unless there are no items."""
     sizes: dict[str, int] = {}
     for item in items:
-        sizes[item.model_key] = sizes.get(item.model_key, 0) + item.nbytes
+        sizes[item.model_key] = sizes.get(item.model_key, 0) + item.array.nbytes
     numbers = _fill(sizes.values(), FILE_BYTES if files is None else _capacity(list(sizes.values()), files))
     of_key = dict(zip(sizes, numbers, strict=True))
     shares: list[list[DataArray]] = [[] for _ in range(numbers[-1] + 1 if numbers else 1)]

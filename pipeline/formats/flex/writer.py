@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.core.upstream import PaddleRelease
 from paddle_reshard.pipeline.formats.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.formats.flex.names import METADATA
@@ -24,6 +25,18 @@ class DataArray(NamedTuple):
     stored_name: str
     """Name of the tensor in ``StructuredToParameterName@@``."""
     array: NewArray
+
+    @classmethod
+    def whole(cls, number: int, tensor: Tensor, path: tuple[str, ...], stored_name: str) -> DataArray:
+        """All of a tensor with this number in the catalog."""
+        shape = tensor.global_shape
+        box = Box(".".join(path), shape, (0,) * len(shape), shape, dtype=tensor.dtype.name)
+        return cls(box, path, stored_name, NewArray.whole(number, tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the stored array."""
+        return self.box.elements * self.array.dtype.itemsize
 
 
 def file_name(number: int) -> str:
