@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.cli.commands.elsewhere import Request
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
-from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface
+from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
 from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
@@ -255,7 +255,8 @@ def test_files_that_are_refused(
     listed = None if index is None else Index(index, {}, {})
     planned = HuggingFaceTarget().dtype_of
     with pytest.raises(CheckpointError, match=message):
-        read_huggingface(model, {"m.safetensors": 10**6}, {"m.safetensors": payload}, listed, planned)
+        stored = stored_tensors({"m.safetensors": payload}, listed)
+        read_huggingface(model, {"m.safetensors": 10**6}, stored, planned)
 
 
 def test_parts_of_several_dtypes() -> None:
@@ -264,14 +265,13 @@ def test_parts_of_several_dtypes() -> None:
         "m", {}, ("q.weight", "F32", (4, 3)), ("k.weight", "BF16", (2, 3)), ("v.weight", "F32", (2, 3))
     )
     with pytest.raises(CoverageError, match="are stored as bfloat16, float32"):
-        read_huggingface(model, {"m": 10**6}, {"m": payload}, None, None)
+        read_huggingface(model, {"m": 10**6}, stored_tensors({"m": payload}, None))
 
 
 def test_two_files_that_hold_the_same() -> None:
-    model = _model({}, ("b", (2,), {"keys": ["b"]}))
     payloads = {name: _payload(name, {}, ("b", "F32", (2,))) for name in ("m", "n")}
     with pytest.raises(CoverageError, match="two files hold it"):
-        read_huggingface(model, dict.fromkeys(payloads, 10**6), payloads, None, None)
+        stored_tensors(payloads, None)
 
 
 # ------------------------------------------------------------------------------------------------- casts

@@ -9,8 +9,7 @@ gives the fused tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -43,6 +42,7 @@ from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
 
 MAX_MTP_LAYERS: Final = 64
 """Upper limit, because a config may contain any number."""
+_NOTHING: Final = re.compile(r"(?!)")
 
 
 class StoredTensor(NamedTuple):
@@ -57,27 +57,26 @@ class StoredTensor(NamedTuple):
 def read_huggingface(
     model: Model,
     sizes: Mapping[str, int],
-    payloads: Mapping[str, SafetensorsPayload],
-    index: Index | None,
+    stored: Mapping[str, StoredTensor],
     planned: Callable[[ModelTensor, Part], DType] | None = None,
 ) -> Catalog:
     """A catalog of the parameters of ``model``; their state is ``param``.
 
-    ``payloads`` is the header of every ``.safetensors`` file by its path, ``index`` the contents of
-    ``model.safetensors.index.json``, ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any.
+    ``sizes`` are those of all ``.safetensors`` files by path, ``stored`` the result of :func:`stored_tensors`,
+    ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any.
 
     Raises
     ------
     CheckpointError
         If a tensor is missing, has another shape, or does not belong to the model; naming it and the file.
     """
-    held = stored_tensors(payloads, index)
-    files = tuple(File(path, sizes[path]) for path in sorted(payloads))
+    held = dict(stored)
+    files = tuple(File(path, sizes[path]) for path in sorted(sizes))
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors: list[Tensor] = []
     rows: list[FragmentRow] = []
     for tensor, parts in model_parts(model):
-        stored_parts = [_find(part, held, payloads) for part in parts]
+        stored_parts = [_find(part, held, sizes) for part in parts]
         of_tensor = _common_dtype(tensor, parts, [stored.dtype for stored in stored_parts])
         for part, (_, dtype, path, byte_offset) in zip(parts, stored_parts, strict=True):
             if planned is not None and dtype != (wanted := planned(tensor, part)):
@@ -87,7 +86,7 @@ def read_huggingface(
         twins = [t for t in model.tensors if t.tied_to == tensor.key and t.is_alias]
         for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
             (part,) = tensor_parts(twin, model)
-            _, dtype, path, byte_offset = _find(part, held, payloads)
+            _, dtype, path, byte_offset = _find(part, held, sizes)
             if dtype != of_tensor:
                 detail = f"stored as {dtype.name}, but tied to a tensor of another dtype"
                 raise CoverageError(part.key, detail, (path,))
@@ -119,7 +118,9 @@ def _stored_twice(twin: ModelTensor, held: Collection[str]) -> bool:
 def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -> Checkpoint:
     """A checkpoint of weights only, with a model that rule tables determine.
 
-    With ``drops_mtp`` without layers of multi-token prediction that are numbered after the decoder layers.
+    With ``drops_mtp`` without layers of multi-token prediction that are numbered after the decoder layers. Published
+    checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the head, and a
+    norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
 
     Raises
     ------
@@ -127,11 +128,11 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -
         Naming the tensor that has no row in the tables, is missing, or has another shape.
     """
     headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
-    dropped: list[str] = []
-    if drops_mtp:
-        headers, index, dropped = without_mtp_layers(headers, index, config, tables)
-    model, stored = _models(stored_tensors(headers, index), config, tables)
-    catalog = read_huggingface(stored, files.safetensors, headers, index, None)
+    left_out = _mtp_layers(tables_to_train_with(tables, config), config) if drops_mtp else _NOTHING
+    held = stored_tensors(headers, index, left_out)
+    model, stored = _models(held, config, tables)
+    catalog = read_huggingface(stored, files.safetensors, held)
+    dropped = sorted(key for header in headers.values() for key in header.tensors if left_out.match(key))
     if MANIFEST not in files.sizes:
         _check_told(model)
     return Checkpoint(
@@ -192,7 +193,7 @@ def _models(stored: Mapping[str, StoredTensor], config: Config, tables: RuleTabl
 
 def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:
     """Why a table does not have a key."""
-    if _mtp_layers(table, config).match(key):
+    if _mtp_layers([table], config).match(key):
         return RuleError(
             key,
             f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
@@ -205,45 +206,21 @@ def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:
     )
 
 
-def without_mtp_layers(
-    payloads: Mapping[str, SafetensorsPayload],
-    index: Index | None,
-    config: Config,
-    tables: RuleTables,
-) -> tuple[dict[str, SafetensorsPayload], Index | None, list[str]]:
-    """Headers and index without MTP layers that are numbered after the decoder layers, and the keys removed.
-
-    Published checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the
-    head, and a norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
-    """
-    layers = [_mtp_layers(table, config) for table in tables_to_train_with(tables, config)]
-
-    def kept(key: str) -> bool:
-        return not any(of_table.match(key) for of_table in layers)
-
-    dropped = sorted(key for payload in payloads.values() for key in payload.tensors if not kept(key))
-    headers = {
-        path: replace(payload, tensors={key: array for key, array in payload.tensors.items() if kept(key)})
-        for path, payload in payloads.items()
-    }
-    if index is not None:
-        index = replace(index, weight_map={k: path for k, path in index.weight_map.items() if kept(k)})
-    return headers, index, dropped
-
-
-def _mtp_layers(table: RuleTable, config: Config) -> re.Pattern[str]:
-    """Matches the start of every key of an MTP layer that is numbered after the decoder layers."""
-    decoders = {item.continues: item for item in table.items if item.continues}
-    starts = {
-        (spelled.partition("{layer}")[0], number)
-        for rule in table.rules
-        if rule.item in decoders and rule.huggingface is not None
-        for spelled in rule.huggingface.keys
-        for number in islice(table.numbers(decoders[rule.item], config), MAX_MTP_LAYERS)
-    }
-    patterns = [rf"{re.escape(start)}{number}\." for start, number in sorted(starts)]
-    patterns += [re.escape(item.there) for item in table.items if item.there is not None]
-    return re.compile("|".join(patterns) or r"(?!)")
+def _mtp_layers(tables: Iterable[RuleTable], config: Config) -> re.Pattern[str]:
+    """Matches the start of every key of an MTP layer that any of the tables numbers after the decoder layers."""
+    patterns: list[str] = []
+    for table in tables:
+        decoders = {item.continues: item for item in table.items if item.continues}
+        starts = {
+            (spelled.partition("{layer}")[0], number)
+            for rule in table.rules
+            if rule.item in decoders and rule.huggingface is not None
+            for spelled in rule.huggingface.keys
+            for number in islice(table.numbers(decoders[rule.item], config), MAX_MTP_LAYERS)
+        }
+        patterns += [rf"{re.escape(start)}{number}\." for start, number in sorted(starts)]
+        patterns += [re.escape(item.there) for item in table.items if item.there is not None]
+    return re.compile("|".join(patterns)) if patterns else _NOTHING
 
 
 def _logical(
@@ -267,9 +244,13 @@ def _logical(
 
 
 def stored_tensors(
-    payloads: Mapping[str, SafetensorsPayload], index: Index | None
+    payloads: Mapping[str, SafetensorsPayload], index: Index | None, left_out: re.Pattern[str] = _NOTHING
 ) -> dict[str, StoredTensor]:
-    """Key → what the headers say of the tensor; checked against the index."""
+    """Key → what the headers say of the tensor; checked against the index.
+
+    ``payloads`` is the header of every ``.safetensors`` file by its path, ``index`` the contents of
+    ``model.safetensors.index.json``, ``left_out`` matches the start of keys that are ignored.
+    """
     held: dict[str, StoredTensor] = {}
     for path, payload in payloads.items():
         if payload.metadata.get("format") == "np" and not is_ernie_layout(payload.tensors):
@@ -277,13 +258,15 @@ def stored_tensors(
                 f"{path}: weights in Paddle's own layout, not in that of a Hugging Face checkpoint"
             )
         for key, array in payload.tensors.items():
+            if left_out.match(key):
+                continue
             if key in held:
                 raise CoverageError(key, "two files hold it", (held[key].path, path))
             dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
             held[key] = StoredTensor(array.shape, dtype, path, array.byte_offset)
     path_of_key = {key: stored.path for key, stored in held.items()}
-    if index is not None and dict(index.weight_map) != path_of_key:
-        listed = index.weight_map
+    listed = {} if index is None else {k: p for k, p in index.weight_map.items() if not left_out.match(k)}
+    if index is not None and listed != path_of_key:
         key = min(key for key in {*held, *listed} if path_of_key.get(key) != listed.get(key))
         raise CoverageError(
             key,
@@ -292,12 +275,10 @@ def stored_tensors(
     return held
 
 
-def _find(
-    part: Part, held: dict[str, StoredTensor], payloads: Mapping[str, SafetensorsPayload]
-) -> StoredTensor:
+def _find(part: Part, held: dict[str, StoredTensor], files: Iterable[str]) -> StoredTensor:
     """The stored tensor of a part; removes it from ``held``."""
     if part.key not in held:
-        raise CoverageError(part.key, "no file holds it", tuple(sorted(payloads)))
+        raise CoverageError(part.key, "no file holds it", tuple(sorted(files)))
     stored = held.pop(part.key)
     if stored.shape != part.shape:
         detail = f"stored with shape {stored.shape}, but the model expects {part.shape}"

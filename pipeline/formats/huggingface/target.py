@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.formats.huggingface.fp8 import QUANTIZE, is_quantis
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.formats.huggingface.sidecars import of_training, plan_huggingface_sidecars
-from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface
+from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
 from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, lacking
 from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
@@ -163,8 +163,8 @@ class HuggingFaceTarget(SettledTarget):
             self._check_adapter(staged)
             return
         files = staged.files
-        index = files.weight_index(WEIGHT_INDEX)
-        read_huggingface(staged.wanted.model, files.safetensors, files.headers, index, self.dtype_of)
+        stored = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX))
+        read_huggingface(staged.wanted.model, files.safetensors, stored, self.dtype_of)
 
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
         """The dtype of a tensor of the target; of a quantised one, the dtype to which it is dequantised."""
