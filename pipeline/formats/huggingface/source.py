@@ -73,6 +73,9 @@ def read_huggingface(
     held = dict(stored)
     files = tuple(File(path, sizes[path]) for path in sorted(sizes))
     numbers = {file.path: number for number, file in enumerate(files)}
+    twins: dict[str, list[ModelTensor]] = {}
+    for twin in (t for t in model.tensors if t.is_alias):
+        twins.setdefault(twin.tied_to or "", []).append(twin)
     tensors: list[Tensor] = []
     rows: list[FragmentRow] = []
     for tensor, parts in model_parts(model):
@@ -83,15 +86,15 @@ def read_huggingface(
                 detail = f"stored as {dtype.name}, planned as {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
             rows += part.rows(len(tensors), numbers[path], dtype, byte_offset)
-        twins = [t for t in model.tensors if t.tied_to == tensor.key and t.is_alias]
-        for copy, twin in enumerate((t for t in twins if _stored_twice(t, held)), start=1):
+        tied = twins.get(tensor.key, [])
+        for copy, twin in enumerate((t for t in tied if _stored_twice(t, held)), start=1):
             (part,) = tensor_parts(twin, model)
             _, dtype, path, byte_offset = _find(part, held, sizes)
             if dtype != of_tensor:
                 detail = f"stored as {dtype.name}, but tied to a tensor of another dtype"
                 raise CoverageError(part.key, detail, (path,))
             rows += part.rows(len(tensors), numbers[path], dtype, byte_offset, copy)
-        aliases = tuple(t.key for t in twins)
+        aliases = tuple(t.key for t in tied)
         tensors.append(Tensor(tensor.key, PARAM, of_tensor, tensor.global_shape, aliases))
     if held:
         key = min(held)
