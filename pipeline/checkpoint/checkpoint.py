@@ -69,10 +69,7 @@ class Donor(Protocol):
     def complete(self, source: Checkpoint, wanted: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
         """The source, and the source with all requested changes, with what both lack.
 
-        Raises
-        ------
-        CheckpointError
-            If the two are not of one model, or the result would not be whole; naming tensors.
+        A ``CheckpointError`` names tensors if the two are not of one model, or the result would not be whole.
         """
 
 
@@ -162,12 +159,9 @@ class Checkpoint:
 
 
 def checked_schedule(state: Any, where: str) -> Any:
-    """Check that the state of a learning-rate schedule can be written to a target, and return it.
+    """The state of a learning-rate schedule, which must be of plain values so that a target can hold it.
 
-    Raises
-    ------
-    UnsupportedError
-        If it contains an array or anything else that is not a plain value; ``where`` is for the message.
+    An ``UnsupportedError`` names what else it holds, ``where``.
     """
     try:
         encode_pickle({"LR_Scheduler": state})

@@ -89,10 +89,7 @@ class Format(ABC):
     """Whether its trainers lose tensors, which ``--fill`` can supply."""
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
-        """Arguments with which a library's trainer reads it, and goes on saving it, under a sharding strategy.
-
-        ``None`` if the trainer cannot, or how is not known.
-        """
+        """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
         return None
 
     @property
@@ -106,10 +103,7 @@ class Format(ABC):
         return None
 
     def rank_of(self, path: str) -> Mapping[str, int] | None:
-        """Axis → coordinate of the rank that writes a file, as far as its name tells.
-
-        ``None`` if ranks have no files of their own.
-        """
+        """Axis → coordinate of the rank that writes a file, as far as its name tells; ``None``: no rank does."""
         return None
 
     def process_of(self, path: str) -> int | None:
@@ -124,23 +118,15 @@ class Format(ABC):
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Interpret a checkpoint from its metadata.
 
-        Raises
-        ------
-        CheckpointError, PlanError
-            If it is incomplete or inconsistent, or no rule covers a tensor.
+        A ``CheckpointError`` or ``PlanError`` if it is incomplete or inconsistent, or no rule covers a tensor.
         """
 
     @abstractmethod
     def request(self, asked: Mapping[str, Any]) -> Request:
-        """Parse the options of a target.
+        """Parse the options of a target, some of ``options``; a ``UsageError`` if a value is invalid.
 
-        ``asked`` contains some of ``options``. Files have already been read: ``layout`` is :class:`Entries`, and
-        ``target_meta`` maps cell → structured key → parameter name.
-
-        Raises
-        ------
-        UsageError
-            If a value is invalid.
+        Files have already been read: ``layout`` is :class:`Entries`, and ``target_meta`` maps cell → structured key →
+        parameter name.
         """
 
 
@@ -216,26 +202,12 @@ class Target(Protocol):
     def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
         """Lay out every tensor file, byte for byte, and decide about the source's small files.
 
-        Parameters
-        ----------
-        source, wanted
-            The source without states that the format cannot hold, and the same with all requested changes applied.
-        listing
-            The files and folders of the source.
-
-        Raises
-        ------
-        PlanError
-            If the source cannot become this target.
+        ``source`` lacks states that the format cannot hold; ``wanted`` is the same with all requested changes applied;
+        ``listing`` is of the source. A ``PlanError`` says why the source cannot become this target.
         """
 
     def check_staged(self, staged: Staged) -> None:
-        """Check that the staged files read back as the planned checkpoint.
-
-        Raises
-        ------
-        CheckpointError
-        """
+        """Check that the staged files read back as the planned checkpoint; a ``CheckpointError`` if not."""
 
 
 class RankBytes(NamedTuple):
@@ -288,10 +260,4 @@ class JobTarget(Target, Protocol):
         """The job that goes on training the source in this topology."""
 
     def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
-        """What :meth:`lay_out` would make of the same arguments, without the files.
-
-        Raises
-        ------
-        PlanError
-            If the source cannot become this target.
-        """
+        """What :meth:`lay_out` would make of the same arguments, without the files; errors are the same."""

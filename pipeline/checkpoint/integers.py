@@ -50,10 +50,7 @@ _CODES: Final[Mapping[str, str]] = {"BF16": "<u2", "F16": "<f2"}
 def integer_scheme(entries: Mapping[str, Any]) -> Scheme:
     """How weights are stored, given ``quantization_config`` of a compressed-tensors checkpoint.
 
-    Raises
-    ------
-    UnsupportedError
-        If they are stored in another way, naming the entry.
+    An ``UnsupportedError`` names the entry by which they are stored in another way.
     """
     groups = entries.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, Mapping) else []
@@ -124,13 +121,7 @@ def refuse_further_tensors(held: Mapping[str, str]) -> None:
 
 
 def shape_keys(payloads: Mapping[str, SafetensorsPayload]) -> dict[str, str]:
-    """Key → path of every tensor that holds the shape of a packed weight.
-
-    Raises
-    ------
-    CoverageError
-        If one is not two integers.
-    """
+    """Key → path of every tensor that holds the shape of a packed weight, which must be two integers."""
     paths = {}
     for path, payload in payloads.items():
         for key, array in payload.tensors.items():

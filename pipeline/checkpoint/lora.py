@@ -28,14 +28,7 @@ IN_BASE: Final = "belongs to the base model, which the job loads from its own ch
 def check_matrices(model: Model, adapter: Adapter | None) -> None:
     """Refuse matrices whose shapes contradict each other, their linear layer or ``lora_config.json``.
 
-    Raises
-    ------
-    CheckpointError
-        Naming the matrix and the shapes.
-    RuleError
-        If the shape contradicts the weight of the linear layer.
-    UnsupportedError
-        If LoRA of the family is not known.
+    LoRA of a family whose checkpoints are not known is refused too.
     """
     if model.has_lora and not model.table.supports_lora:
         raise UnsupportedError(
@@ -123,13 +116,7 @@ def with_base(model: Model, adapter: Adapter | None) -> Model:
 
 
 def with_adapter(checkpoint: Checkpoint, given: Adapter, location: str) -> Checkpoint:
-    """Add the ``lora_config.json`` that the user passes to a checkpoint without one.
-
-    Raises
-    ------
-    UsageError
-        If the checkpoint has one, or holds no LoRA.
-    """
+    """Add the ``lora_config.json`` that the user passes to a checkpoint with LoRA that has none of its own."""
     if checkpoint.adapter is not None or not checkpoint.model.has_lora:
         has = f"has its own {LORA_CONFIG}" if checkpoint.adapter else "holds no LoRA"
         raise UsageError(f"--lora-config: {location} {has}; omit the option")

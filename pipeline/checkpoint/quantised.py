@@ -122,12 +122,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Scheme | None:
     """How the weights are quantised according to ``config.json``; ``None``: they are not.
 
     Paddle's own ``quantization_config`` has no ``quant_method``, or ``null``: it says how a job trains, not what is
-    stored.
-
-    Raises
-    ------
-    UnsupportedError
-        If it announces weights quantised in another way, naming the entry.
+    stored. An ``UnsupportedError`` names the entry by which weights are quantised in another way.
     """
     entries = config.get(QUANTIZATION)
     method = entries.get(_METHOD) if isinstance(entries, Mapping) else None
@@ -157,14 +152,10 @@ def dequantised(
 ) -> Dequantised | None:
     """Lay out the files with dequantised weights; ``None`` if there are neither quantised weights nor scales.
 
-    ``index`` is ``model.safetensors.index.json``, if there is one; ``scheme`` the result of :func:`quantisation_of`.
-
-    Raises
-    ------
-    CheckpointError
-        If a weight lacks its scales, scales lack their weight, two files hold either, or shapes or dtypes do not match.
-    UnsupportedError
-        If the model is meant to be used in another dtype than that of the values, or a weight is not a matrix.
+    ``index`` is ``model.safetensors.index.json``, if there is one; ``scheme`` the result of :func:`quantisation_of`. A
+    ``CheckpointError`` if a weight lacks its scales, scales lack their weight, two files hold either, or shapes or
+    dtypes do not match; an ``UnsupportedError`` if the model is meant to be used in another dtype than that of the
+    values, or a weight is not a matrix.
     """
     if scheme.method == INTEGERS:
         integers.refuse_further_tensors(tensors.held)
@@ -306,10 +297,7 @@ def _index_as_served(
 ) -> Index:
     """The index of the served files, whose tensors have ``total_bytes`` together.
 
-    Raises
-    ------
-    CoverageError
-        If it locates scales elsewhere than they are.
+    A ``CoverageError`` if it locates scales elsewhere than they are.
     """
     for key in sorted(scales):
         if (told := index.weight_map.get(key)) != held[key]:

@@ -131,10 +131,7 @@ class SourceFiles:
     def weight_index(self, path: str) -> Index | None:
         """Contents of an index of safetensors files; ``None`` if the file does not exist.
 
-        Raises
-        ------
-        CheckpointError
-            If it is the index of a published delta, whose tensors are frames of changes.
+        Refuses the index of a published delta, whose tensors are frames of changes.
         """
         from paddle_reshard.storage.files.safetensors import parse_index
 
@@ -149,13 +146,7 @@ class SourceFiles:
         return index
 
     def config(self, error: type[ReshardError] = CheckpointError) -> Mapping[str, Any]:
-        """The checkpoint's own ``config.json``, or the one that the user passes.
-
-        Raises
-        ------
-        ReshardError
-            An ``error``, if there is neither.
-        """
+        """The checkpoint's own ``config.json``, or the one that the user passes; an ``error`` without both."""
         if CONFIG in self.sizes:
             return self.json(CONFIG)
         if self.given_config is None:

@@ -82,8 +82,6 @@ def classify_sidecars(
 
     Parameters
     ----------
-    listing
-        All files of the source, and the folders in it.
     own_files
         Files that are rewritten or not reported: files of tensors and their metadata.
     reason_not_carried
@@ -147,12 +145,7 @@ def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> d
 def average_divisor(facts: Mapping[str, Any], path: str) -> float:
     """Divisor of the values of an average; ``facts`` are the contents of the ``ema.json`` next to it.
 
-    It is below 1 if the average started at zero, otherwise 1.
-
-    Raises
-    ------
-    CheckpointError
-        If ``facts`` do not give a valid one.
+    It is below 1 if the average started at zero, otherwise 1. Anything else is a ``CheckpointError``.
     """
     divide_by = facts.get("divide_by")
     if not isinstance(divide_by, int | float) or isinstance(divide_by, bool) or not 0 < divide_by <= 1:

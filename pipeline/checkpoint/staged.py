@@ -8,13 +8,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 
 
 def check_tensors(staged: Staged, reread: Checkpoint) -> None:
-    """Check that the tensors of a staged target, as ``reread``, are the planned ones.
-
-    Raises
-    ------
-    CheckpointError
-        Naming the first tensor that differs.
-    """
+    """Refuse a staged target whose tensors, as ``reread``, are not the planned ones; names the first of them."""
     catalog, read = staged.wanted.catalog, reread.catalog.tensors
     wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
 

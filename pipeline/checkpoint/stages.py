@@ -34,13 +34,7 @@ def without_copies(model: Model) -> Model:
 
 
 def for_stages(checkpoint: Checkpoint, pp: int) -> Checkpoint:
-    """The checkpoint with the tensors of a job with ``pp`` stages.
-
-    Raises
-    ------
-    PlanError
-        If one of two tensors would be lost.
-    """
+    """The checkpoint with the tensors of a job with ``pp`` stages; a ``PlanError`` if one of two would be lost."""
     model = checkpoint.model
     if pp > 1:
         copies = [t for t in _copies(model) if t.key not in {known.key for known in model.tensors}]
@@ -95,13 +89,7 @@ def as_read_again(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
 
 
 def check_apart(model: Model) -> None:
-    """Refuse a model of which two tensors are one parameter, for a format whose files tell parameters by their keys.
-
-    Raises
-    ------
-    PlanError
-        Naming both.
-    """
+    """Refuse a model of which two tensors are one parameter, for a format that tells parameters by their keys."""
     for tensor in model.tensors:
         if tensor.tied_to is not None and tensor.rule.tied_to is None:
             raise PlanError(
@@ -120,13 +108,7 @@ def configured_apart(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def without_head(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the word embedding for a head that a job with stages trained apart from it.
-
-    Raises
-    ------
-    PlanError
-        If it has none.
-    """
+    """The checkpoint with the word embedding for its head, which a job with stages must have trained apart."""
     if not _apart(checkpoint.model):
         raise PlanError(
             f"--drop {HEAD}: it is for a head that is the word embedding in jobs without pipeline stages, and a "

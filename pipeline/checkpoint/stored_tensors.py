@@ -117,17 +117,8 @@ class StoredTensors:
     ) -> tuple[str, int, str]:
         """File, first byte and NumPy's code of the scales of a weight of this ``shape``.
 
-        Parameters
-        ----------
-        expected
-            Shape of the scales.
-        codes
-            Tag → code, of the dtypes that they can have.
-
-        Raises
-        ------
-        CoverageError
-            If no file holds them, or they have another shape or dtype.
+        ``expected`` is the shape of the scales; ``codes`` maps the tags of the dtypes that they can have to codes. A
+        ``CoverageError`` if no file holds them, or they have another shape or dtype.
         """
         self.check_scales(key, weight)
         path, array, tag = self.held[key], self.array(key), self.tag(key)

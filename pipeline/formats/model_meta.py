@@ -69,15 +69,7 @@ class ModelMeta:
 
 
 def parse_model_meta(data: Mapping[str, Any]) -> ModelMeta:
-    """Parse the file and check the type of every value.
-
-    Raises
-    ------
-    CheckpointError
-        Naming the entry that is missing or invalid.
-    UnsupportedError
-        If the sharding strategy is not supported.
-    """
+    """Parse the file and check the type of every value; an error names the entry that is missing or invalid."""
     config = _mapping(data, "parallel_config", MODEL_META)
     metas = _mapping(data, "sharding_metas", MODEL_META)
     return ModelMeta(

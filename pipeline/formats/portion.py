@@ -49,13 +49,7 @@ class Portion:
 def files_of_ranks(
     target: Target, source: Checkpoint, paths: Sequence[str], ranks: Sequence[int]
 ) -> frozenset[str]:
-    """The files that ``ranks`` of the job read: their own, and all files that belong to no rank.
-
-    Raises
-    ------
-    UsageError, UnsupportedError
-        If there are no such ranks, or which files they read is not known.
-    """
+    """The files that ``ranks`` of the job read, if that is known: their own, and all files that belong to no rank."""
     job, asked = job_of(target, source, ranks), f"--ranks {ranks_in_words(ranks)}"
     format = FORMATS[target.format]
     files = set()
@@ -80,10 +74,7 @@ def files_of_ranks(
 def job_of(target: Target, source: Checkpoint, ranks: Sequence[int]) -> TrainingJob:
     """The job of which ``ranks`` are some.
 
-    Raises
-    ------
-    UsageError
-        If the target has no files of ranks, or its job has no such ranks.
+    A ``UsageError`` if the target has no files of ranks, or its job has no such ranks.
     """
     asked = f"--ranks {ranks_in_words(ranks)}"
     if not isinstance(target, JobTarget):

@@ -31,10 +31,7 @@ class TensorCollector:
     def tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str = "") -> int:
         """The number of a tensor, which is added if it is new.
 
-        Raises
-        ------
-        CoverageError
-            If it is known with another dtype or shape; ``where`` is the file that says so.
+        A ``CoverageError`` if it is known with another dtype or shape; ``where`` is the file that says so.
         """
         number = self.tensors.find(key, state)
         if number is None:
@@ -79,10 +76,7 @@ def not_held(key: str, state: str) -> CoverageError:
 def common_dtype(key: str, state: str, arrays: Iterable[tuple[DType, str]]) -> DType:
     """The dtype of all arrays of a tensor, which are given with their files; there is at least one.
 
-    Raises
-    ------
-    CoverageError
-        If their dtypes differ.
+    A ``CoverageError`` names two files if their dtypes differ.
     """
     (first, path), *others = arrays
     for dtype, other in others:

@@ -28,17 +28,8 @@ def lay_out(
 ) -> LaidOut:
     """Lay out all files of a target, without states that its format cannot hold.
 
-    Parameters
-    ----------
-    wanted
-        The source with all requested changes applied, such as another size of the vocabulary.
-    listing
-        The files and folders of the source.
-
-    Raises
-    ------
-    PlanError
-        If the source cannot become this target.
+    ``wanted`` is the source with all requested changes applied, such as another size of the vocabulary; ``listing`` is
+    of the source. A ``PlanError`` says why the source cannot become this target.
     """
     source, wanted, omitted = _to_lay_out(source, wanted, target)
     laid_out = target.lay_out(source.without(omitted), wanted.without(omitted), listing)
@@ -121,10 +112,6 @@ def check_nothing_lost(targets: Sequence[Target], laid_out: Sequence[LaidOut]) -
     """Refuse targets if a state would be lost: its format cannot hold it, and no other target does.
 
     Formats that hold only a model omit everything else intentionally.
-
-    Raises
-    ------
-    PlanError
     """
     for number, (target, layout) in enumerate(zip(targets, laid_out, strict=True)):
         others = (other for index, other in enumerate(laid_out) if index != number)

@@ -21,16 +21,12 @@ Arguments = Mapping[str, str | int | bool]
 def trainer_arguments(job: TrainingJob) -> Arguments:
     """The arguments that make a trainer's ranks those of a checkpoint, and read its format.
 
-    Arguments at their default are left out: a job of one rank needs only those of its format.
+    Arguments at their default are left out: a job of one rank needs only those of its format. An ``UnsupportedError``
+    says of which library, format or topology they are not known.
 
     >>> job = TrainingJob("paddleformers", "hybrid-plain", Topology(tp=2, pp=4), "none")
     >>> trainer_arguments(job)
     {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 4, 'load_checkpoint_format': 'sharding_io'}
-
-    Raises
-    ------
-    UnsupportedError
-        For a library, a format or a topology whose arguments are not known.
     """
     if job.library not in _LIBRARIES:
         raise UnsupportedError(

@@ -70,15 +70,10 @@ def describe_boxes(
 ) -> DistMetadata:
     """Metadata that describe boxes.
 
-    Parameters
-    ----------
-    files_of
-        Box → names of the files that hold it.
-    paths
-        Key → path in the nested dict; by default ``(key,)``.
-    numbered
-        Whether the copies of a box are numbered, from 0 in the order of their files. Paddle's loader needs the
-        numbers to tell copies apart, and needs the 0: at another topology it reads no copy with another number.
+    ``files_of`` maps a box to the names of the files that hold it, ``paths`` a key to its path in the nested dict, by
+    default ``(key,)``. If ``numbered``, the copies of a box are numbered, from 0 in the order of their files. Paddle's
+    loader needs the numbers to tell copies apart, and needs the 0: at another topology it reads no copy with another
+    number.
     """
     in_order = sorted(files_of, key=lambda box: (box.key, box.global_offset, box.flattened_range or ()))
     keys, dtypes = _numbers(box.key for box in in_order), _numbers(box.dtype for box in in_order)

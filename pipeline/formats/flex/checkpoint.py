@@ -91,11 +91,6 @@ def read_flex(
     ``metadata`` and ``files`` are the contents of every ``.metadata`` file and of every data file, by path; ``config``
     is empty where there is none; ``lr_scheduler`` and ``adapter`` are the contents of ``scheduler.pdparams`` and
     ``lora_config.json``.
-
-    Raises
-    ------
-    CheckpointError, PlanError
-        If it is incomplete or inconsistent, or no rule covers a tensor.
     """
     auto_parallel = _is_auto_parallel(metadata)
     dist_tensors = auto_parallel or _of_dist_tensors(files)

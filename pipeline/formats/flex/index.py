@@ -33,13 +33,7 @@ _MASTERS = "master_weights"
 
 
 def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
-    """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training.
-
-    Raises
-    ------
-    CheckpointError, PlanError
-        If it is not one whole, consistent checkpoint that the rules cover.
-    """
+    """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training."""
     store, sizes = files.store, files.sizes
     _refuse_other_tensor_files(files)
     config = files.config_if_any()  # the trainers write none into a dist checkpoint

@@ -53,12 +53,8 @@ def describe_older_average(
 ) -> tuple[dict[str, DistMetadata], dict[str, DataFile], tuple[tuple[str, str], ...]]:
     """Metadata for the folder, its files without padding, and the arrays that are not converted, with reasons.
 
-    ``averages`` are the files in that format by their paths, ``metadata`` and ``files`` those of all other folders.
-
-    Raises
-    ------
-    UnsupportedError
-        If the contents of a file do not follow from the other folders; naming the file and the tensor.
+    ``averages`` are the files in that format by their paths, ``metadata`` and ``files`` those of all other folders. An
+    ``UnsupportedError`` names a file and a tensor that do not follow from the other folders.
     """
     first = min(averages)
     above = folder_of(first).removesuffix(EMA_STATE)

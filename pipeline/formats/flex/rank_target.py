@@ -108,12 +108,7 @@ def _remarks(wanted: Checkpoint, target: RankFlexTarget) -> tuple[str, ...]:
 
 
 def check_strategy(job: HybridJob) -> None:
-    """Refuse the sharding strategy under which the trainer resumes from no FlexCheckpoint, seen of real jobs.
-
-    Raises
-    ------
-    PlanError, UnsupportedError
-    """
+    """Refuse the sharding strategy under which the trainer resumes from no FlexCheckpoint, seen of real jobs."""
     check_target(job)
     if job.strategy == "stage2":
         raise PlanError(
@@ -124,12 +119,7 @@ def check_strategy(job: HybridJob) -> None:
 
 
 def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
-    """Refuse a job that the trainer cannot train, and files that are not known well enough to be written.
-
-    Raises
-    ------
-    PlanError, UnsupportedError, RuleError
-    """
+    """Refuse a job that the trainer cannot train, and files that are not known well enough to be written."""
     model = checkpoint.model
     _check_asked(model.table, target)
     check_flex(model)

@@ -16,13 +16,7 @@ from paddle_reshard.pipeline.formats.jobs.request import JobRequest
 
 
 def parse_flex(auto_parallel: bool, asked: Mapping[str, Any]) -> FlexTarget:
-    """A dist checkpoint of whole tensors; names of parameters are those of its one cell.
-
-    Raises
-    ------
-    UsageError
-        If an option is invalid, or belongs to a job, which has a topology.
-    """
+    """A dist checkpoint of whole tensors; names of parameters are those of its one cell."""
     for option in ("layout", "sharding_strategy"):
         if asked.get(option):
             raise UsageError(
@@ -55,12 +49,7 @@ class RankFlexRequest(JobRequest):
 
 
 def parse_by_rank(asked: Mapping[str, Any]) -> RankFlexRequest:
-    """A FlexCheckpoint for the ranks of a job.
-
-    Raises
-    ------
-    UsageError
-    """
+    """A FlexCheckpoint for the ranks of a job."""
     if (files := asked.get("files")) is not None:
         raise UsageError(f"--files {files} with --to: there is a file for every rank; omit one of the two")
     return RankFlexRequest.of(asked)

@@ -56,10 +56,7 @@ def not_fused(key: str) -> Fused | None:
 def read_names(metadata: Mapping[str, DistMetadata]) -> dict[str, list[Name]]:
     """The ``(key, state)`` of every stored key; in auto-parallel checkpoints, keys of states are parameter names.
 
-    Raises
-    ------
-    CheckpointError
-        If a key is unknown, two keys have the same meaning, or a folder has two metadata files; naming file and key.
+    Refused are unknown keys, two keys that mean the same, and two metadata files in a folder.
     """
     by_folder: dict[str, str] = {}
     for path in sorted(metadata):
@@ -103,24 +100,12 @@ def catalog_flex(
     names: Names,
     fused: Callable[[str], Fused | None] = not_fused,
 ) -> Catalog:
-    """Build the catalog.
+    """Build the catalog, and check that every array is as described and that they cover every tensor once.
 
-    Parameters
-    ----------
-    sizes
-        Path of every data file → size in bytes.
-    metadata
-        Path of every ``.metadata`` file → its contents.
-    names
-        ``(key, state)`` of every stored key; keys with the same name hold copies of a tensor.
-    fused
-        Returns what is fused in the tensor of a key, or ``None``; blocks of fused parts are put in logical order.
-
-    Raises
-    ------
-    CheckpointError
-        If a data file is missing or not in the metadata; if an array is missing, not in the metadata, or of another
-        shape or dtype; if there is a hole or an overlap. Names the file, the tensor and the two values.
+    ``sizes`` and ``arrays`` are of all data files, ``metadata`` the contents of all ``.metadata`` files, by path. Keys
+    with the same name in ``names`` hold copies of a tensor. ``fused`` returns what is fused in the tensor of a key, or
+    ``None``; blocks of fused parts are put in logical order. A ``CheckpointError`` names the file, the tensor and the
+    two values.
     """
     _check_folders(metadata, arrays)
     builder = _FlexCatalogBuilder(sizes, fused)

@@ -22,17 +22,8 @@ SHAPES = ("global_offset", "local_shape", "global_shape")
 def with_two_dims(path: str, metadata: DistMetadata, stacked: Collection[str]) -> DistMetadata:
     """The same metadata, with the first two of three dims joined where experts lie along the first.
 
-    Parameters
-    ----------
-    path
-        Of the metadata file.
-    stacked
-        The keys in it of tensors that hold several experts.
-
-    Raises
-    ------
-    CoverageError
-        If a piece of such a tensor ends within an expert, which is then no box of the two dims.
+    ``stacked`` are the keys of tensors that hold several experts. A ``CoverageError`` names a piece that ends within an
+    expert, which is no box of the two dims.
     """
     shapes = {shape: number for number, shape in enumerate(metadata.shapes)}
     pieces = metadata.pieces.copy()

@@ -100,12 +100,7 @@ class FlexTarget(SettledTarget):
 
 
 def check_flex(model: Model) -> None:
-    """Refuse a model whose tensors or keys no FlexCheckpoint can have.
-
-    Raises
-    ------
-    PlanError, UnsupportedError, RuleError
-    """
+    """Refuse a model whose tensors or keys no FlexCheckpoint can have."""
     model.table.check_whole(model.config)
     model.table.check_keys(model.config)
     check_apart(model)
@@ -133,13 +128,7 @@ class _Item(NamedTuple):
 
 
 def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
-    """Lay out all files of a dist checkpoint.
-
-    Raises
-    ------
-    PlanError
-        If the source lacks a tensor, or a parameter name of auto-parallel training is not known.
-    """
+    """Lay out all tensor files of a dist checkpoint, and their metadata."""
     items = list(_auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted))
     files = FlexFiles(paddle_release(target.paddle_version))
     for folder in [AUTO_FOLDER] if target.auto_parallel else paddleformers_folders(wanted):
@@ -231,13 +220,7 @@ def states_elsewhere(model: Model) -> frozenset[str]:
 
 
 def find(index: Mapping[tuple[str, str], int], tensor: ModelTensor, state: str) -> int:
-    """The number of a tensor that the target needs.
-
-    Raises
-    ------
-    PlanError
-        If the source does not have it.
-    """
+    """The number of a tensor that the target needs; a ``PlanError`` if the source does not have it."""
     key = tensor.tied_to or tensor.key
     if (number := index.get((key, state))) is None:
         raise lacking(key, state)

@@ -59,13 +59,8 @@ class FlexFiles(NewFiles):
     ) -> None:
         """Add the data files of a folder, and its metadata.
 
-        Parameters
-        ----------
-        shares
-            The pieces of each data file.
-        holders
-            Box → the files that hold it, in the order in which its copies are numbered; ``None``: there are no copies,
-            and nothing is numbered.
+        ``shares`` are the pieces of each data file, ``holders`` the files that hold a box, in the order in which its
+        copies are numbered; ``None``: there are no copies, and nothing is numbered.
         """
         files_of: dict[Box, Sequence[str]] = {}
         paths: dict[str, tuple[str, ...]] = {}

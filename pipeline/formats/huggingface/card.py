@@ -61,14 +61,8 @@ def model_id(location: str) -> str | None:
 def model_card(wanted: Checkpoint, config: Mapping[str, Any], facts: Mapping[str, str]) -> bytes:
     """The card of an export.
 
-    Parameters
-    ----------
-    wanted
-        The source as the target holds it.
-    config
-        ``config.json`` of the export.
-    facts
-        What tells the export from others of the same source.
+    ``wanted`` is the source as the target holds it, ``config`` that of the export, and ``facts`` are what tells the
+    export from others of the same source.
     """
     completion = wanted.history.completion
     title = config.get("model_type")

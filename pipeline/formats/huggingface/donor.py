@@ -82,13 +82,7 @@ class HuggingFaceDonor:
 
 
 def read_donor(files: SourceFiles) -> HuggingFaceDonor:
-    """Read a donor from the headers of its files.
-
-    Raises
-    ------
-    CheckpointError, UnsupportedError
-        If it is not a Hugging Face model, if its files contradict each other, or if its tensors are quantised.
-    """
+    """Read a donor from the headers of its files; one with quantised tensors is refused."""
     location, config = files.store.location, files.config()
     if not files.safetensors or files.pickles:
         raise CheckpointError(f"{location}: --like needs the safetensors files of a Hugging Face model")
@@ -198,10 +192,7 @@ def _check_config(config: Mapping[str, Any], donor: HuggingFaceDonor) -> None:
 def _taken(wanted: Checkpoint, donor: HuggingFaceDonor) -> list[str]:
     """Keys of the tensors that only the donor has, in its order.
 
-    Raises
-    ------
-    CheckpointError
-        If the donor lacks a tensor, has it in another shape, or has one that the checkpoint should have.
+    Refuses a donor that lacks a tensor, has it in another shape, or has one that the checkpoint should have.
     """
     ours = {part.key: part.shape for _, parts in model_parts(wanted.model) for part in parts}
     if extra := sorted(ours.keys() - donor.tensors.keys()):

@@ -30,10 +30,7 @@ EXPERTS = ".experts."
 def is_quantised(part: Part, dtype: DType, quantize: str) -> bool:
     """Whether a tensor, which would have ``dtype`` otherwise, is quantised.
 
-    Raises
-    ------
-    UnsupportedError
-        If it should be, but its dtype is not bfloat16, or it holds several matrices.
+    Refused if it should be, but its dtype is not bfloat16, or it holds several matrices.
     """
     if len(part.shape) == 3 and EXPERTS in part.key and not part.keep_float32:
         raise UnsupportedError(

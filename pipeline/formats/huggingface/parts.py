@@ -63,10 +63,7 @@ class Part:
 def model_parts(model: Model) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
     """Every tensor of the model in order, with its parts; without missing and unused tensors, and tied tensors once.
 
-    Raises
-    ------
-    RuleError
-        If the rule table has no form for a tensor, or a form for another shape; naming the tensor.
+    A ``RuleError`` names a tensor for which the rule table has no form, or one for another shape.
     """
     owners: dict[str, str] = {}
     for tensor in model.tensors:

@@ -26,13 +26,7 @@ _PREFIX: Final = "base_model.model."
 
 
 def adapter_parts(wanted: Checkpoint) -> Iterator[tuple[ModelTensor, tuple[Part, ...]]]:
-    """Every matrix of an adapter, in the order of the model, with its parts in ``peft``.
-
-    Raises
-    ------
-    UnsupportedError, RuleError
-        Naming a tensor that a ``peft`` adapter cannot hold.
-    """
+    """Every matrix of an adapter, in the order of the model, with its parts; refuses what ``peft`` cannot hold."""
     for tensor in wanted.model.tensors:
         if tensor.missing or tensor.of_base:
             continue
@@ -61,13 +55,7 @@ def _parts(tensor: ModelTensor, rule: LoraRule, model: Model) -> tuple[Part, ...
 
 
 def adapter_config(wanted: Checkpoint, parts: Sequence[Part]) -> bytes:
-    """``adapter_config.json``.
-
-    Raises
-    ------
-    CheckpointError
-        If the scaling is unknown.
-    """
+    """``adapter_config.json``; a ``CheckpointError`` if the scaling is unknown."""
     if wanted.adapter is None:
         raise CheckpointError(
             f"the source has no {LORA_CONFIG}, which holds the scaling; give it with --lora-config FILE"

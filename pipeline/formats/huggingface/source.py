@@ -63,12 +63,8 @@ def read_huggingface(
     """A catalog of the parameters of ``model``; their state is ``param``.
 
     ``sizes`` are those of all ``.safetensors`` files by path, ``stored`` the result of :func:`stored_tensors`,
-    ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any.
-
-    Raises
-    ------
-    CheckpointError
-        If a tensor is missing, has another shape, or does not belong to the model; naming it and the file.
+    ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any. A ``CheckpointError`` names the
+    tensor and the file if one is missing, has another shape, or does not belong to the model.
     """
     held = dict(stored)
     files = tuple(File(path, sizes[path]) for path in sorted(sizes))
@@ -124,11 +120,6 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -
     With ``drops_mtp`` without layers of multi-token prediction that are numbered after the decoder layers. Published
     checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the head, and a
     norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
-
-    Raises
-    ------
-    CheckpointError, RuleError
-        Naming the tensor that has no row in the tables, is missing, or has another shape.
     """
     headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
     left_out = _mtp_layers(tables_to_train_with(tables, config), config) if drops_mtp else _NOTHING
@@ -162,12 +153,8 @@ def _check_told(model: Model) -> None:
 def _models(stored: Mapping[str, StoredTensor], config: Config, tables: RuleTables) -> tuple[Model, Model]:
     """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
 
-    The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face.
-
-    Raises
-    ------
-    RuleError
-        If no rule table has all keys, naming a key; or if several tables do, naming the tables.
+    The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face. A
+    ``RuleError`` names a key that no rule table has, or several tables that have all keys.
     """
     in_ernie_layout = is_ernie_layout(stored)
     fitting: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
