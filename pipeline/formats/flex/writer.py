@@ -62,14 +62,11 @@ class FlexFiles(NewFiles):
         ``shares`` are the pieces of each data file, ``holders`` the files that hold a box, in the order in which its
         copies are numbered; ``None``: there are no copies, and nothing is numbered.
         """
-        files_of: dict[Box, Sequence[str]] = {}
-        paths: dict[str, tuple[str, ...]] = {}
         for number, pieces in enumerate(shares):
             self._add_data_file(f"{folder}/{file_name(number)}", pieces)
-            for piece in pieces:
-                paths[piece.box.key] = piece.path
-                copies = (number,) if holders is None else holders[piece.box]
-                files_of[piece.box] = tuple(map(file_name, copies))
+        copies = holders or {piece.box: [n] for n, pieces in enumerate(shares) for piece in pieces}
+        files_of = {box: [file_name(number) for number in numbers] for box, numbers in copies.items()}
+        paths = {piece.box.key: piece.path for pieces in shares for piece in pieces}
         described = describe_boxes(files_of, paths, numbered=holders is not None)
         content = encode_dist_metadata(described, self.form.metadata, self.form.pickle_protocol)
         self.add_literal(f"{folder}/0{METADATA}", content)
