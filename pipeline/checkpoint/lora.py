@@ -6,9 +6,9 @@ trained too, and the optimizer states of all these. A FlexCheckpoint also holds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.core.errors import CheckpointError, RuleError, UnsupportedError, UsageError
@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.model.model import Model, ModelTensor, model_order
 from paddle_reshard.pipeline.model.rules.entries import count_entry
 from paddle_reshard.pipeline.model.rules.items import LAYERS
 from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule, expected_shape
-from paddle_reshard.pipeline.model.rules.table import RuleTable
 
 IN_BASE: Final = "belongs to the base model, which the job loads from its own checkpoint"
 """Why a tensor is not in the checkpoint of an adapter."""
@@ -61,45 +60,27 @@ def check_matrices(model: Model, adapter: Adapter | None) -> None:
             )
 
 
-def base_tensors(
-    table: RuleTable, config: Mapping[str, Any], held: Mapping[str, ModelTensor], dtype: DType
-) -> list[ModelTensor] | None:
-    """Tensors of the base model that are not ``held``, from the rule table; ``None``: it does not determine them.
+def _base_tensors(model: Model, dtype: DType) -> Iterator[ModelTensor]:
+    """The tensors of the base that an adapter does not hold, if the rule table determines them.
 
     The job of an adapter builds its base first, so names of parameters count its layers too. A table determines the
     tensors of dense models only: the layers with experts, and their number, are known from files.
     """
+    table, config, held = model.table, model.config, {tensor.key for tensor in model.tensors}
     rules = [rule for rule in table.rules if rule.applies(config)]
     items = {item.name: item for item in table.items}
-    determined = table.experts is None and all(
-        rule.shape is not None and not rule.of_expert for rule in rules
-    )
-    if not determined or not count_entry(config, LAYERS):
-        return None
+    determined = all(rule.shape is not None and not rule.of_expert for rule in rules)
+    if table.experts is not None or not determined or not count_entry(config, LAYERS):
+        return
     keys = {rule.key for rule in rules}
-    tensors = []
     for rule in rules:
         for layer in table.numbers(items[rule.item], config):
             key = rule.key if layer is None else rule.key.format(layer=layer)
             shape = expected_shape(rule, config, key)
-            if key in held or shape is None:
-                continue
-            tied = rule.twin(config, key)
-            tensors.append(
-                ModelTensor(
-                    key=key,
-                    rule=rule,
-                    layer=layer,
-                    global_shape=shape,
-                    dtype=dtype,
-                    accumulators=(),
-                    master=False,
-                    tied_to=tied if tied in keys else None,
-                    missing=True,
-                    of_base=True,
-                )
-            )
-    return tensors
+            if key not in held and shape is not None:
+                twin = rule.twin(config, key)
+                base = ModelTensor(key, rule, layer, shape, dtype, accumulators=(), master=False)
+                yield replace(base, tied_to=twin if twin in keys else None, missing=True, of_base=True)
 
 
 def with_base(model: Model, adapter: Adapter | None) -> Model:
@@ -108,9 +89,8 @@ def with_base(model: Model, adapter: Adapter | None) -> Model:
     written = entries.get("dtype") or entries.get("torch_dtype")
     if not isinstance(written, str):
         return model
-    held = {tensor.key: tensor for tensor in model.tensors}
-    base = base_tensors(model.table, model.config, held, dtype_named(written))
-    if base is None:
+    base = list(_base_tensors(model, dtype_named(written)))
+    if not base:
         return model
     return replace(model, tensors=tuple(sorted((*model.tensors, *base), key=model_order(model.table))))
 
@@ -128,11 +108,8 @@ def marked_base(model: Model) -> Model:
     """Mark the tensors of the base, in a model with LoRA."""
     if not model.has_lora:
         return model
-    return replace(model, tensors=tuple(replace(t, of_base=_is_of_base(t)) for t in model.tensors))
-
-
-def _is_of_base(tensor: ModelTensor) -> bool:
-    return not isinstance(tensor.rule, LoraRule) and not tensor.trained
+    marked = (replace(t, of_base=not (isinstance(t.rule, LoraRule) or t.trained)) for t in model.tensors)
+    return replace(model, tensors=tuple(marked))
 
 
 def without_base(checkpoint: Checkpoint) -> Checkpoint:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
@@ -59,10 +60,9 @@ def plan_sidecars(listing: Listing, checkpoint: Checkpoint, topology: Topology) 
     own_files = {*checkpoint.own_files, *(path for path in listing.paths if path.startswith(SIGNAL_PREFIX))}
     own_files |= checkpoint.history.rewritten.keys()
     config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
+    # The trainer writes this when it merges what tp has cut, even if tp is 1.
     if checkpoint.model.has_lora and topology.pp == 1 and topology.tp * topology.sharding > 1:
-        config[
-            _TP_FIELD["paddleformers"]
-        ] = -1  # as the trainer writes it when it merges what tp has cut, even if tp is 1
+        config[_TP_FIELD["paddleformers"]] = -1
     rewritten = dict(checkpoint.history.rewritten.values())
     if checkpoint.adapter is not None and not checkpoint.adapter.fits(topology):
         own_files.add(LORA_CONFIG)
@@ -119,13 +119,7 @@ def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]
     The source's files do not give its dp degree, but the number of its random states does: one per rank.
     """
     source = checkpoint.job.topology
-    same = source is not None and (source.tp, source.pp, source.vpp, source.sharding, source.ep) == (
-        topology.tp,
-        topology.pp,
-        topology.vpp,
-        topology.sharding,
-        topology.ep,
-    )
+    same = source is not None and replace(source, dp=1) == replace(topology, dp=1)
     per_rank = {f"rng_state_{rank}.pth" for rank in range(topology.world_size)}
     one_file = {f"rng_state_{topology.world_size}.pth" if topology.world_size > 1 else "rng_state.pth"}
     return same and set(rng_files) in (per_rank, one_file)
