@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.formats.flex.format import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.formats.flex.names import (
     EMA_STATE,
     FOLDERS,
+    LIBRARY,
     METADATA,
     MODEL_STATE,
     Name,
@@ -56,8 +57,6 @@ from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.files.dist_metadata import DistMetadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
-_LIBRARY: Final = "paddleformers"
-"""Which writes FlexCheckpoints."""
 _BY_CONFIG: Final = "give that of the model with --config FILE"
 _DIST_TENSOR: Final = re.compile(r"\.dist(_|$)")
 _BY_AUTO_PARALLEL: Final = (
@@ -252,7 +251,7 @@ def _choose_table(
                 )
     keys_alone = [StoredKey(key) for key in keys]
     known = what_is_known(tables, config)
-    return stored_table(keys_alone, config, ordered=False, convention=_LIBRARY, known=known)
+    return stored_table(keys_alone, config, ordered=False, convention=LIBRARY, known=known)
 
 
 def _check_all_there(folders: Set[str]) -> None:

@@ -41,9 +41,6 @@ _BY_RANK: Mapping[str, FormatOption] = {
 class DistFormat(Format):
     """Data files, and metadata that say which box of which tensor each of their arrays is."""
 
-    auto_parallel: bool
-    """One folder, states under parameter names; else folders of PaddleFormers, structured names."""
-
     def process_of(self, path: str) -> int | None:
         """The rank of the process in the job (``distributed/checkpoint/save_state_dict.py`` of Paddle).
 
@@ -58,9 +55,8 @@ class DistFormat(Format):
         """By the names of the folders; the files in them have the same names in both."""
         from paddle_reshard.pipeline.formats.flex.names import is_dist_file, is_paddleformers_folder
 
-        return any(
-            is_paddleformers_folder(path) != self.auto_parallel for path in files.sizes if is_dist_file(path)
-        )
+        paths = filter(is_dist_file, files.sizes)
+        return any(is_paddleformers_folder(path) == (self.name == FLEX) for path in paths)
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the metadata and the data files; which of the two it is, its folders tell."""
@@ -72,7 +68,7 @@ class DistFormat(Format):
         """Number of files, version of Paddle and names; with a topology, its job too."""
         from paddle_reshard.pipeline.formats.flex.request import parse_by_rank, parse_flex
 
-        return parse_by_rank(asked) if asked.get("to") else parse_flex(self.auto_parallel, asked)
+        return parse_by_rank(asked) if asked.get("to") else parse_flex(self.name, asked)
 
 
 class FlexFormat(DistFormat):
@@ -80,7 +76,6 @@ class FlexFormat(DistFormat):
 
     name = FLEX
     help = "FlexCheckpoint"
-    auto_parallel = False
     options: ClassVar[Mapping[str, FormatOption]] = {**_BY_RANK, **_OPTIONS}
     starts_with_masters: ClassVar[str] = (
         "--load_checkpoint_format flex_checkpoint --ignore_load_lr_and_optim true"
@@ -96,11 +91,10 @@ class FlexFormat(DistFormat):
 
 
 class AutoParallelFormat(DistFormat):
-    """What auto-parallel training saves: parameter names, no average, no files of ranks."""
+    """What auto-parallel training saves: one folder, states under parameter names, no average, no files of ranks."""
 
     name = AUTO_PARALLEL
     help = "dist_ckpt of auto-parallel training"
-    auto_parallel = True
     options: ClassVar[Mapping[str, FormatOption]] = {**_OPTIONS, "target_meta": TARGET_META}
     cannot_hold: ClassVar[tuple[str, ...]] = ("ema",)
     by_table: ClassVar[bool] = True

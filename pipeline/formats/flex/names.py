@@ -30,6 +30,8 @@ from paddle_reshard.pipeline.core.tensors import (
     WRITTEN_NAMES,
 )
 
+LIBRARY: Final = "paddleformers"
+"""Which writes FlexCheckpoints."""
 MODEL_STATE: Final = "model_state"
 MASTER_WEIGHTS: Final = "master_weight"
 OPTIMIZER_STATE: Final = "optimizer_state"

@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.formats.flex.by_rank import PiecesOfRanks
 from paddle_reshard.pipeline.formats.flex.format import FLEX
+from paddle_reshard.pipeline.formats.flex.names import LIBRARY
 from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, check_flex, small_flex_files
 from paddle_reshard.pipeline.formats.flex.writer import FlexFiles
 from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target
@@ -29,7 +30,6 @@ from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 
-_LIBRARY = "paddleformers"
 _WHOLE = "omit --to: whole tensors suit every job"
 _NUMBERS_COPIES = "3.3"
 """The first Paddle whose metadata tell flattened pieces, and number the copies of a piece."""
@@ -131,10 +131,10 @@ def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
 def _check_asked(table: RuleTable, target: RankFlexTarget) -> None:
     """Refuse names, versions and settings with which what the ranks ask for is not known."""
     topology = target.topology
-    if table.library != _LIBRARY:
+    if table.library != LIBRARY:
         raise PlanError(
-            f"--format {FLEX} --to {topology}: which pieces the ranks of a job ask for is known of {_LIBRARY}, and the "
-            f"names are those of {table.library}; translate them with --convention {_LIBRARY}, or {_WHOLE}"
+            f"--format {FLEX} --to {topology}: which pieces the ranks of a job ask for is known of {LIBRARY}, and the "
+            f"names are those of {table.library}; translate them with --convention {LIBRARY}, or {_WHOLE}"
         )
     if paddle_release(target.paddle_version).metadata < _NUMBERS_COPIES:
         raise PlanError(

@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.formats.flex.target import FlexTarget
 from paddle_reshard.pipeline.formats.jobs.request import JobRequest
 
 
-def parse_flex(auto_parallel: bool, asked: Mapping[str, Any]) -> FlexTarget:
+def parse_flex(format: str, asked: Mapping[str, Any]) -> FlexTarget:
     """A dist checkpoint of whole tensors; names of parameters are those of its one cell."""
     for option in ("layout", "sharding_strategy"):
         if asked.get(option):
@@ -29,7 +29,7 @@ def parse_flex(auto_parallel: bool, asked: Mapping[str, Any]) -> FlexTarget:
             f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
         )
     return FlexTarget(
-        auto_parallel,
+        format,
         asked.get("files"),
         asked.get("paddle_version") or DEFAULT_PADDLE,
         None if names is None else next(iter(names.values())),

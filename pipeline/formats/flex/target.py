@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.formats.flex.format import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.formats.flex.names import (
     AUTO_FOLDER,
     EMA_STATE,
+    LIBRARY,
     MASTER_WEIGHTS,
     MODEL_STATE,
     OPTIMIZER_STATE,
@@ -43,7 +44,6 @@ FILE_BYTES = 4 << 30
 """Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
 """Classes in parameter names that come from Paddle and not from the model."""
-_LIBRARY = "paddleformers"
 OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
 
 
@@ -51,19 +51,14 @@ OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
 class FlexTarget(SettledTarget):
     """A dist checkpoint."""
 
-    auto_parallel: bool = False
-    """One folder with the nested keys of auto-parallel training; else PaddleFormers' FlexCheckpoint."""
+    format: str = FLEX
+    """``auto-parallel``: one folder with the nested keys of auto-parallel training."""
     files: int | None = None
     """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
     paddle_version: str = DEFAULT_PADDLE
     """The Paddle version that will read it, a key of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
     names: Mapping[str, str] | None = None
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
-
-    @property
-    def format(self) -> str:
-        """``auto-parallel`` or ``flex``."""
-        return AUTO_PARALLEL if self.auto_parallel else FLEX
 
     def __post_init__(self) -> None:
         if self.files is not None and self.files < 1:
@@ -88,12 +83,12 @@ class FlexTarget(SettledTarget):
 
     def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
         """All tensor files of a dist checkpoint, and what becomes of small ones."""
-        if self.auto_parallel:
-            wanted.model.table.check_known(
-                wanted.model.config, "the parameter names of auto-parallel training"
-            )
+        auto_parallel = self.format == AUTO_PARALLEL
+        if auto_parallel:
+            missing = "the parameter names of auto-parallel training"
+            wanted.model.table.check_known(wanted.model.config, missing)
         check_flex(wanted.model)
-        topology = None if self.auto_parallel else Topology()
+        topology = None if auto_parallel else Topology()
         small = small_flex_files(listing.paths, wanted, self.paddle_version, topology)
         sidecars = plan_sidecars(listing, wanted, Topology()).with_written(small)
         return LaidOut(source.catalog, layout_flex(wanted, self), sidecars)
@@ -129,9 +124,12 @@ class _Item(NamedTuple):
 
 def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
     """Lay out all tensor files of a dist checkpoint, and their metadata."""
-    items = list(_auto_items(wanted, target) if target.auto_parallel else _flex_items(wanted))
+    if target.format == AUTO_PARALLEL:
+        folders, items = [AUTO_FOLDER], list(_auto_items(wanted, target))
+    else:
+        folders, items = paddleformers_folders(wanted), list(_flex_items(wanted))
     files = FlexFiles(paddle_release(target.paddle_version))
-    for folder in [AUTO_FOLDER] if target.auto_parallel else paddleformers_folders(wanted):
+    for folder in folders:
         of_folder = [item for item in items if item.folder == folder]
         files.add_folder(folder, _split_by_bytes(of_folder, target.files))
     return files.target_files()
@@ -161,7 +159,7 @@ def small_flex_files(
     if topology is not None and wanted.has_ema:
         # A zero-cost-checkpoint job compares these degrees with its own before it reshards an average, and stops
         # without them (PaddleFormers 1.2 zero_cost_checkpoint.py, check_same_strategy).
-        files.append((MODEL_META, format_model_meta(_LIBRARY, topology, {}).encode()))
+        files.append((MODEL_META, format_model_meta(LIBRARY, topology, {}).encode()))
     return files
 
 
