@@ -37,15 +37,13 @@ def for_stages(checkpoint: Checkpoint, pp: int) -> Checkpoint:
     """The checkpoint with the tensors of a job with ``pp`` stages; a ``PlanError`` if one of two would be lost."""
     model = checkpoint.model
     if pp > 1:
-        copies = [t for t in _copies(model) if t.key not in {known.key for known in model.tensors}]
-        return replace(checkpoint, model=replace(model, tensors=(*model.tensors, *copies)))
-    for tensor in model.tensors:
-        if is_apart(tensor, model):
-            raise PlanError(would_be_lost(tensor.key, tensor.rule.tied_to or ""))
+        return replace(checkpoint, model=replace(model, tensors=(*model.tensors, *_copies(model))))
+    for head, words in _apart(model).items():
+        raise PlanError(_would_be_lost(head, words))
     return checkpoint
 
 
-def would_be_lost(head: str, words: str) -> str:
+def _would_be_lost(head: str, words: str) -> str:
     """Why a head of its own cannot go into a job without stages."""
     return (
         f"{head}: in a job with pipeline stages it is a tensor of its own, and {words} in one without "
@@ -102,7 +100,7 @@ def check_apart(model: Model) -> None:
 def configured_apart(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with a config that does not tie words, if its head is a tensor of its own all the same."""
     model = checkpoint.model
-    if not any(is_apart(tensor, model) for tensor in model.tensors):
+    if not _apart(model):
         return checkpoint
     return replace(checkpoint, model=replace(model, config=with_entry(model.config, TIED, False)))
 
@@ -145,7 +143,7 @@ def about_head(checkpoint: Checkpoint, differing: str) -> str | None:
     heads = {key for key, why in checkpoint.not_carried if why == EQUAL_HEAD}
     for tensor in checkpoint.model.tensors:
         if tensor.key in heads and tensor.tied_to is not None and differing.startswith(f"{tensor.tied_to} "):
-            return would_be_lost(tensor.key, tensor.tied_to)
+            return _would_be_lost(tensor.key, tensor.tied_to)
     return None
 
 
@@ -176,8 +174,10 @@ def _tied(checkpoint: Checkpoint, why: str) -> Checkpoint:
 
 
 def _copies(model: Model) -> Iterator[ModelTensor]:
+    """The tensors that only jobs with stages have, where the model lacks them."""
     by_key = {tensor.key: tensor for tensor in model.tensors}
     for rule in model.table.rules:
         twin = by_key.get(rule.tied_to or "")
-        if rule.of_stages and twin is not None and rule.applies(model.config):
+        lacking = rule.of_stages and rule.key not in by_key
+        if lacking and twin is not None and rule.applies(model.config):
             yield replace(twin, key=rule.key, rule=rule, layer=None, tied_to=twin.key)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import Listing, Sidecars
 from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
@@ -36,14 +36,15 @@ def plan_huggingface_sidecars(
         return of_training(path)
 
     config, remarks = exported_config(wanted.model.config, target.dtype)
-    if wanted.history.completion is not None:
-        config |= wanted.history.completion.config
+    completion = wanted.history.completion
+    if completion is not None:
+        config |= completion.config
     if quantization_config is not None:
         config[QUANTIZATION] = quantization_config
     sidecars = classify_sidecars(listing, wanted.own_files, reason, wanted.source_config, config)
-    donated = _donated_files(wanted.history.completion, sidecars.carried)
-    there = {*sidecars.carried, *(path for _, path in donated)}
-    lacking = lacking_files(wanted.model.config, there)
+    files = {} if completion is None else completion.files
+    donated = tuple((path, name) for name, path in files.items() if name not in sidecars.carried)
+    lacking = lacking_files(wanted.model.config, {*sidecars.carried, *(name for _, name in donated)})
     if lacking:
         needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
         remarks = (*remarks, f"{needed}them from the model that training began from")
@@ -56,10 +57,3 @@ def plan_huggingface_sidecars(
 def of_training(path: str) -> str | None:
     """Why an export does not carry a file, if it belongs to the training job."""
     return "state of the training job, not of the model" if is_training_state(path) else None
-
-
-def _donated_files(completion: Completion | None, carried: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """``(path in the source, path in the target)`` of another model's small files that the source lacks."""
-    if completion is None:
-        return ()
-    return tuple((path, name) for name, path in completion.files.items() if name not in carried)
