@@ -189,10 +189,7 @@ def dequantised(
     unquantised = {key: value for key, value in config.items() if key != QUANTIZATION}
     made = {CONFIG: json.dumps(unquantised, ensure_ascii=False, indent=2).encode()}
     if index is not None:
-        total_bytes = _tensor_bytes(tensors.payloads, files)
-        made[WEIGHT_INDEX] = format_index(
-            _index_as_served(index, tensors.held, companions, weights, total_bytes)
-        )
+        made[WEIGHT_INDEX] = format_index(_index_as_served(index, tensors, companions, weights, files))
     dtypes = " and ".join(sorted({_DTYPES[weight.tag] for weight in weights.values()}))
     summary = f"{len(weights)} {scheme.kind} weights, to {dtypes}, with a scale for each {scheme.scaled}"
     return Dequantised(files, made, summary)
@@ -221,13 +218,6 @@ def _check_companions(
             expected = "FP8" if scheme.method == FP8 else scheme.tag
             there = f"is {tensors.tag(weight)}, not {expected}" if weight in tensors.held else "no file holds"
             raise CoverageError(key, f"scales of {weight}, which {there}", (tensors.held[key],))
-
-
-def _tensor_bytes(payloads: Mapping[str, SafetensorsPayload], files: Mapping[str, ServedFile]) -> int:
-    """Bytes of all tensors as they are served; ``files`` are those that are not served as stored."""
-    served = sum(section.stop - section.start for file in files.values() for section in file.sections)
-    unchanged = (payload for path, payload in payloads.items() if path not in files)
-    return served + sum(array.nbytes for payload in unchanged for array in payload.tensors.values())
 
 
 def _fp8_weight(stored: str, key: str, tensors: StoredTensors) -> ServedTensor:
@@ -290,23 +280,21 @@ def _served(
 
 def _index_as_served(
     index: Index,
-    held: Mapping[str, str],
+    tensors: StoredTensors,
     scales: Collection[str],
     weights: Mapping[str, ServedTensor],
-    total_bytes: int,
+    files: Mapping[str, ServedFile],
 ) -> Index:
-    """The index of the served files, whose tensors have ``total_bytes`` together.
-
-    A ``CoverageError`` if it locates scales elsewhere than they are.
-    """
+    """The index of the served files, of which ``files`` are not as stored; refused if it locates scales wrongly."""
     for key in sorted(scales):
-        if (told := index.weight_map.get(key)) != held[key]:
-            raise CoverageError(
-                key, f"the index says that {told or 'no file'} holds it, but {held[key]} does"
-            )
+        if (told := index.weight_map.get(key)) != (path := tensors.held[key]):
+            raise CoverageError(key, f"the index says that {told or 'no file'} holds it, but {path} does")
     weight_map = {
         weights[key].key if key in weights else key: path
         for key, path in index.weight_map.items()
         if key not in scales
     }
+    served = sum(section.stop - section.start for file in files.values() for section in file.sections)
+    unchanged = (payload for path, payload in tensors.payloads.items() if path not in files)
+    total_bytes = served + sum(a.nbytes for payload in unchanged for a in payload.tensors.values())
     return replace(index, weight_map=weight_map, metadata={**index.metadata, "total_size": total_bytes})

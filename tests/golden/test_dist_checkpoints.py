@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from paddle_reshard import inspect
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from paddle_reshard.pipeline.core.tensors import DTYPES, EMA_MASTER_WEIGHT, MASTER_WEIGHT, PARAM
-from paddle_reshard.pipeline.formats.flex.source import catalog_flex, read_names
+from paddle_reshard.pipeline.formats.flex.source import DataFile, catalog_flex, not_fused, read_names
 from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, parse_pickle
 from paddle_reshard.storage.files.safetensors import is_safetensors, parse_safetensors
@@ -41,9 +42,10 @@ def checkpoint(case: str) -> Path:
     return found
 
 
-def read(sizes: dict, metadata: dict, arrays: dict) -> Catalog:
+def read(sizes: dict, metadata: dict, arrays: dict, fused: Callable = not_fused) -> Catalog:
     """The tensors as the format has them."""
-    return catalog_flex(sizes, metadata, arrays, read_names(metadata))
+    files = {path: DataFile(sizes.get(path, 0), found, {}) for path, found in arrays.items()}
+    return catalog_flex(metadata, files, read_names(metadata), fused)
 
 
 def index(folder: Path) -> tuple[dict, dict, dict]:
@@ -222,9 +224,9 @@ def test_what_does_not_fit_together_is_refused(damage, told):
 
 
 def test_blocks_that_are_no_parts_are_refused():
-    sizes, metadata, arrays = index(checkpoint("dense/fc_mp2pp2"))
+    parts = index(checkpoint("dense/fc_mp2pp2"))
     fused = {"model.layers.1.mlp.up_proj.weight": (1, (2, 3))}
     with pytest.raises(
         CheckpointError, match=r"model.layers.1.mlp.up_proj.weight .*not 2 equal blocks of these parts"
     ):
-        catalog_flex(sizes, metadata, arrays, read_names(metadata), fused.get)
+        read(*parts, fused.get)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
     layer_number,
     renumbered,
 )
-from paddle_reshard.pipeline.formats.flex.source import Fused, catalog_flex, not_fused, read_names
+from paddle_reshard.pipeline.formats.flex.source import DataFile, Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.formats.flex.stacked import arrays_with_two_dims, with_two_dims
 from paddle_reshard.pipeline.formats.reading import not_held
 from paddle_reshard.pipeline.model.completeness import check_complete
@@ -55,7 +55,6 @@ from paddle_reshard.pipeline.model.rules.rule import evaluate_sizes, expected_sh
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.files.dist_metadata import DistMetadata
-from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
 _BY_CONFIG: Final = "give that of the model with --config FILE"
 _DIST_TENSOR: Final = re.compile(r"\.dist(_|$)")
@@ -64,17 +63,6 @@ _BY_AUTO_PARALLEL: Final = (
     "in logical order; no real checkpoint of such a job has been seen"
 )
 _AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """The contents of a data file."""
-
-    size_bytes: int
-    arrays: Mapping[str, ArrayRef]
-    """Key → its array."""
-    parameter_names: Mapping[str, str]
-    """Key → name of the saved tensor; empty if the file has no names."""
 
 
 def read_flex(
@@ -98,16 +86,14 @@ def read_flex(
     keys = list(dict.fromkeys(key for key, state in identities if state == PARAM or not auto_parallel))
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
     twins = {key: table.find(key, config)[0].twin(config, key) or key for key in keys}
-    arrays = {path: file.arrays for path, file in files.items()}
     if stacked := {key for key in keys if table.find(key, config)[0].of_experts}:
-        metadata, arrays = _with_two_dims(metadata, arrays, names, stacked)
+        metadata, files = _with_two_dims(metadata, files, names, stacked)
         _refuse_sonic(metadata, names, stacked, table, config)
     # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
     tied = {path: [(twins.get(key, key), state) for key, state in of] for path, of in names.items()}
-    sizes = {path: file.size_bytes for path, file in files.items()}
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
     fused = not_fused if dist_tensors else _fused(table, config)
-    catalog = catalog_flex(sizes, metadata, arrays, tied, fused)
+    catalog = catalog_flex(metadata, files, tied, fused)
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
         catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
@@ -175,20 +161,20 @@ def _as_in_the_model(
 
 def _with_two_dims(
     metadata: Mapping[str, DistMetadata],
-    arrays: Mapping[str, Mapping[str, ArrayRef]],
+    files: Mapping[str, DataFile],
     names: Mapping[str, Sequence[Name]],
     stacked: Set[str],
-) -> tuple[dict[str, DistMetadata], dict[str, Mapping[str, ArrayRef]]]:
-    """Metadata and arrays with two dims for the tensors of several experts."""
-    described, held = {}, dict(arrays)
+) -> tuple[dict[str, DistMetadata], dict[str, DataFile]]:
+    """Metadata and data files with two dims for the tensors of several experts."""
+    described, held = {}, dict(files)
     for path, of_path in metadata.items():
         of_experts = {
             stored for stored, (key, _) in zip(of_path.keys, names[path], strict=True) if key in stacked
         }
         described[path] = with_two_dims(path, of_path, of_experts)
-        for file in held:
-            if folder_of(file) == folder_of(path):
-                held[file] = arrays_with_two_dims(held[file], of_experts)
+        for file_path, file in files.items():
+            if folder_of(file_path) == folder_of(path):
+                held[file_path] = replace(file, arrays=arrays_with_two_dims(file.arrays, of_experts))
     return described, held
 
 

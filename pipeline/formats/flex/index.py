@@ -17,9 +17,10 @@ from paddle_reshard.pipeline.checkpoint.reading import (
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
-from paddle_reshard.pipeline.formats.flex.checkpoint import DataFile, read_flex
+from paddle_reshard.pipeline.formats.flex.checkpoint import read_flex
 from paddle_reshard.pipeline.formats.flex.names import METADATA, is_dist_file
 from paddle_reshard.pipeline.formats.flex.older_average import OlderAverage, describe_older_average
+from paddle_reshard.pipeline.formats.flex.source import DataFile
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.tables import RuleTables

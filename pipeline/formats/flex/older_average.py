@@ -20,7 +20,6 @@ from typing import Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
 from paddle_reshard.pipeline.formats.flex.boxes import Box, describe_boxes
-from paddle_reshard.pipeline.formats.flex.checkpoint import DataFile
 from paddle_reshard.pipeline.formats.flex.names import (
     EMA_STATE,
     MASTER_WEIGHTS,
@@ -28,6 +27,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
     MODEL_STATE,
     folder_of,
 )
+from paddle_reshard.pipeline.formats.flex.source import DataFile
 from paddle_reshard.storage.files.dist_metadata import DistMetadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Final
@@ -40,12 +41,21 @@ from paddle_reshard.storage.files.dist_metadata import Columns, DistMetadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 
 _FSDP_BUFFER: Final = "fuse_params_"
-Arrays = Mapping[str, Mapping[str, ArrayRef]]
-"""Path of a data file → key → its array."""
 Names = Mapping[str, Sequence[Name]]
 """Path of a metadata file → ``(key, state)`` for each of its keys, in their order."""
 Fused = tuple[int, tuple[int, ...]]
 """The dim along which parts are fused, and the ratio of their extents."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """The contents of a data file."""
+
+    size_bytes: int
+    arrays: Mapping[str, ArrayRef]
+    """Key → its array."""
+    parameter_names: Mapping[str, str]
+    """Key → name of the saved tensor; empty if the file has no names."""
 
 
 def not_fused(key: str) -> Fused | None:
@@ -94,42 +104,40 @@ def _name(path: str, key: str, metadata: DistMetadata) -> Name:
 
 
 def catalog_flex(
-    sizes: Mapping[str, int],
     metadata: Mapping[str, DistMetadata],
-    arrays: Arrays,
+    files: Mapping[str, DataFile],
     names: Names,
-    fused: Callable[[str], Fused | None] = not_fused,
+    fused: Callable[[str], Fused | None],
 ) -> Catalog:
     """Build the catalog, and check that every array is as described and that they cover every tensor once.
 
-    ``sizes`` and ``arrays`` are of all data files, ``metadata`` the contents of all ``.metadata`` files, by path. Keys
-    with the same name in ``names`` hold copies of a tensor. ``fused`` returns what is fused in the tensor of a key, or
-    ``None``; blocks of fused parts are put in logical order. A ``CheckpointError`` names the file, the tensor and the
-    two values.
+    ``metadata`` and ``files`` are the contents of all ``.metadata`` files and of all data files, by path. Keys with the
+    same name in ``names`` hold copies of a tensor. ``fused`` returns what is fused in the tensor of a key, or ``None``;
+    blocks of fused parts are put in logical order. A ``CheckpointError`` names the file, the tensor and the two values.
     """
-    _check_folders(metadata, arrays)
-    builder = _FlexCatalogBuilder(sizes, fused)
+    _check_folders(metadata, files)
+    builder = _FlexCatalogBuilder(files, fused)
     for path in sorted(metadata):
-        builder.add_folder(path, metadata[path], arrays, names[path])
+        builder.add_folder(path, metadata[path], names[path])
     catalog = builder.catalog()
     check_catalog(catalog)
     return catalog
 
 
-def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None:
+def _check_folders(metadata: Mapping[str, DistMetadata], files: Mapping[str, DataFile]) -> None:
     """Every folder has a metadata file, and data files of one kind that it names."""
     by_folder = {folder_of(path): path for path in metadata}
-    for path in sorted(arrays):
+    for path, file in sorted(files.items()):
         described = by_folder.get(folder_of(path))
         if described is None:
             raise CheckpointError(f"{path}: a data file in a folder without a .metadata file")
         # A rank whose tensors were all saved by other ranks writes an empty file, which the metadata do not list.
-        if arrays[path] and path.rpartition("/")[2] not in metadata[described].files:
+        if file.arrays and path.rpartition("/")[2] not in metadata[described].files:
             raise CheckpointError(
-                f"{path}: holds {len(arrays[path])} arrays, and {described} does not name it"
+                f"{path}: holds {len(file.arrays)} arrays, and {described} does not name it"
             )
     for folder in by_folder:
-        kinds = {path.rpartition(".")[2] for path in arrays if folder_of(path) == folder}
+        kinds = {path.rpartition(".")[2] for path in files if folder_of(path) == folder}
         if len(kinds) > 1:
             raise CheckpointError(f"{folder}: data files of several kinds, {', '.join(sorted(kinds))}")
 
@@ -137,9 +145,9 @@ def _check_folders(metadata: Mapping[str, DistMetadata], arrays: Arrays) -> None
 class _FlexCatalogBuilder:
     """Adds the arrays of all folders to the tensors that their metadata describe."""
 
-    def __init__(self, sizes: Mapping[str, int], fused: Callable[[str], Fused | None]) -> None:
-        self.stored = TensorCollector(File(path, sizes[path]) for path in sorted(sizes))
-        self.sizes, self.fused = sizes, fused
+    def __init__(self, files: Mapping[str, DataFile], fused: Callable[[str], Fused | None]) -> None:
+        self.stored = TensorCollector(File(path, files[path].size_bytes) for path in sorted(files))
+        self.files, self.fused = files, fused
         self.copies = defaultdict[int, int](int)
         """Tensor → number of copies so far."""
         self.origins: list[Shape] = []
@@ -153,33 +161,32 @@ class _FlexCatalogBuilder:
             fragments["offset"] = fragments["offset"] + origin
         return Catalog(self.stored.tensors, self.stored.files, fragments, {})
 
-    def add_folder(self, path: str, metadata: DistMetadata, arrays: Arrays, names: Sequence[Name]) -> None:
-        folder = folder_of(path)
-        tensors = self._tensors(path, metadata, names, arrays)
+    def add_folder(self, path: str, metadata: DistMetadata, names: Sequence[Name]) -> None:
+        tensors = self._tensors(path, metadata, names)
         bounds = pairwise(np.searchsorted(metadata.pieces["key"], range(len(metadata.keys) + 1)).tolist())
         cuts = [
             self._cut(tensor, metadata, metadata.pieces[start:stop])
             for (_, tensor), (start, stop) in zip(tensors, bounds, strict=True)
         ]
         first_copy = self._number_copies(metadata, [index for index, _ in tensors])
-        held = {file: dict(arrays.get(_joined(folder, file), {})) for file in metadata.files}
+        paths = [_beside(path, file) for file in metadata.files]
+        held = [dict(self.files[file].arrays) if file in self.files else {} for file in paths]
         pieces, copies = metadata.pieces.tolist(), defaultdict[int, int](int)
         for piece, file, _ in metadata.locations.tolist():
             key, box = pieces[piece][0], Box.of(metadata, pieces[piece])
-            stored = _joined(folder, metadata.files[file])
-            if stored not in self.sizes:
+            stored = paths[file]
+            if stored not in self.files:
                 raise CheckpointError(f"{path}: names {metadata.files[file]}, which is missing")
-            array = held[metadata.files[file]].pop(box.key, None)
+            array = held[file].pop(box.key, None)
             if array is None:
                 raise CoverageError(box.key, f"{path} lists it in a file that does not hold it", (stored,))
             index, tensor = tensors[key]
             _check_array(tensor, array, box, stored)
             self._place(index, tensor, cuts[key], box, array, stored, first_copy[key] + copies[piece])
             copies[piece] += 1
-        for file, unlisted in held.items():
-            if unlisted:
-                detail = f"a file holds it, but {path} does not list it"
-                raise CoverageError(next(iter(unlisted)), detail, (_joined(folder, file),))
+        for stored, unlisted in zip(paths, held, strict=True):
+            for key in unlisted:
+                raise CoverageError(key, f"a file holds it, but {path} does not list it", (stored,))
 
     def _place(
         self, index: int, tensor: Tensor, cut: TensorCut, box: Box, array: ArrayRef, path: str, copy: int
@@ -238,12 +245,9 @@ class _FlexCatalogBuilder:
             self.copies[tensor] += copies
         return first
 
-    def _tensors(
-        self, path: str, metadata: DistMetadata, names: Sequence[Name], arrays: Arrays
-    ) -> list[tuple[int, Tensor]]:
+    def _tensors(self, path: str, metadata: DistMetadata, names: Sequence[Name]) -> list[tuple[int, Tensor]]:
         """Index and tensor of each key."""
-        shapes = _global_shapes(path, metadata)
-        dtypes = _dtypes(path, metadata, arrays)
+        shapes, dtypes = _global_shapes(path, metadata), _dtypes(path, metadata, self.files)
         tensors = []
         for (key, state), dtype, shape in zip(names, dtypes, shapes, strict=True):
             if is_per_parameter(state):
@@ -255,11 +259,12 @@ class _FlexCatalogBuilder:
         return tensors
 
 
-def _joined(folder: str, file: str) -> str:
-    return f"{folder}/{file}" if folder else file
+def _beside(path: str, file: str) -> str:
+    """The path of a file in the folder of another."""
+    return f"{path.rpartition('/')[0]}/{file}".removeprefix("/")
 
 
-def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
+def _dtypes(path: str, metadata: DistMetadata, files: Mapping[str, DataFile]) -> list[DType]:
     """The dtype of each key; up to Paddle 2.6 it is not in the metadata, only in the arrays."""
     dtypes_of_keys: list[set[DType]] = [set() for _ in metadata.keys]
     pieces = metadata.pieces.tolist()
@@ -268,8 +273,8 @@ def _dtypes(path: str, metadata: DistMetadata, arrays: Arrays) -> list[DType]:
             dtypes_of_keys[key].add(dtype_named(metadata.dtypes[dtype]))
     without_dtype = metadata.locations[metadata.pieces["dtype"][metadata.locations["piece"]] < 0]
     for piece, file, _ in without_dtype.tolist():
-        key, stored = pieces[piece][0], _joined(folder_of(path), metadata.files[file])
-        array = arrays.get(stored, {}).get(metadata.keys[key])
+        key, stored = pieces[piece][0], _beside(path, metadata.files[file])
+        array = files[stored].arrays.get(metadata.keys[key]) if stored in files else None
         if array is not None:
             dtypes_of_keys[key].add(dtype_of_code(array.dtype, stored))
     for key, dtypes in zip(metadata.keys, dtypes_of_keys, strict=True):
