@@ -56,7 +56,6 @@ class Completion:
     config: Mapping[str, Any]
     """Entries of ``config.json``."""
     license: Mapping[str, str] = field(default_factory=dict)
-    """Entries about the licence in its model card."""
 
 
 DONOR: Final = "LIKE/"
@@ -79,7 +78,6 @@ class Job:
 
     topology: Topology | None = None
     strategy: str | None = None
-    """Sharding strategy."""
     comm_overlap: bool = False
     sequence_parallel: bool | None = None
     """``None`` if it cannot be determined (tp = 1, or a family whose parameter names do not depend on it)."""
@@ -90,7 +88,6 @@ class Job:
     unified_experts: bool | None = None
     """Whether experts are in the unified layer; ``None`` if the order of tensors does not show it."""
     lr_scheduler: Any = None
-    """State of the learning-rate schedule, or ``None``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,7 @@ class Format(ABC):
     """
 
     name: str
-    """Name, as users give it."""
     help: str
-    """Description for the command line's help."""
 
     options: ClassVar[Mapping[str, FormatOption]] = {}
     """Name → option, for the options that apply to a target of this format."""
@@ -168,7 +166,6 @@ class Staged:
     wanted: Checkpoint
     """The source with all requested changes applied."""
     states_not_carried: Collection[str]
-    """States that the target omits."""
     index: Callable[[], Checkpoint]
     """Reads it as a source."""
 

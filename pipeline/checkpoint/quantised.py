@@ -115,7 +115,6 @@ class Dequantised:
     made: Mapping[str, bytes]
     """Path → content of ``config.json`` and the index."""
     summary: str
-    """What is dequantised, in words."""
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Scheme | None:

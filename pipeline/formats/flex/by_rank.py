@@ -25,7 +25,6 @@ from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, is_per_parame
 from paddle_reshard.pipeline.formats.flex.boxes import Box
 from paddle_reshard.pipeline.formats.flex.names import PLACES, renumbered
 from paddle_reshard.pipeline.formats.flex.target import (
-    OF_OPTIMIZER,
     find,
     is_written,
     paddleformers_folders,
@@ -119,7 +118,8 @@ class PiecesOfRanks:
         """The pieces that a rank holds of a folder, and whether it asks for them."""
         for state in [state for state, (of_state, _) in PLACES.items() if of_state == folder]:
             for tensor in self._holding(rank, state):
-                if is_written(tensor, state, self.index) and (piece := self._piece(rank, tensor, state)):
+                written = is_written(tensor, state, self.index, self.elsewhere)
+                if written and (piece := self._piece(rank, tensor, state)):
                     yield piece, self._is_asked_for(tensor, state)
 
     def _holding(self, rank: _Rank, state: str) -> Sequence[ModelTensor]:
@@ -128,12 +128,7 @@ class PiecesOfRanks:
         if state in _OF_RANK:
             return cell.tensors
         held = {cell.names[tensor.key] for tensor in cell.held[rank.shard]}
-        hidden = self.elsewhere if state in OF_OPTIMIZER else ()
-        holding = [
-            tensor
-            for tensor in cell.tensors
-            if tensor.trained and cell.names[tensor.key] in held and tensor.key not in hidden
-        ]
+        holding = [t for t in cell.tensors if t.trained and cell.names[t.key] in held]
         # Stage 3 puts parameters that it cuts first; under another stage all are cut, or none.
         return sorted(holding, key=lambda tensor: self._range(rank, tensor) is None)
 

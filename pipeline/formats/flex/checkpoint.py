@@ -7,8 +7,9 @@ training.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
@@ -51,7 +52,7 @@ from paddle_reshard.pipeline.model.rules.choose import (
     what_is_known,
 )
 from paddle_reshard.pipeline.model.rules.literal import StoredKey, stored_table
-from paddle_reshard.pipeline.model.rules.rule import evaluate_sizes, expected_shape
+from paddle_reshard.pipeline.model.rules.rule import Rule, evaluate_sizes, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.files.dist_metadata import DistMetadata
@@ -85,14 +86,15 @@ def read_flex(
     identities = [name for of_file in names.values() for name in of_file]
     keys = list(dict.fromkeys(key for key, state in identities if state == PARAM or not auto_parallel))
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
-    twins = {key: table.find(key, config)[0].twin(config, key) or key for key in keys}
-    if stacked := {key for key in keys if table.find(key, config)[0].of_experts}:
+    rules = {key: table.find(key, config)[0] for key in keys}
+    twins = {key: rule.twin(config, key) or key for key, rule in rules.items()}
+    if stacked := {key: rule for key, rule in rules.items() if rule.of_experts}:
         metadata, files = _with_two_dims(metadata, files, names, stacked)
-        _refuse_sonic(metadata, names, stacked, table, config)
+        _refuse_sonic(metadata, names, stacked, config)
     # In auto-parallel checkpoints, keys of states are parameter names, which are replaced below.
     tied = {path: [(twins.get(key, key), state) for key, state in of] for path, of in names.items()}
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
-    fused = not_fused if dist_tensors else _fused(table, config)
+    fused = not_fused if dist_tensors else partial(_fused, table, config)
     catalog = catalog_flex(metadata, files, tied, fused)
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
@@ -163,7 +165,7 @@ def _with_two_dims(
     metadata: Mapping[str, DistMetadata],
     files: Mapping[str, DataFile],
     names: Mapping[str, Sequence[Name]],
-    stacked: Set[str],
+    stacked: Collection[str],
 ) -> tuple[dict[str, DistMetadata], dict[str, DataFile]]:
     """Metadata and data files with two dims for the tensors of several experts."""
     described, held = {}, dict(files)
@@ -181,8 +183,7 @@ def _with_two_dims(
 def _refuse_sonic(
     metadata: Mapping[str, DistMetadata],
     names: Mapping[str, Sequence[Name]],
-    stacked: Set[str],
-    table: RuleTable,
+    stacked: Mapping[str, Rule],
     config: Mapping[str, Any],
 ) -> None:
     """Refuse experts as SonicMoE computes with them, ``[experts * columns, rows]``: ``sharded_state_dict`` turns them
@@ -192,8 +193,7 @@ def _refuse_sonic(
             key, _ = names[path][number]
             if key not in stacked or whole < 0:
                 continue
-            rule, _ = table.find(key, config)
-            form, expected = rule.huggingface, expected_shape(rule, config, key)
+            form, expected = stacked[key].huggingface, expected_shape(stacked[key], config, key)
             if form is None or form.stacked is None or expected is None:
                 continue
             (experts,) = evaluate_sizes([form.stacked], config, key)
@@ -250,13 +250,10 @@ def _check_all_there(folders: Set[str]) -> None:
         )
 
 
-def _fused(table: RuleTable, config: Mapping[str, Any]) -> Callable[[str], Fused | None]:
-    def fused(key: str) -> Fused | None:
-        rule, _ = table.find(key, config)
-        shares = rule.shares(config)
-        return None if len(shares) == 1 or rule.split is None else (rule.split, shares)
-
-    return fused
+def _fused(table: RuleTable, config: Mapping[str, Any], key: str) -> Fused | None:
+    rule, _ = table.find(key, config)
+    shares = rule.shares(config)
+    return None if len(shares) == 1 or rule.split is None else (rule.split, shares)
 
 
 def _check(model: Model, catalog: Catalog) -> None:

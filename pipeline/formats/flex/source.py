@@ -53,7 +53,6 @@ class DataFile:
 
     size_bytes: int
     arrays: Mapping[str, ArrayRef]
-    """Key → its array."""
     parameter_names: Mapping[str, str]
     """Key → name of the saved tensor; empty if the file has no names."""
 

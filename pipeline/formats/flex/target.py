@@ -44,7 +44,7 @@ FILE_BYTES = 4 << 30
 """Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
 """Classes in parameter names that come from Paddle and not from the model."""
-OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
+_OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _flex_items(wanted: Checkpoint) -> Iterator[_Item]:
     shift, tensors = wanted.model.table.written_shift(wanted.model.config), wanted.catalog.tensors
     for state, (folder, ending) in PLACES.items():
         for tensor in wanted.model.tensors:
-            if is_written(tensor, state, index) and not (state in OF_OPTIMIZER and tensor.key in elsewhere):
+            if is_written(tensor, state, index, elsewhere):
                 number = find(index, tensor, state)
                 stored = renumbered(tensor.key, shift) + ending
                 yield _Item(tensor.key, folder, DataArray.whole(number, tensors[number], (stored,), stored))
@@ -195,8 +195,15 @@ def _auto_items(wanted: Checkpoint, target: FlexTarget) -> Iterator[_Item]:
                 yield _Item(tensor.key, AUTO_FOLDER, DataArray.whole(number, tensors[number], path, name))
 
 
-def is_written(tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int]) -> bool:
-    """Whether the trainer has a state of a tensor; ``index``: what the source has."""
+def is_written(
+    tensor: ModelTensor, state: str, index: Mapping[tuple[str, str], int], elsewhere: Collection[str] = ()
+) -> bool:
+    """Whether the trainer has a state of a tensor under its key.
+
+    ``index`` is what the source has, ``elsewhere`` the result of :func:`states_elsewhere`.
+    """
+    if state in _OF_OPTIMIZER and tensor.key in elsewhere:
+        return False
     if state == PARAM:
         return not tensor.missing
     if state == MASTER_WEIGHT:

@@ -63,7 +63,6 @@ class HuggingFaceDonor:
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
     license: Mapping[str, str]
-    """Entries about the licence in its model card."""
 
     def complete(self, source: Checkpoint, wanted: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
         """Both with the donor's tensors, small files and config entries that they lack."""

@@ -66,7 +66,6 @@ class HuggingFaceTarget(SettledTarget):
     max_shard_bytes: int = 5 * 10**9
     """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
     card: bool = False
-    """Whether it has a model card."""
     quantize: str | None = None
     """``fp8``: weights of the decoder's linear layers as FP8, with a scale for each block; ``None``: none."""
 
