@@ -150,14 +150,6 @@ class Request(Protocol):
         """The target, with open choices taken from the source or from the trainer's defaults."""
 
 
-class Decision(NamedTuple):
-    """A choice of a target that was taken from the source or from the trainer's defaults."""
-
-    name: str
-    value: str
-    reason: str
-
-
 @dataclass(frozen=True)
 class Staged:
     """A target whose files are written but not yet published."""
@@ -176,10 +168,6 @@ class Target(Protocol):
     @property
     def format(self) -> str:
         """Name of its format."""
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """Choices that a plan reports."""
 
     def in_words(self) -> str:
         """One-line description of the target."""

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.changes.kinds import ToConvention
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
+from paddle_reshard.pipeline.checkpoint.format import JobTarget
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.checkpoint.stages import about_head
 from paddle_reshard.pipeline.convert.plan import (
@@ -49,6 +50,7 @@ from paddle_reshard.pipeline.core.shown import (
     readable_bytes,
     readable_seconds,
 )
+from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
@@ -256,8 +258,8 @@ def run_request(
 
 def _in_short(conversion: ConversionPlan) -> str:
     """What was decided, and how much there is to do."""
-    decisions = (decision for target in conversion.targets for decision in target.spec.decisions)
-    decided = dict.fromkeys(f"{decision.value} ({decision.reason})" for decision in decisions)
+    jobs = (target.spec for target in conversion.targets if isinstance(target.spec, JobTarget))
+    decided = dict.fromkeys(f"{sharding_in_words(job.strategy)} ({job.strategy_reason})" for job in jobs)
     plan = conversion.plan
     return ", ".join(
         (*decided, counted(plan.groups, "group"), f"{readable_bytes(plan.written_bytes)} to write")

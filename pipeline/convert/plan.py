@@ -10,7 +10,7 @@ from typing import Any
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
-from paddle_reshard.pipeline.checkpoint.format import Target
+from paddle_reshard.pipeline.checkpoint.format import JobTarget, Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
 from paddle_reshard.pipeline.core.file_names import CONFIG
@@ -119,9 +119,9 @@ class ConversionPlan(Shown):
     def facts(self) -> Facts:
         """What would be read and written, the memory needed, and what is not carried over."""
         decisions = [
-            (self._of(number, decision.name), f"{decision.value}: {decision.reason}")
-            for number, target in enumerate(self.targets)
-            for decision in target.spec.decisions
+            (self._of(number, "sharding"), f"{sharding_in_words(spec.strategy)}: {spec.strategy_reason}")
+            for number, spec in enumerate(target.spec for target in self.targets)
+            if isinstance(spec, JobTarget)
         ]
         targets = [fact for number, _ in enumerate(self.targets) for fact in self._of_target(number)]
         return [

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.checkpoint.format import Decision, Staged
+from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import PlanError
@@ -27,7 +27,6 @@ class SettledTarget:
     """A target that leaves nothing to the source: the request is the target. All of its tensors read back."""
 
     __slots__ = ()
-    decisions: ClassVar[tuple[Decision, ...]] = ()
 
     @property
     def of_average(self) -> bool:

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.format import Decision
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
-from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.formats.sharding import ShardingOptions
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
@@ -45,11 +44,6 @@ class HybridJob:
     def format(self) -> str:
         """Name of the format of its files."""
         raise NotImplementedError
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The sharding strategy."""
-        return (Decision("sharding", sharding_in_words(self.strategy), self.strategy_reason),)
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
