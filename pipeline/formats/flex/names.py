@@ -1,12 +1,6 @@
 """How are tensors called in a dist checkpoint?
 
-PaddleFormers spreads a checkpoint over folders, each with data files and one ``.metadata`` file::
-
-    model_state/      <key>                   parameters
-    master_weight/    <key>.w_0
-    optimizer_state/  <key>.moment1_0 ...
-    ema_state/        <key>.w_0, <key>        averages of master weights, and of parameters without one
-
+PaddleFormers spreads a checkpoint over folders, each with data files and one ``.metadata`` file (:data:`PLACES`).
 Auto-parallel training writes one folder of nested dicts, flattened with dots; the metadata tell the paths::
 
     dist_ckpt/        model.<key>
@@ -47,7 +41,7 @@ PLACES: Final = {
     MASTER_WEIGHT: (MASTER_WEIGHTS, ".w_0"),
     **{state: (OPTIMIZER_STATE, f".{state}_0") for state in WRITTEN_NAMES},
     EMA_MASTER_WEIGHT: (EMA_STATE, ".w_0"),
-    EMA_PARAM: (EMA_STATE, ""),
+    EMA_PARAM: (EMA_STATE, ""),  # of parameters without a master weight
 }
 """State → its folder of PaddleFormers, and what its keys there have behind that of the parameter."""
 
