@@ -47,9 +47,10 @@ class DistFormat(Format):
         >>> FlexFormat().process_of("model_state/3_0.distcp"), FlexFormat().process_of("model_state/0.metadata")
         (3, None)
         """
-        from paddle_reshard.pipeline.formats.flex.names import process_of
+        from paddle_reshard.pipeline.formats.flex.names import DATA_FILE
 
-        return process_of(path)
+        match = DATA_FILE.fullmatch(path.rpartition("/")[2])
+        return int(match["rank"]) if match else None
 
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of the folders; the files in them have the same names in both."""

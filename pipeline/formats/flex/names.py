@@ -48,17 +48,11 @@ PLACES: Final = {
 _STATES: Final = "|".join(sorted(WRITTEN_NAMES, key=len, reverse=True))
 _AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<state>{_STATES})_\d+"
 _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
-_DATA_FILE: Final = re.compile(rf"(\d+)_\d+(?:{'|'.join(map(re.escape, DATA_FILES))})")
+DATA_FILE: Final = re.compile(rf"(?P<rank>\d+)_\d+(?:{'|'.join(map(re.escape, DATA_FILES))})")
 _LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 
 Name = tuple[str, str]
 """``(key, state)`` of a tensor."""
-
-
-def process_of(path: str) -> int | None:
-    """The rank that a data file is named by, ``RANK_NUMBER.distcp``."""
-    match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
-    return int(match[1]) if match else None
 
 
 def folder_of(path: str) -> str:
