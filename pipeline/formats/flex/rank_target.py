@@ -12,7 +12,6 @@ from typing import Any
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
-from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.training_job import never_restored
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
@@ -21,7 +20,7 @@ from paddle_reshard.pipeline.core.upstream import paddle_release
 from paddle_reshard.pipeline.formats.flex.by_rank import PiecesOfRanks
 from paddle_reshard.pipeline.formats.flex.format import FLEX
 from paddle_reshard.pipeline.formats.flex.names import LIBRARY
-from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, check_flex, small_flex_files
+from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, check_flex, plan_flex_sidecars
 from paddle_reshard.pipeline.formats.flex.writer import FlexFiles
 from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
@@ -74,8 +73,7 @@ class RankFlexTarget(HybridJob):
     def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
         """The files of all ranks, and what becomes of small ones."""
         check_by_rank(wanted, self)
-        small = small_flex_files(listing.paths, wanted, self.paddle_version, self.topology)
-        sidecars = plan_sidecars(listing, wanted, self.topology).with_written(small)
+        sidecars = plan_flex_sidecars(listing, wanted, self.paddle_version, self.topology)
         pieces = PiecesOfRanks(wanted, self)
         files = FlexFiles(paddle_release(self.paddle_version))
         for folder in pieces.folders:
@@ -85,7 +83,7 @@ class RankFlexTarget(HybridJob):
     def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
         """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
         check_by_rank(wanted, self)
-        sidecars = plan_sidecars(listing, wanted, self.topology)
+        sidecars = plan_flex_sidecars(listing, wanted, self.paddle_version, self.topology)
         fullest, _ = job_bytes(wanted, self)
         pieces = PiecesOfRanks(wanted, self)
         return Outline(fullest, pieces.nbytes(), sidecars.not_carried)

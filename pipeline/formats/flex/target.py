@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, Sidecars, TargetFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
@@ -89,8 +89,7 @@ class FlexTarget(SettledTarget):
             wanted.model.table.check_known(wanted.model.config, missing)
         check_flex(wanted.model)
         topology = None if auto_parallel else Topology()
-        small = small_flex_files(listing.paths, wanted, self.paddle_version, topology)
-        sidecars = plan_sidecars(listing, wanted, Topology()).with_written(small)
+        sidecars = plan_flex_sidecars(listing, wanted, self.paddle_version, topology)
         return LaidOut(source.catalog, layout_flex(wanted, self), sidecars)
 
 
@@ -145,22 +144,21 @@ def paddleformers_folders(wanted: Checkpoint) -> list[str]:
     ]
 
 
-def small_flex_files(
-    paths: Collection[str], wanted: Checkpoint, paddle_version: str, topology: Topology | None
-) -> list[tuple[str, bytes]]:
-    """Path and content of small files that the source, with files ``paths``, does not have.
+def plan_flex_sidecars(
+    listing: Listing, wanted: Checkpoint, paddle_version: str, topology: Topology | None
+) -> Sidecars:
+    """The small files for a job of this ``topology``; ``None``: for auto-parallel training.
 
-    The learning-rate schedule gets its own file if the source has it in optimizer files only. ``topology`` is that of
-    the job that is to read them; ``None`` for auto-parallel training.
+    The learning-rate schedule gets its own file if the source has it in optimizer files only.
     """
-    files = schedule_file(paths, wanted, paddle_release(paddle_version).pickle_protocol)
+    files = schedule_file(listing.paths, wanted, paddle_release(paddle_version).pickle_protocol)
     if topology is not None and any(tensor.trained for tensor in wanted.model.tensors):
         files += [(f"{SIGNAL_PREFIX}{rank}", b"1") for rank in range(topology.world_size)]
     if topology is not None and wanted.has_ema:
         # A zero-cost-checkpoint job compares these degrees with its own before it reshards an average, and stops
         # without them (PaddleFormers 1.2 zero_cost_checkpoint.py, check_same_strategy).
         files.append((MODEL_META, format_model_meta(LIBRARY, topology, {}).encode()))
-    return files
+    return plan_sidecars(listing, wanted, topology or Topology()).with_written(files)
 
 
 # ------------------------------------------------------------------------------------------- what is written
