@@ -85,19 +85,13 @@ class Format(ABC):
     """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
     loses_tensors: ClassVar[bool] = False
     """Whether its trainers lose tensors, which ``--fill`` can supply."""
+    index_as: Callable[[SourceFiles, Model], Catalog] | None = None
+    """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
+    read_donor: Callable[[SourceFiles], Donor] | None = None
+    """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
         """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
-        return None
-
-    @property
-    def index_as(self) -> Callable[[SourceFiles, Model], Catalog] | None:
-        """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
-        return None
-
-    @property
-    def read_donor(self) -> Callable[[SourceFiles], Donor] | None:
-        """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
         return None
 
     def rank_of(self, path: str) -> Mapping[str, int] | None:
