@@ -66,19 +66,13 @@ def remarks(quantised: Sequence[Part], states: set[str], quantize: str) -> tuple
     else:
         origin = "master weights, or parameters where the source holds no master weight"
     rounded = f"{len(quantised)} weights are quantised to {quantize}, from their {origin}"
-    return (rounded, *_ragged(quantised))
-
-
-def _ragged(quantised: Sequence[Part]) -> tuple[str, ...]:
-    """A remark on weights with smaller blocks at an edge, if there are any.
-
-    ``Fp8Dequantize`` of transformers 5.23 divides the rows and columns of a weight evenly among its scales.
-    """
+    # Fp8Dequantize of transformers 5.23 divides the rows and columns of a weight evenly among its scales.
     ragged = [part for part in quantised if any(extent > BLOCK and extent % BLOCK for extent in part.shape)]
     if not ragged:
-        return ()
+        return (rounded,)
     part = ragged[0]
     return (
+        rounded,
         f"the rows or columns of {len(ragged)} quantised weights, such as {part.key} of shape {part.shape}, are not a "
         f"multiple of {BLOCK}: where transformers 5 dequantises, as on a CPU, it stops at them or takes other blocks "
         "and computes wrong values",

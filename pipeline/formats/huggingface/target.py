@@ -116,9 +116,10 @@ class HuggingFaceTarget(SettledTarget):
         modules = [key.removesuffix(".weight") for key in kept]
         quantization_config = None if self.quantize is None else fp8_config(modules)
         sidecars = plan_huggingface_sidecars(listing, wanted, self, quantization_config)
+        unused = ((t.key, UNUSED) for t in wanted.model.tensors if t.rule.unused and not t.missing)
         return replace(
             laid_out,
-            sidecars=replace(sidecars, not_carried=(*sidecars.not_carried, *_unused(wanted.model))),
+            sidecars=replace(sidecars, not_carried=(*sidecars.not_carried, *unused)),
             remarks=(*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
         )
 
@@ -212,13 +213,6 @@ def layout_huggingface(source: Catalog, exported: Sequence[_Exported], target: H
     states = {source.tensors.identity(entry.tensor)[1] for entry in exported if entry.quantised}
     laid_out = _files_of(source, shards, _names(len(shards) + 1))
     return replace(laid_out, remarks=remarks(quantised, states, target.quantize))
-
-
-def _unused(model: Model) -> Iterator[tuple[str, str]]:
-    """The tensors of which no model but that of the recipe has any, and why they are not exported."""
-    for tensor in model.tensors:
-        if tensor.rule.unused and not tensor.missing:
-            yield tensor.key, UNUSED
 
 
 def _unknown_to_readers(model: Model) -> tuple[str, ...]:
