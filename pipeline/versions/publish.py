@@ -25,7 +25,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from paddle_reshard.pipeline.api import clean
-from paddle_reshard.pipeline.convert.conversion import convert_with
+from paddle_reshard.pipeline.convert.conversion import convert_with, read_source
 from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
@@ -35,7 +35,13 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.request.options import ConversionOptions, check_names, takes
-from paddle_reshard.pipeline.request.parse import Asked, ConversionSettings, RunSettings, read_options
+from paddle_reshard.pipeline.request.parse import (
+    Asked,
+    ConversionSettings,
+    RunSettings,
+    read_options,
+    read_request,
+)
 from paddle_reshard.pipeline.request.record import record_of
 from paddle_reshard.pipeline.versions.chain import Chain, Place, StoredModel, Versions, numbers_of, read_model
 from paddle_reshard.pipeline.versions.coding import MAX_OVERWRITE_BYTES, WINDOW_BYTES, Encoder, encoder_of
@@ -60,10 +66,10 @@ from paddle_reshard.storage.locate import (
     local_path,
     open_source,
     open_target,
-    source_access,
     target_access,
 )
-from paddle_reshard.storage.store import OWN_PREFIX, Permission, Receipt, TargetStore
+from paddle_reshard.storage.store import OWN_PREFIX, Permission, Receipt, Source, TargetStore
+from paddle_reshard.tasks.index import index_here
 
 _EXPORT: Final = "huggingface"
 _NOT_COMPARED = ("memory",)
@@ -209,14 +215,22 @@ class _Publisher:
 
     def _is_of_this_checkpoint(self, number: int) -> bool:
         manifest = _manifest(self.versions.root, number)
-        source = open_source(self.checkpoint, *source_access(self.asked.shared))
+        if _outcome(manifest.get("request", {})) != _outcome(record_of(self.asked)):
+            return False
+        source = self._source()
         seen = {
             "location": absolute(source.location),
             "files": dict(source.sizes()),
             "versions": dict(source.versions()),
         }
-        recorded = {name: manifest.get("source", {}).get(name) for name in seen}
-        return recorded == seen and _outcome(manifest.get("request", {})) == _outcome(record_of(self.asked))
+        return seen == {name: manifest.get("source", {}).get(name) for name in seen}
+
+    def _source(self) -> Source:
+        """The files that an export is made from: those of the checkpoint, and of what changes bring."""
+        request = read_request((self.checkpoint,), (), self.asked)
+        if request.locations.brought:
+            return read_source(request, index_here).store
+        return open_source(self.checkpoint, *request.locations.reading)
 
     def _point_to(self, number: int) -> None:
         """Name the newest version, after it is complete."""

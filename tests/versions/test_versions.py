@@ -156,6 +156,28 @@ def test_a_checkpoint_is_published_once(tmp_path: Path) -> None:
     assert not paddle_reshard.publish(source, versions, dtype="float16").already
 
 
+@pytest.mark.parametrize("option", ["merge_into", "fill", "like"])
+def test_what_a_change_brings_belongs_to_what_is_published(option: str, tmp_path: Path) -> None:
+    """The same adapter and the same base are published once; another base under the same name is another version."""
+    versions, brought = tmp_path / "versions", tmp_path / "brought"
+    if option == "merge_into":
+        source = checkpoint("states/lora_single")
+        write_base("lora_single", brought, "pt")
+    else:
+        source = checkpoint("dense/single")
+        paddle_reshard.convert(source, brought, format="huggingface")
+    options: dict[str, Any] = {option: brought}
+    for number, already in ((1, False), (1, True)):
+        report = paddle_reshard.publish(source, versions, **options)
+        assert (report.version, report.already) == (number, already)
+    step(brought, tmp_path / "moved", 1)
+    shutil.rmtree(brought)
+    (tmp_path / "moved").rename(brought)
+    report = paddle_reshard.publish(source, versions, **options)
+    assert (report.version, report.already) == (2, False)
+    assert (report.changed_tensors > 0) == (option == "merge_into")
+
+
 def test_object_stores(tmp_path: Path) -> None:
     root = f"memory://{uuid.uuid4().hex}"
     source = checkpoint("dense/single")
