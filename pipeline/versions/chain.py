@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
-from paddle_reshard.pipeline.versions.coding import (
-    WINDOW_BYTES,
-    Change,
-    FrameError,
-    Window,
-    open_change,
-)
+from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES, Change, Window, open_change
 from paddle_reshard.pipeline.versions.form import (
     CHECKSUMS,
     LATEST,
@@ -96,6 +89,18 @@ class StoredModel:
             if not path.endswith(SAFETENSORS) and path != MANIFEST
         }
 
+    def windows(self, key: str) -> Iterator[Window]:
+        """The bytes of a tensor, in pieces of :data:`~.coding.WINDOW_BYTES`."""
+        place = self.places[key]
+        return self.stretch(place.path, place.array.byte_offset, place.array.nbytes)
+
+    def stretch(self, path: str, start: int, nbytes: int) -> Iterator[Window]:
+        """Bytes of a file, in such pieces."""
+        for at in range(start, start + nbytes, WINDOW_BYTES):
+            window = np.empty(min(WINDOW_BYTES, start + nbytes - at), np.uint8)
+            self.source.read_into(path, at, window.data)
+            yield window
+
 
 def read_model(source: Source) -> StoredModel:
     """Read the headers of all safetensors files in a folder.
@@ -162,7 +167,9 @@ class Delta:
         """The change of a tensor of this size."""
         place = self.model.places[key]
 
-        return open_change(self.head.encoding, lambda: _Stored(self.model.source, place), nbytes)
+        return open_change(
+            self.head.encoding, lambda: _Stored(self.model.source, place), nbytes, self.where(key)
+        )
 
 
 class _Stored:
@@ -201,41 +208,23 @@ class Chain:
             If a frame is damaged, or the bytes do not have the checksum that the last delta states. Then what was
             yielded before is wrong.
         """
-        place, deltas = self.base.places[key], self.changed(key)
+        deltas = self.changed(key)
         hasher = CHECKSUMS[deltas[-1].head.checksum]() if deltas else None
-        changes = [(delta, _guarded(delta, key, place.array.nbytes)) for delta in deltas]
-        for start in range(0, place.array.nbytes, WINDOW_BYTES):
-            window = np.empty(min(WINDOW_BYTES, place.array.nbytes - start), np.uint8)
-            self.base.source.read_into(place.path, place.array.byte_offset + start, window.data)
-            for delta, change in changes:
-                with _frame_errors(delta, key):
-                    change.apply(window)
+        changes = [delta.open(key, self.base.places[key].array.nbytes) for delta in deltas]
+        for window in self.base.windows(key):
+            for change in changes:
+                change.apply(window)
             if hasher is not None:
                 hasher.update(window.data)
             yield window
-        for delta, change in changes:
-            with _frame_errors(delta, key):
-                change.end()
+        for change in changes:
+            change.end()
         if hasher is not None and hasher.hexdigest() != deltas[-1].checksum(key):
             raise CheckpointError(
                 f"{deltas[-1].where(key)}: {deltas[-1].head.checksum} of the new bytes is {hasher.hexdigest()}, and "
                 f"the delta states {deltas[-1].checksum(key)}: it is damaged, or {self.base.source.location} is not "
                 "what it was made from"
             )
-
-
-def _guarded(delta: Delta, key: str, nbytes: int) -> Change:
-    with _frame_errors(delta, key):
-        return delta.open(key, nbytes)
-
-
-@contextmanager
-def _frame_errors(delta: Delta, key: str) -> Iterator[None]:
-    """Turn the error about a damaged frame into one that names the frame."""
-    try:
-        yield
-    except FrameError as error:
-        raise CheckpointError(f"{delta.where(key)}: the frame {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

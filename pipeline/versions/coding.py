@@ -1,7 +1,7 @@
 """From two versions of a tensor to a Zstandard frame, and back, window by window.
 
-A tensor is worked on from its first byte to its last, so memory does not depend on its size. An encoder takes the new
-and the old bytes of each window; a change, opened from a frame, alters the old bytes of each window to the new ones::
+A tensor is worked on from its first byte to its last, so memory does not depend on its size. A frame is written
+from the new and the old bytes of each window; a change, opened from a frame, turns old bytes into new ones::
 
     old   1 2 3 4 | 5 6 7 8
     new   1 2 9 4 | 5 6 7 0
@@ -12,12 +12,14 @@ and the old bytes of each window; a change, opened from a frame, alters the old 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.pipeline.versions.form import Encoding
 
@@ -37,10 +39,6 @@ _POSITIONS = 1 << 18
 Window = npt.NDArray[np.uint8]
 
 
-class FrameError(ValueError):
-    """A frame does not hold what its encoding says. The message completes "the frame …"."""
-
-
 def _zstandard() -> Any:
     require("zstandard", "publish", "a published delta")
     import zstandard
@@ -51,79 +49,57 @@ def _zstandard() -> Any:
 # ------------------------------------------------------------------------------------------------------- encoding
 
 
-class XorEncoder:
-    """:attr:`Encoding.XOR`. The frame is compressed as windows arrive, into a temporary file if it is large."""
+Windows = Iterable[tuple[Window, Window]]
+"""The new and the old bytes of a tensor, window by window."""
 
-    def __init__(self, nbytes: int, folder: str | None) -> None:
-        self._compressor = _zstandard().ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
-        self._spool = _spool_file(folder)
-        self._changed = False
 
-    def add(self, new: Window, old: Window) -> None:
-        """Add the next window."""
+def write_frame(encoding: Encoding, windows: Windows, nbytes: int, frame: IO[bytes], folder: str) -> bool:
+    """Write the frame of a tensor of this size to a file. Returns whether the tensor has changed at all.
+
+    Temporary files are made in ``folder``.
+    """
+    if encoding is Encoding.XOR:
+        return _write_xor(windows, nbytes, frame)
+    with spool_file(folder) as positions, spool_file(folder) as values:
+        return _write_overwrite(windows, frame, positions, values)
+
+
+def _write_xor(windows: Windows, nbytes: int, frame: IO[bytes]) -> bool:
+    compressor = _zstandard().ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
+    changed = False
+    for new, old in windows:
         differs = np.bitwise_xor(new, old)
-        self._changed = self._changed or bool(differs.any())
-        self._spool.write(self._compressor.compress(differs.data))
-
-    def frame(self) -> Iterator[bytes] | None:
-        """The frame, or ``None``."""
-        self._spool.write(self._compressor.flush())
-        return _pieces(self._spool) if self._changed else None
-
-    def close(self) -> None:
-        """Remove the temporary file."""
-        self._spool.close()
+        changed = changed or bool(differs.any())
+        frame.write(compressor.compress(differs.data))
+    frame.write(compressor.flush())
+    return changed
 
 
-class OverwriteEncoder:
-    """:attr:`Encoding.OVERWRITE`. Positions come before values, so both are collected before they are compressed."""
-
-    def __init__(self, nbytes: int, folder: str | None) -> None:
-        self._positions, self._values = _spool_file(folder), _spool_file(folder)
-        self._start = self._count = 0
-
-    def add(self, new: Window, old: Window) -> None:
-        """Add the next window."""
+def _write_overwrite(windows: Windows, frame: IO[bytes], positions: IO[bytes], values: IO[bytes]) -> bool:
+    """Positions come before values, and their number before both, so all are collected before they are compressed."""
+    start = count = 0
+    for new, old in windows:
         within = np.flatnonzero(new != old)
-        self._positions.write((within + self._start).astype("<u4").data)
-        self._values.write(new[within].data)
-        self._start += len(new)
-        self._count += len(within)
-
-    def frame(self) -> Iterator[bytes] | None:
-        """The frame, or ``None``."""
-        return self._compressed() if self._count else None
-
-    def close(self) -> None:
-        """Remove the temporary files."""
-        self._positions.close()
-        self._values.close()
-
-    def _compressed(self) -> Iterator[bytes]:
-        size = _COUNT_BYTES + self._count * (_POSITION_BYTES + 1)
-        compressor = _zstandard().ZstdCompressor(level=LEVEL).compressobj(size=size)
-        yield compressor.compress(self._count.to_bytes(_COUNT_BYTES, "little"))
-        for part in (self._positions, self._values):
-            yield from map(compressor.compress, _pieces(part))
-        yield compressor.flush()
+        positions.write((within + start).astype("<u4").data)
+        values.write(new[within].data)
+        start += len(new)
+        count += len(within)
+    size = _COUNT_BYTES + count * (_POSITION_BYTES + 1)
+    compressor = _zstandard().ZstdCompressor(level=LEVEL).compressobj(size=size)
+    frame.write(compressor.compress(count.to_bytes(_COUNT_BYTES, "little")))
+    for piece in chain(pieces_of(positions), pieces_of(values)):
+        frame.write(compressor.compress(piece))
+    frame.write(compressor.flush())
+    return count > 0
 
 
-Encoder = XorEncoder | OverwriteEncoder
-"""Makes the frame of one tensor: windows are added, then the frame is taken, ``None`` if nothing changed."""
-
-
-def encoder_of(encoding: Encoding, nbytes: int, folder: str | None) -> Encoder:
-    """An encoder for a tensor of this size; temporary files are made in ``folder``."""
-    kind = XorEncoder if encoding is Encoding.XOR else OverwriteEncoder
-    return kind(nbytes, folder)
-
-
-def _spool_file(folder: str | None) -> IO[bytes]:
-    """A temporary file without a name, which is in memory while it is small."""
+def spool_file(folder: str) -> IO[bytes]:
+    """A temporary file without a name in a folder, which is in memory while it is small."""
     return tempfile.SpooledTemporaryFile(max_size=WINDOW_BYTES, dir=folder)
 
 
-def _pieces(spool: IO[bytes]) -> Iterator[bytes]:
+def pieces_of(spool: IO[bytes]) -> Iterator[bytes]:
+    """The content of a temporary file, from its beginning."""
     spool.seek(0)
     while piece := spool.read(WINDOW_BYTES):
         yield piece
@@ -144,9 +120,10 @@ OpenFrame = Callable[[], ByteReader]
 
 
 class _Frame:
-    """The decompressed bytes of a frame."""
+    """The decompressed bytes of a frame. ``where`` it is stored is for messages."""
 
-    def __init__(self, open_frame: OpenFrame) -> None:
+    def __init__(self, open_frame: OpenFrame, where: str) -> None:
+        self._where = where
         zstandard = _zstandard()
         self._errors = zstandard.ZstdError
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_FRAME_WINDOW_BYTES)
@@ -158,7 +135,7 @@ class _Frame:
         while rest:
             count = self._read_into(rest)
             if not count:
-                raise FrameError(f"ends {len(rest)} bytes too early")
+                raise self.damaged(f"ends {len(rest)} bytes too early")
             rest = rest[count:]
 
     def skip(self, nbytes: int) -> None:
@@ -171,20 +148,24 @@ class _Frame:
     def end(self) -> None:
         """Refuse further bytes."""
         if self._read_into(memoryview(bytearray(1))):
-            raise FrameError("holds more than the tensor needs")
+            raise self.damaged("holds more than the tensor needs")
+
+    def damaged(self, how: str) -> CheckpointError:
+        """The error that the frame does not hold what its encoding says."""
+        return CheckpointError(f"{self._where}: the frame {how}")
 
     def _read_into(self, buffer: memoryview) -> int:
         try:
             return int(self._reader.readinto(buffer))
         except self._errors as error:
-            raise FrameError(f"cannot be decompressed: {error}") from error
+            raise self.damaged(f"cannot be decompressed: {error}") from error
 
 
 class XorChange:
     """:attr:`Encoding.XOR`."""
 
-    def __init__(self, open_frame: OpenFrame, nbytes: int) -> None:
-        self._frame = _Frame(open_frame)
+    def __init__(self, open_frame: OpenFrame, nbytes: int, where: str) -> None:
+        self._frame = _Frame(open_frame, where)
 
     def apply(self, window: Window) -> None:
         """Change the next window."""
@@ -200,15 +181,15 @@ class XorChange:
 class OverwriteChange:
     """:attr:`Encoding.OVERWRITE`. The frame is decompressed twice at a time: for positions, and for values."""
 
-    def __init__(self, open_frame: OpenFrame, nbytes: int) -> None:
-        self._positions, self._values = _Frame(open_frame), _Frame(open_frame)
+    def __init__(self, open_frame: OpenFrame, nbytes: int, where: str) -> None:
+        self._positions, self._values = _Frame(open_frame, where), _Frame(open_frame, where)
         count = np.empty(_COUNT_BYTES, np.uint8)
         self._positions.fill(count)
-        self._count = int.from_bytes(count.tobytes(), "little")
-        if self._count > nbytes:
-            raise FrameError(f"changes {self._count} bytes of {nbytes}")
-        self._values.skip(_COUNT_BYTES + self._count * _POSITION_BYTES)
-        self._unread, self._start, self._last = self._count, 0, -1
+        self._unread = int.from_bytes(count.tobytes(), "little")
+        if self._unread > nbytes:
+            raise self._values.damaged(f"changes {self._unread} bytes of {nbytes}")
+        self._values.skip(_COUNT_BYTES + self._unread * _POSITION_BYTES)
+        self._start, self._last = 0, -1
         self._at = np.empty(0, np.int64)
         self._with = np.empty(0, np.uint8)
 
@@ -233,29 +214,31 @@ class OverwriteChange:
         self._values.fill(self._with)
         self._at = positions.view("<u4").astype(np.int64)
         if self._at[0] <= self._last or not (np.diff(self._at) > 0).all():
-            raise FrameError("has positions that do not ascend, which cannot be applied from first to last")
+            raise self._positions.damaged(
+                "has positions that do not ascend, which cannot be applied from first to last"
+            )
         self._last = int(self._at[-1])
         self._unread -= count
 
     def end(self) -> None:
         """Refuse positions beyond the tensor, and further bytes."""
         if len(self._at) or self._unread:
-            raise FrameError(f"changes byte {self._last} of a tensor of {self._start} bytes")
+            raise self._positions.damaged(f"changes byte {self._last} of a tensor of {self._start} bytes")
         self._values.end()
 
 
 Change = XorChange | OverwriteChange
 """The change of one tensor from a version to the next. It turns the old bytes of each window into the new ones, in
-place; :class:`FrameError` if the frame is damaged, or is that of a tensor of another size."""
+place; a ``CheckpointError`` if the frame is damaged, or is that of a tensor of another size."""
 
 
-def open_change(encoding: Encoding, open_frame: OpenFrame, nbytes: int) -> Change:
-    """The change that a frame describes, of a tensor of this size.
+def open_change(encoding: Encoding, open_frame: OpenFrame, nbytes: int, where: str) -> Change:
+    """The change that the frame stored at ``where`` describes, of a tensor of this size.
 
     Raises
     ------
-    FrameError
+    CheckpointError
         If the frame is damaged.
     """
     kind = XorChange if encoding is Encoding.XOR else OverwriteChange
-    return kind(open_frame, nbytes)
+    return kind(open_frame, nbytes, where)

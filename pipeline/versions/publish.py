@@ -16,13 +16,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
-
-import numpy as np
 
 from paddle_reshard.pipeline.api import clean
 from paddle_reshard.pipeline.convert.conversion import convert_with, read_source
@@ -44,7 +42,14 @@ from paddle_reshard.pipeline.request.parse import (
 )
 from paddle_reshard.pipeline.request.record import record_of
 from paddle_reshard.pipeline.versions.chain import Chain, Place, StoredModel, Versions, numbers_of, read_model
-from paddle_reshard.pipeline.versions.coding import MAX_OVERWRITE_BYTES, WINDOW_BYTES, Encoder, encoder_of
+from paddle_reshard.pipeline.versions.coding import (
+    MAX_OVERWRITE_BYTES,
+    WINDOW_BYTES,
+    Window,
+    pieces_of,
+    spool_file,
+    write_frame,
+)
 from paddle_reshard.pipeline.versions.form import (
     CHECKSUMS,
     DELTA_FILE,
@@ -56,7 +61,12 @@ from paddle_reshard.pipeline.versions.form import (
     version_name,
 )
 from paddle_reshard.pipeline.versions.reports import PublishReport
-from paddle_reshard.pipeline.versions.writing import Unit, in_order, units_at_a_time, write_target
+from paddle_reshard.pipeline.versions.writing import (
+    Unit,
+    in_order,
+    units_at_a_time,
+    write_target,
+)
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.files.safetensors import TensorSlot, encode_safetensors
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
@@ -275,7 +285,7 @@ class _Publisher:
     def _publish_delta(self, number: int, chain: Chain, new: StoredModel, scratch: str) -> PublishReport:
         where = self._at(number)
         at_a_time = units_at_a_time(where, len(chain.deltas) + 1, len(new.places), self.asked.budget_bytes)
-        with tempfile.TemporaryFile(dir=Path(scratch).parent, buffering=0) as spool:
+        with tempfile.TemporaryFile(dir=Path(scratch).parent) as spool:
             frames = self._compare(chain, new, scratch, spool, at_a_time)
             texts = self._texts(number, frames)
             try:
@@ -293,36 +303,35 @@ class _Publisher:
         """Append the frames of the tensors that changed to ``spool``. Key → frame."""
         self.observe(StepStarted("compare", sum(place.array.nbytes for place in new.places.values())))
         frames: dict[str, _ChangedFrame] = {}
-        stored_bytes = 0
         with ExitStack() as opened:
             make = partial(self._encode, chain, new, str(Path(scratch).parent), opened)
-            for key, checksum, encoder in in_order(make, sorted(new.places), at_a_time):
-                size = sum(_append(spool, piece) for piece in encoder.frame() or ())
-                encoder.close()
-                if size:
-                    frames[key] = _ChangedFrame(size, checksum)
-                stored_bytes += size
+            for key, checksum, frame in in_order(make, sorted(new.places), at_a_time):
+                if frame is not None:
+                    frames[key] = _ChangedFrame(sum(map(spool.write, pieces_of(frame))), checksum)
+                    frame.close()
                 self.observe(Progress(new.places[key].array.nbytes))
-        self.observe(
-            StepEnded("compare", f"{counted(len(frames), 'tensor')}, {readable_bytes(stored_bytes)}")
-        )
+        spool.flush()
+        size = readable_bytes(sum(frame.nbytes for frame in frames.values()))
+        self.observe(StepEnded("compare", f"{counted(len(frames), 'tensor')}, {size}"))
         return frames
 
     def _encode(
         self, chain: Chain, new: StoredModel, folder: str, opened: ExitStack, key: str
-    ) -> tuple[str, str, Encoder]:
-        """A tensor's key, the checksum of its new bytes, and its frame."""
-        place = new.places[key]
-        encoder = opened.enter_context(closing(encoder_of(self.form.encoding, place.array.nbytes, folder)))
+    ) -> tuple[str, str, IO[bytes] | None]:
+        """A tensor's key, the checksum of its new bytes, and its frame; ``None`` if it has not changed."""
         hasher = CHECKSUMS[self.form.checksum]()
-        start = place.array.byte_offset
-        for old in chain.windows(key):
-            window = np.empty_like(old)
-            new.source.read_into(place.path, start, window.data)
-            encoder.add(window, old)
-            hasher.update(window.data)
-            start += len(window)
-        return key, hasher.hexdigest(), encoder
+
+        def windows() -> Iterator[tuple[Window, Window]]:
+            for old, window in zip(chain.windows(key), new.windows(key), strict=True):
+                hasher.update(window.data)
+                yield window, old
+
+        frame = opened.enter_context(spool_file(folder))
+        nbytes = new.places[key].array.nbytes
+        changed = write_frame(self.form.encoding, windows(), nbytes, frame, folder)
+        if not changed:
+            frame.close()
+        return key, hasher.hexdigest(), frame if changed else None
 
     def _texts(self, number: int, frames: Mapping[str, _ChangedFrame]) -> dict[str, bytes]:
         """The beginning of each file of a delta: all of the index, and of the frames' file the header."""
@@ -425,14 +434,6 @@ def _content(model: StoredModel, path: str) -> bytes | None:
 def _outcome(request: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a request that decide what an export holds."""
     return {name: value for name, value in request.items() if name not in _NOT_COMPARED}
-
-
-def _append(spool: IO[bytes], piece: bytes) -> int:
-    """Append bytes to a file without a buffer. Returns their number."""
-    rest = memoryview(piece)
-    while rest:
-        rest = rest[spool.write(rest) :]
-    return len(piece)
 
 
 def _unit(target: TargetStore, path: str, text: bytes, spool: IO[bytes]) -> Unit:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,14 @@ from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
+from tests.conftest import REPO
 from tests.memory.watch import private_bytes, run_watched
 from tests.sampling import exhaustive
 from tests.storage.contents import fill_bucket
 from tests.storage.servers import running_store
 
 MIB = 1 << 20
+RULES = REPO / "pipeline/model/rules/llama.paddleformers.json"
 LARGEST_TENSOR_BYTES = 48 * MIB
 SECONDS_BETWEEN_SEARCHES = 0.2
 SMALLEST_BUDGET_MIB = FOOTPRINT_BYTES // MIB + 47
@@ -94,6 +98,33 @@ def test_an_average_stays_below_its_budget(
         ["ema", single_card, sharded, target, *how, "--memory", "256MiB", "--quiet"]
     ).values()
     assert 100 * MIB < most <= 256 * MIB
+
+
+def write_model(folder: Path, model: Llama, first: int) -> int:
+    """An export whose bytes are zero but for the ``first``; its number of tensors."""
+    header: dict[str, object] = {}
+    at = 0
+    for key, shape in model.shapes.items():
+        whole = shape[::-1] if "proj" in key else shape
+        header[key] = {"dtype": "BF16", "shape": whole, "data_offsets": [at, at + 2 * prod(shape)]}
+        at += 2 * prod(shape)
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model.config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + bytes([first]))
+        file.truncate(8 + len(text) + at)
+    return len(header)
+
+
+def test_a_published_delta_stays_below_its_budget(tmp_path: Path) -> None:
+    """However many tensors are compared: each is compressed with a memory of its own."""
+    tensors = [write_model(tmp_path / str(n), Llama(hidden=1024, layers=10), n) for n in range(2)]
+    assert tensors == [93, 93]
+    how = ["--rules", RULES, "--memory", "256MiB", "--quiet"]
+    paddle_reshard.publish(tmp_path / "0", tmp_path / "versions", rules=RULES)
+    (most,) = run_watched(["publish", tmp_path / "1", tmp_path / "versions", *how]).values()
+    assert 40 * MIB < most <= 256 * MIB
 
 
 @pytest.mark.cluster
