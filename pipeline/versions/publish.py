@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,6 @@ from typing import IO, Any, Final
 
 from paddle_reshard.pipeline.api import clean
 from paddle_reshard.pipeline.convert.conversion import convert_with, read_source
-from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
-from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
@@ -63,6 +61,7 @@ from paddle_reshard.pipeline.versions.form import (
 from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.pipeline.versions.writing import (
     Unit,
+    describe_source,
     in_order,
     units_at_a_time,
     write_target,
@@ -71,14 +70,13 @@ from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.files.safetensors import TensorSlot, encode_safetensors
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import (
-    absolute,
     is_local,
     local_path,
     open_source,
     open_target,
     target_access,
 )
-from paddle_reshard.storage.store import OWN_PREFIX, Permission, Receipt, Source, TargetStore
+from paddle_reshard.storage.store import OWN_PREFIX, Permission, Source, TargetStore
 from paddle_reshard.tasks.index import index_here
 
 _EXPORT: Final = "huggingface"
@@ -227,13 +225,8 @@ class _Publisher:
         manifest = _manifest(self.versions.root, number)
         if _outcome(manifest.get("request", {})) != _outcome(record_of(self.asked)):
             return False
-        source = self._source()
-        seen = {
-            "location": absolute(source.location),
-            "files": dict(source.sizes()),
-            "versions": dict(source.versions()),
-        }
-        return seen == {name: manifest.get("source", {}).get(name) for name in seen}
+        source = describe_source(self._source())
+        return source == {name: manifest.get("source", {}).get(name) for name in source}
 
     def _source(self) -> Source:
         """The files that an export is made from: those of the checkpoint, and of what changes bring."""
@@ -352,14 +345,14 @@ class _Publisher:
         target = open_target(where, access, Permission(resume=True))
         units = [_unit(target, path, text, spool) for path, text in texts.items()]
         content = hashlib.sha256(b"".join(texts.values())).hexdigest()[:16]
-        sizes = {unit.path: unit.nbytes for unit in units}
         export = own_manifest(new.source.read(MANIFEST, 0, new.source.sizes()[MANIFEST])) or {}
         write_target(
             target,
             units,
             content,
             [new.source],
-            partial(_describe, content, export, sizes),
+            {"request": export["request"]},
+            export["source"],
             at_a_time,
             self.observe,
             not self.asked.shared.get("no_space_check"),
@@ -453,20 +446,3 @@ def _unit(target: TargetStore, path: str, text: bytes, spool: IO[bytes]) -> Unit
             )
 
     return Unit(path, 0, size, part_bytes, parts)
-
-
-def _describe(
-    content: str, export: Mapping[str, Any], files: Mapping[str, int], receipts: Sequence[Receipt]
-) -> bytes:
-    """The manifest of a delta: that of the export, with the files and parts of the delta."""
-    return format_manifest(
-        {
-            **manifest_head(version.__version__),
-            "plan_id": content,
-            "request": export["request"],
-            "files": dict(files),
-            "source": export["source"],
-            "etags": {},
-            "parts": describe_parts(receipts, {}),
-        }
-    )

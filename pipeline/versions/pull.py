@@ -12,20 +12,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-
-import numpy as np
 
 from paddle_reshard.pipeline.convert.integrity import Damage, check_target_quickly, names_and_sizes
 from paddle_reshard.pipeline.convert.manifest import (
     Manifest,
-    describe_parts,
-    format_manifest,
-    manifest_head,
     parse_manifest,
 )
-from paddle_reshard.pipeline.core import version as package
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -39,10 +33,16 @@ from paddle_reshard.pipeline.versions.chain import (
     numbers_of,
     read_model,
 )
-from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES
+from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES, Window
 from paddle_reshard.pipeline.versions.form import version_name
 from paddle_reshard.pipeline.versions.reports import PullReport
-from paddle_reshard.pipeline.versions.writing import Unit, Written, units_at_a_time, write_target
+from paddle_reshard.pipeline.versions.writing import (
+    Unit,
+    Written,
+    describe_source,
+    units_at_a_time,
+    write_target,
+)
 from paddle_reshard.storage.apart import check_apart
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -50,16 +50,18 @@ from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import (
     Access,
     StorageOptions,
-    absolute,
     is_local,
     local_path,
     open_source,
     open_target,
 )
-from paddle_reshard.storage.store import Permission, Receipt, Source, TargetStore
+from paddle_reshard.storage.store import Permission, Source, TargetStore
 
 _PULLED = "pulled"
 """Entry of the manifest of a copy: the version that it holds, and where that lies."""
+
+Recorded = Mapping[tuple[str, int], str]
+"""(file, first byte) → checksum of a part of the copy that the new one is made from, as its manifest records it."""
 
 
 def pull(
@@ -116,20 +118,20 @@ def pull(
     target = open_target(where, Access({}), Permission(True, True, take_over))
     held = _held(target, where, known.root.location)
     if held == number:
-        start, written = number, Written(0, 0)
-        files = len(_unchanged(target.reopen(), check_target_quickly).files)
+        start = number
+        written = Written(len(_unchanged(target.reopen(), check_target_quickly).files))
     else:
         chain, start = _chain(known, number, held, where)
         recorded = _checksums(chain.base.source) if start == held else {}
-        written, files = _write(
-            target, where, chain, number, known, recorded, parse_memory(memory), observe, not no_space_check
+        written = _write(
+            target, chain, known.root.location, recorded, parse_memory(memory), observe, not no_space_check
         )
     return PullReport(
         known.root.location,
         where,
         number,
         start,
-        files,
+        written.files,
         written.nbytes - written.resumed_bytes,
         written.resumed_bytes,
         time.monotonic() - began,
@@ -194,13 +196,12 @@ def _changed(what: str) -> CheckpointError:
     return CheckpointError(f"{what} has changed since it was pulled; remove the folder and pull again")
 
 
-def _checksums(copy: Source) -> dict[tuple[str, int], str]:
-    """(file, first byte) → checksum of a part of the copy, as its manifest records it."""
+def _checksums(copy: Source) -> Recorded:
     parts = _unchanged(copy, names_and_sizes).parts
     return {(part.path, part.byte_offset): part.checksum or "" for part in parts}
 
 
-def _units(chain: Chain, recorded: dict[tuple[str, int], str]) -> Iterator[Unit]:
+def _units(chain: Chain, recorded: Recorded) -> Iterator[Unit]:
     """The units of work of a copy: each header, tensor and small file."""
     first: dict[str, int] = {}
     for key, place in chain.base.places.items():
@@ -212,80 +213,52 @@ def _units(chain: Chain, recorded: dict[tuple[str, int], str]) -> Iterator[Unit]
     for path, size in chain.base.source.sizes().items():
         if path != MANIFEST:
             nbytes = first.get(path, size) if path.endswith(SAFETENSORS) else size
-            yield Unit(path, 0, nbytes, WINDOW_BYTES, partial(_bytes, chain.base, path, nbytes, recorded))
+            yield Unit(path, 0, nbytes, WINDOW_BYTES, partial(_beginning, chain.base, path, nbytes, recorded))
 
 
-def _tensor(chain: Chain, key: str, recorded: dict[tuple[str, int], str]) -> Iterator[memoryview]:
-    """The new bytes of a tensor. Those that no delta changes are held against the record of the copy."""
-    place = chain.base.places[key]
-    start = place.array.byte_offset
-    for window in chain.windows(key):
-        expected = recorded.get((place.path, start))
+def _tensor(chain: Chain, key: str, recorded: Recorded) -> Iterator[memoryview]:
+    """The new bytes of a tensor."""
+    place, copy = chain.base.places[key], chain.base.source.location
+    what = f"{copy}/{place.path}: {key}"
+    return _as_recorded(chain.windows(key), place.path, place.array.byte_offset, what, recorded)
+
+
+def _beginning(base: StoredModel, path: str, nbytes: int, recorded: Recorded) -> Iterator[memoryview]:
+    """The first bytes of a file of the base."""
+    return _as_recorded(base.stretch(path, 0, nbytes), path, 0, f"{base.source.location}/{path}", recorded)
+
+
+def _as_recorded(
+    windows: Iterable[Window], path: str, start: int, what: str, recorded: Recorded
+) -> Iterator[memoryview]:
+    """Windows of a file from a byte on, held against the checksums that are recorded of them."""
+    for window in windows:
+        expected = recorded.get((path, start))
         if expected and checksum(window.data) != expected:
-            raise _changed(f"{chain.base.source.location}/{place.path}: {key}")
+            raise _changed(what)
         start += len(window)
         yield window.data
 
 
-def _bytes(
-    base: StoredModel, path: str, nbytes: int, recorded: dict[tuple[str, int], str]
-) -> Iterator[memoryview]:
-    """The first bytes of a file of the base, held against the checksums that the copy has ``recorded``."""
-    for start in range(0, nbytes, WINDOW_BYTES):
-        window = np.empty(min(WINDOW_BYTES, nbytes - start), np.uint8).data
-        base.source.read_into(path, start, window)
-        expected = recorded.get((path, start))
-        if expected and checksum(window) != expected:
-            raise _changed(f"{base.source.location}/{path}")
-        yield window
-
-
 def _write(
     target: TargetStore,
-    where: str,
     chain: Chain,
-    number: int,
-    known: Versions,
-    recorded: dict[tuple[str, int], str],
+    versions: str,
+    recorded: Recorded,
     budget_bytes: int,
     observe: Observer,
     space_check: bool,
-) -> tuple[Written, int]:
-    """Write and publish the copy of a version, within the budget; the bytes written and the number of files."""
-    versions, base = known.root.location, chain.base
-    units = list(_units(chain, recorded))
-    written = write_target(
+) -> Written:
+    """Write and publish the copy of a version, within the budget."""
+    base = chain.base
+    return write_target(
         target,
-        units,
-        f"{version_name(number)} of {versions}",
+        list(_units(chain, recorded)),
+        f"{version_name(chain.number)} of {versions}",
         [base.source, *(delta.model.source for delta in chain.deltas)],
-        partial(_describe, number, versions, base.source, units),
-        units_at_a_time(where, len(chain.deltas), len(base.places), budget_bytes),
+        {_PULLED: {"version": chain.number, "versions": versions}},
+        describe_source(base.source),
+        units_at_a_time(target.location, len(chain.deltas), len(base.places), budget_bytes),
         observe,
         space_check,
-    )
-    return written, len({unit.path for unit in units})
-
-
-def _describe(
-    number: int, versions: str, base: Source, units: Sequence[Unit], receipts: Sequence[Receipt]
-) -> bytes:
-    """The manifest of a copy."""
-    sizes: dict[str, int] = {}
-    for unit in units:
-        sizes[unit.path] = max(sizes.get(unit.path, 0), unit.start + unit.nbytes)
-    return format_manifest(
-        {
-            **manifest_head(package.__version__),
-            "plan_id": f"{version_name(number)} of {versions}",
-            _PULLED: {"version": number, "versions": versions},
-            "files": sizes,
-            "source": {
-                "location": absolute(base.location),
-                "files": dict(base.sizes()),
-                "versions": dict(base.versions()),
-            },
-            "etags": {},
-            "parts": describe_parts(receipts, {}),
-        }
     )

@@ -9,14 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES
+from paddle_reshard.storage.locate import absolute
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, TargetStore, WritePart
 
@@ -55,10 +57,12 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written, and how many bytes of it an earlier run had written."""
+    """What was written."""
 
-    nbytes: int
-    resumed_bytes: int
+    files: int
+    nbytes: int = 0
+    resumed_bytes: int = 0
+    """How many bytes of it an earlier run had written."""
 
 
 def units_at_a_time(what: str, deltas: int, tensors: int, budget_bytes: int) -> int:
@@ -106,7 +110,8 @@ def write_target(
     units: Sequence[Unit],
     plan_id: str,
     sources: Sequence[Source],
-    describe: Callable[[Sequence[Receipt]], bytes],
+    stated: Mapping[str, Any],
+    made_of: Mapping[str, Any],
     at_a_time: int,
     observe: Observer,
     space_check: bool = True,
@@ -121,8 +126,8 @@ def write_target(
         Id of what is made: only a run with the same id and the same sources continues an unfinished one.
     sources
         What it is made from. They are checked for changes when everything is written.
-    describe
-        Makes the manifest.
+    stated, made_of
+        What the manifest says of the request, and its entry about the source.
     """
     new = _new_files(units)
     outputs = Outputs([target])
@@ -146,9 +151,27 @@ def write_target(
         observe(StepEnded("write", f"{total - resumed} bytes"))
         observe(StepStarted("publish"))
         outputs.finish(receipts)
-        target.publish(MANIFEST, describe(receipts))
+        manifest = {
+            **manifest_head(version.__version__),
+            "plan_id": plan_id,
+            **stated,
+            "files": {file.path: file.size_bytes for file in new},
+            "source": made_of,
+            "etags": {},
+            "parts": describe_parts(receipts, {}),
+        }
+        target.publish(MANIFEST, format_manifest(manifest))
         observe(StepEnded("publish", target.location))
-    return Written(total, resumed)
+    return Written(len(new), total, resumed)
+
+
+def describe_source(source: Source) -> dict[str, Any]:
+    """The entry of a manifest about a source."""
+    return {
+        "location": absolute(source.location),
+        "files": dict(source.sizes()),
+        "versions": dict(source.versions()),
+    }
 
 
 def _written_units(
