@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -145,20 +145,14 @@ def _checksum(name: str) -> str:
     return name
 
 
-def sources(versions: CheckpointRoot) -> Iterator[str]:
-    """The locations of the checkpoints that complete versions were made from, the newest first."""
-    for number in reversed(numbers_of(versions)):
-        if manifest := _manifest(versions, number):
-            yield str(manifest["source"]["location"])
+def complete_versions(root: CheckpointRoot) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and manifest of each complete version in a folder, the newest first.
 
-
-def _newest(versions: CheckpointRoot) -> int | None:
-    """The newest complete version. One above it is unfinished, or refused when it is to be written."""
-    return next((number for number in reversed(numbers_of(versions)) if _manifest(versions, number)), None)
-
-
-def _manifest(versions: CheckpointRoot, number: int) -> dict[str, Any]:
-    return own_manifest(versions.read(f"{version_name(number)}/{MANIFEST}")) or {}
+    One without a manifest is unfinished, or refused when it is to be written.
+    """
+    for number in reversed(numbers_of(root)):
+        if manifest := own_manifest(root.read(f"{version_name(number)}/{MANIFEST}")):
+            yield number, manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,15 +189,15 @@ class _Publisher:
 
     def publish(self) -> PublishReport:
         """Publish the next version, or complete the publication of the newest one."""
-        last = _newest(self.versions.root)
-        if last is not None and self._is_of_this_checkpoint(last):
+        last, manifest = next(complete_versions(self.versions.root), (0, {}))
+        if last and self._is_of_this_checkpoint(manifest):
             self._point_to(last)
-            self._tidy(last)
+            self._tidy(manifest)
             return self._report(last, already=True)
-        number = 1 if last is None else last + 1
+        number = last + 1
         if number > MAX_VERSION:
             raise UsageError(f"{self._at(MAX_VERSION)} is the last version that a folder can have")
-        if last is None:
+        if not last:
             return self._publish_full(number, "the first version")
         chain = self.versions.chain(last)
         if self.form.full_every is not None and len(chain.deltas) >= self.form.full_every:
@@ -221,8 +215,7 @@ class _Publisher:
     def _at(self, number: int) -> str:
         return self.versions.root.at(version_name(number))
 
-    def _is_of_this_checkpoint(self, number: int) -> bool:
-        manifest = _manifest(self.versions.root, number)
+    def _is_of_this_checkpoint(self, manifest: Mapping[str, Any]) -> bool:
         if _outcome(manifest.get("request", {})) != _outcome(record_of(self.asked)):
             return False
         source = describe_source(self._source())
@@ -250,23 +243,27 @@ class _Publisher:
         digest = hashlib.sha256(root.encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"{OWN_PREFIX}export_{digest}"
 
-    def _tidy(self, number: int) -> None:
+    def _tidy(self, manifest: Mapping[str, Any]) -> None:
         """Remove the export of a version that was published by a call that was killed then."""
-        manifest = self._scratch() / MANIFEST
-        if manifest.is_file():
-            export = own_manifest(manifest.read_bytes()) or {}
-            if export.get("source") == _manifest(self.versions.root, number).get("source"):
-                shutil.rmtree(self._scratch())
+        export = self._scratch() / MANIFEST
+        if export.is_file() and (own_manifest(export.read_bytes()) or {}).get("source") == manifest.get(
+            "source"
+        ):
+            shutil.rmtree(self._scratch())
 
     def _export(self, target: str, overwrite: bool = False) -> None:
         """Export the checkpoint, or continue to; ``overwrite`` what another call has left at the target."""
         settings = ConversionSettings(self.asked.with_shared(overwrite=overwrite), RunSettings(resume=True))
+        self._make(target, partial(convert_with, self.checkpoint, (target,), settings, self.observe))
+
+    def _make(self, target: str, make: Callable[[], object]) -> None:
+        """Make a target; afresh, if what is unfinished there was to be another one."""
         try:
-            convert_with(self.checkpoint, (target,), settings, self.observe)
+            make()
         except StaleSessionError:
             access = self.versions.access
             clean(target, storage_options=access.options, allow_scheme=access.schemes)
-            convert_with(self.checkpoint, (target,), settings, self.observe)
+            make()
 
     def _publish_full(self, number: int, reason: str) -> PublishReport:
         self._export(self._at(number))
@@ -281,14 +278,9 @@ class _Publisher:
         with tempfile.TemporaryFile(dir=Path(scratch).parent) as spool:
             frames = self._compare(chain, new, scratch, spool, at_a_time)
             texts = self._texts(number, frames)
-            try:
-                self._write(where, new, texts, spool, at_a_time)
-            except StaleSessionError:
-                access = self.versions.access
-                clean(where, storage_options=access.options, allow_scheme=access.schemes)
-                self._write(where, new, texts, spool, at_a_time)
+            self._make(where, partial(self._write, where, new, texts, spool, at_a_time))
         self._point_to(number)
-        return self._report(number, changed=len(frames))
+        return self._report(number)
 
     def _compare(
         self, chain: Chain, new: StoredModel, scratch: str, spool: IO[bytes], at_a_time: int
@@ -358,12 +350,10 @@ class _Publisher:
             not self.asked.shared.get("no_space_check"),
         )
 
-    def _report(
-        self, number: int, reason: str = "", changed: int | None = None, already: bool = False
-    ) -> PublishReport:
-        model = self.versions.open(number)
+    def _report(self, number: int, reason: str = "", already: bool = False) -> PublishReport:
         chain = self.versions.chain(number)
         base = chain.base.places
+        model = chain.deltas[-1].model if chain.deltas else chain.base
         return PublishReport(
             self.checkpoint,
             self.versions.root.location,
@@ -372,7 +362,7 @@ class _Publisher:
             model_bytes=sum(place.array.nbytes for place in base.values()),
             version_bytes=sum(size for path, size in model.source.sizes().items() if path != MANIFEST),
             tensors=len(base),
-            changed_tensors=len(model.places) if changed is None else changed,
+            changed_tensors=len(model.places),
             already=already,
             seconds=time.monotonic() - self.began,
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import BusyError, ReshardError
 from paddle_reshard.pipeline.core.trainer_files import steps_of
-from paddle_reshard.pipeline.versions.publish import sources
+from paddle_reshard.pipeline.versions.publish import complete_versions
 from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result, failed
 from paddle_reshard.pipeline.watch.records import Records
@@ -70,7 +70,8 @@ class Publisher:
     def _last_step(self) -> int:
         """The step of the newest version that was made from a converted checkpoint of this run; -1 if none was."""
         folder = absolute(self.records.out.at("checkpoint-0")).rpartition("/")[0]
-        places = (location.rpartition("/") for location in sources(self.versions))
+        sources = (str(manifest["source"]["location"]) for _, manifest in complete_versions(self.versions))
+        places = (source.rpartition("/") for source in sources)
         mine = (step for above, _, name in places if above == folder for step, _ in steps_of([name]))
         return next(mine, -1)
 
