@@ -51,7 +51,6 @@ from paddle_reshard.pipeline.training.stretches import (
     flex_file,
     rank_file,
     stretches_of,
-    wanted_of,
 )
 from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 from paddle_reshard.storage.locate import open_source, source_access
@@ -337,8 +336,8 @@ class AsyncEma:
             else:
                 tables = load_tables(options.get("rules"))
                 given = config if isinstance(config, Mapping) or config is None else load_config(config)
-                wanted = wanted_of(self.stretches, rank)
-                read_average(store, tables, given, wanted, rank, self.shared.average.view(np.uint8))
+                memory = self.shared.average.view(np.uint8)
+                read_average(store, tables, given, self.stretches, rank, memory)
         except BaseException:
             self.shared.average[:] = 0
             raise

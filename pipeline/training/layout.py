@@ -17,7 +17,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape, padded
 from paddle_reshard.pipeline.core.literals import Literals
@@ -86,16 +86,6 @@ class TensorParallel:
 
     tp: int = 1
     rank: int = 0
-
-
-@dataclass(frozen=True)
-class LiveLayout:
-    """The tensors to fill and their sources."""
-
-    source: Catalog
-    """The tensors of the checkpoint that this process needs, at least in part."""
-    target: TargetFiles
-    """A file for every live tensor, with its name."""
 
 
 class Names:
@@ -197,8 +187,8 @@ def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> Non
 
 def lay_out_live(
     checkpoint: Checkpoint, pieces: Mapping[LivePiece, int], ranks: TensorParallel
-) -> LiveLayout:
-    """Lay out every value of every live tensor, with its source.
+) -> TargetFiles:
+    """Lay out every live tensor as a file with its name.
 
     Parameters
     ----------
@@ -219,11 +209,14 @@ def lay_out_live(
     boxes = _BoxCollector(checkpoint, ranks)
     for file, (piece, tensor) in enumerate(pieces.items()):
         boxes.add(file, piece, tensor)
-    target = boxes.target(files)
-    catalog = checkpoint.catalog
-    needed = source_tensors(target.fragments["tensor"], catalog.implied)
+    return boxes.target(files)
+
+
+def needed_of(catalog: Catalog, wanted: Fragments) -> Catalog:
+    """A catalog with only the first copies of the tensors that are needed at least in part; they keep their numbers."""
+    needed = source_tensors(wanted["tensor"], catalog.implied)
     kept = (catalog.fragments["replica"] == 0) & np.isin(catalog.fragments["tensor"], needed)
-    return LiveLayout(replace(catalog, fragments=catalog.fragments[kept]), target)
+    return replace(catalog, fragments=catalog.fragments[kept])
 
 
 class _BoxCollector:

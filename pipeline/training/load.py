@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paddle_reshard.clusters.inline import InlineEngine, Reports
 from paddle_reshard.pipeline.changes.change import Reading
 from paddle_reshard.pipeline.changes.kinds import Fill
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
@@ -31,11 +31,11 @@ from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import LoadOptions
 from paddle_reshard.pipeline.training.layout import (
-    LiveLayout,
     Names,
     check_complete,
     find_tensors,
     lay_out_live,
+    needed_of,
 )
 from paddle_reshard.pipeline.training.tensors import (
     LR_SCHEDULER,
@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.training.tensors import (
     schedules_of,
     tensor_parallel,
 )
-from paddle_reshard.storage.locate import Access, is_local, source_access
+from paddle_reshard.storage.locate import is_local, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.device import Mover
 from paddle_reshard.tasks.group import GroupReport
@@ -75,23 +75,6 @@ class LoadReport:
     """Entries without a value in the checkpoint that were left unchanged, as ``allow_missing`` permits."""
     master_drift: tuple[str, ...] = ()
     """Parameters that differ from the cast of their master weights, as ``allow_master_drift`` permits."""
-
-
-@dataclass(frozen=True)
-class LoadRequest:
-    """Parsed arguments of :func:`load_into`."""
-
-    location: str
-    access: Access
-    fill: str | None
-    """A file with further tensors."""
-    allow_missing: tuple[str, ...]
-    """Patterns of names."""
-    rules: Path | None
-    config: Path | Mapping[str, Any] | None
-    planning: PlanSettings
-    strict: bool
-    """Whether to refuse empty dicts, and optimizer states of the checkpoint that have no entry."""
 
 
 @takes(LoadOptions)
@@ -139,21 +122,23 @@ def load_into(
         raise UsageError(
             f"state_dict is a {type(state_dict).__name__}, not a dict; pass the result of its state_dict()"
         )
-    request = _read_request(source, config, strict, options)
-    store, checkpoint, missing = _open(request)
+    check_names(options, LoadOptions)
+    settings, location = _settings(options), os.fspath(source)
+    missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
+    store, checkpoint = _open(location, config, missing, options)
     schedules = _schedules(state_dict, checkpoint)
-    if request.strict:
+    if strict:
         _check_sections(state_dict)
     entries = dict(entries_of(state_dict))
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
     numbers = find_tensors(names, entries, missing)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
     pieces = {tensor.piece: numbers[tensor.piece.path] for tensor in live}
-    layout = lay_out_live(checkpoint, pieces, tensor_parallel())
-    if request.strict:
+    files = lay_out_live(checkpoint, pieces, tensor_parallel())
+    if strict:
         check_complete(checkpoint.catalog.tensors, numbers)
-    plan = _planned(checkpoint, layout, request.planning)
-    filled = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(request.location) else REMOTE_GAP_BYTES)
+    plan = _planned(checkpoint, files, settings)
+    reports = _fill(plan, store, live, JOIN_GAP_BYTES if is_local(location) else REMOTE_GAP_BYTES)
     store.check_unchanged()
     for schedule in schedules:
         schedule.update(checkpoint.job.lr_scheduler)
@@ -161,43 +146,35 @@ def load_into(
         source=store.location,
         tensors=len(live),
         filled_bytes=sum(tensor.piece.nbytes for tensor in live),
-        read_bytes=filled.read_bytes,
+        read_bytes=sum(report.read_bytes for report in reports),
         kept=tuple(".".join(path) for path in entries if path not in numbers),
-        master_drift=filled.master_drift,
+        master_drift=tuple(sorted(str(found) for report in reports for found in report.differences)),
     )
 
 
-def _read_request(
-    source: PathLike, config: PathLike | Mapping[str, Any] | None, strict: bool, options: LoadOptions
-) -> LoadRequest:
-    check_names(options, LoadOptions)
-    rules, fill = options.get("rules"), options.get("fill")
-    return LoadRequest(
-        location=os.fspath(source),
-        access=source_access(options),
-        fill=None if fill is None else os.fspath(fill),
-        allow_missing=texts_of(options.get("allow_missing", ())),
-        rules=None if rules is None else Path(rules),
-        config=config if isinstance(config, Mapping) or config is None else Path(config),
-        planning=PlanSettings(
-            parse_memory(options.get("memory", DEFAULT_MEMORY)),
-            compare_replicas=False,
-            allow_master_drift=options.get("allow_master_drift", False),
-            allow_reread=True,
-        ),
-        strict=strict,
+def _settings(options: LoadOptions) -> PlanSettings:
+    return PlanSettings(
+        parse_memory(options.get("memory", DEFAULT_MEMORY)),
+        compare_replicas=False,
+        allow_master_drift=options.get("allow_master_drift", False),
+        allow_reread=True,
     )
 
 
-def _open(request: LoadRequest) -> tuple[Source, Checkpoint, MissingPolicy]:
-    """The store, the checkpoint in it, and the policy for missing tensors."""
-    changes = OpenChanges.open(() if request.fill is None else (Fill(request.fill),), request.access)
-    own = open_checkpoint(request.location, request.access)
-    config = request.config if not isinstance(request.config, Path) else load_config(request.config)
-    policy = MissingPolicy(allowed=request.allow_missing)
-    reading = Reading(load_tables(request.rules), config, policy, index_here, pieces=False)
+def _open(
+    location: str,
+    config: PathLike | Mapping[str, Any] | None,
+    missing: MissingPolicy,
+    options: LoadOptions,
+) -> tuple[Source, Checkpoint]:
+    """The store, and the checkpoint in it with what ``fill`` brings."""
+    access, fill = source_access(options), options.get("fill")
+    changes = OpenChanges.open(() if fill is None else (Fill(os.fspath(fill)),), access)
+    own = open_checkpoint(location, access)
+    given = config if isinstance(config, Mapping) or config is None else load_config(config)
+    reading = Reading(load_tables(options.get("rules")), given, missing, index_here, pieces=False)
     altered = changes.index(own, reading)
-    return altered.store, altered.source, policy
+    return altered.store, altered.source
 
 
 def _check_sections(state_dict: Mapping[str, Any]) -> None:
@@ -225,20 +202,14 @@ def _schedules(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> list[An
     return schedules
 
 
-def _planned(checkpoint: Checkpoint, layout: LiveLayout, settings: PlanSettings) -> Plan:
+def _planned(checkpoint: Checkpoint, files: TargetFiles, settings: PlanSettings) -> Plan:
     """The plan that fills live tensors as they are laid out."""
-    checks = master_checks_of_loaded(checkpoint.catalog, layout.target.fragments)
-    return plan_conversion(layout.source, layout.target, (), settings, checks=checks)
+    source = needed_of(checkpoint.catalog, files.fragments)
+    checks = master_checks_of_loaded(checkpoint.catalog, files.fragments)
+    return plan_conversion(source, files, (), settings, checks=checks)
 
 
-class _Filled(NamedTuple):
-    """The result of moving the data."""
-
-    read_bytes: int
-    master_drift: tuple[str, ...]
-
-
-def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int) -> _Filled:
+def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int) -> list[GroupReport]:
     """Read, compare and move everything."""
     writer = MemoryWriter({tensor.piece.name: tensor.memory for tensor in live})
 
@@ -251,9 +222,7 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
     else:
         reports = _run_in_this_thread(plan, do)
     with closing(reports):
-        done = list(reports)
-    drift = sorted(str(difference) for report in done for difference in report.differences)
-    return _Filled(sum(report.read_bytes for report in done), tuple(drift))
+        return list(reports)
 
 
 def _run_in_this_thread(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:

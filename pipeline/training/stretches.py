@@ -17,7 +17,6 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.training.flex import FlexRank
-from paddle_reshard.pipeline.training.resume import Piece, RankPieces, Wanted
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot
 
@@ -157,23 +156,6 @@ def _check_boxes(stretches: Stretches, rank: FlexRank) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ reading
-
-
-def wanted_of(stretches: Stretches, rank: RankPieces) -> list[Wanted]:
-    """The piece of every tensor of a rank, for reading it from a checkpoint of any topology.
-
-    Raises
-    ------
-    UsageError
-        If ``rank`` lacks a master weight.
-    """
-    wanted = []
-    for (group, key), stretch in stretches.items():
-        piece = rank.master_weights.get(key) if group else Piece(key, stretch.shape)
-        if piece is None:
-            raise UsageError(f"{key}: the RankPieces do not say which parameter it belongs to")
-        wanted.append(Wanted(key, group == MASTER_WEIGHTS, piece, stretch.shape, 4 * stretch.start))
-    return wanted
 
 
 def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -> dict[Entry, ArrayRef]:
