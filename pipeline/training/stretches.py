@@ -16,15 +16,12 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
-from paddle_reshard.pipeline.training.flex import FlexRank
+from paddle_reshard.pipeline.training.flex import Entry, FlexRank, entries_of
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot
 
 ALIGNED_ELEMENTS = 16
 """Tensors begin at multiples of 64 bytes in shared memory."""
-
-Entry = tuple[str, str]
-"""``MASTER_WEIGHTS`` with a parameter name, or ``""`` with a structured key."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,7 @@ class Weights:
 
     def entries(self) -> dict[Entry, Any]:
         """Every tensor, in their order in memory."""
-        masters = {(MASTER_WEIGHTS, key): tensor for key, tensor in self.master_weights.items()}
-        return masters | {("", key): tensor for key, tensor in self.params.items()}
+        return entries_of(self.master_weights, self.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +127,8 @@ def flex_file(stretches: Stretches, rank: FlexRank) -> FileContent:
     root: dict[str, object] = {}
     names: dict[str, str] = {}
     written = []
-    for master, name, box in rank.written():
-        stretch = stretches[MASTER_WEIGHTS if master else "", name]
+    for entry, box in rank.written().items():
+        stretch = stretches[entry]
         root[box.key] = ArraySlot(len(root), "f4", box.shape, None)
         names[box.key] = stretch.tensor_name
         written.append((stretch.start, stretch.start + box.elements))
@@ -140,10 +136,7 @@ def flex_file(stretches: Stretches, rank: FlexRank) -> FileContent:
 
 
 def _check_boxes(stretches: Stretches, rank: FlexRank) -> None:
-    held = {
-        (MASTER_WEIGHTS if master else "", name): box
-        for master, name, box in rank.boxes[rank.number].entries()
-    }
+    held = rank.boxes[rank.number].entries()
     for entry, stretch in stretches.items():
         box, elements = held.pop(entry, None), prod(stretch.shape)
         if box is None and not elements:
@@ -166,10 +159,8 @@ def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -
     CheckpointError
         If the file does not hold exactly these tensors, naming the first and both shapes.
     """
-    arrays = {(MASTER_WEIGHTS, key): value for key, value in root.get(MASTER_WEIGHTS, {}).items()}
-    arrays |= {
-        ("", key): value for key, value in root.items() if key not in (MASTER_WEIGHTS, STRUCTURED_NAMES)
-    }
+    params = {key: value for key, value in root.items() if key not in (MASTER_WEIGHTS, STRUCTURED_NAMES)}
+    arrays = entries_of(root.get(MASTER_WEIGHTS, {}), params)
     for entry in (*stretches, *arrays):
         array, stretch = arrays.get(entry), stretches.get(entry)
         if (
