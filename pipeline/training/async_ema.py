@@ -53,6 +53,7 @@ from paddle_reshard.pipeline.training.stretches import (
     stretches_of,
 )
 from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
+from paddle_reshard.storage.listing import LocalRoot
 from paddle_reshard.storage.locate import open_source, source_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks import ema_worker
@@ -261,12 +262,12 @@ class AsyncEma:
         if isinstance(rank, str):
             _check_name(rank)
         companion = self._drain()
-        root, written = (
-            rank_file(self.stretches) if isinstance(rank, str) else flex_file(self.stretches, rank)
-        )
+        if isinstance(rank, str):
+            name, (root, written) = rank, rank_file(self.stretches)
+        else:
+            name, (root, written) = rank.path, flex_file(self.stretches, rank)
         encoded = encode_pickle(root)
-        folder = Path(directory)
-        path = folder / (rank if isinstance(rank, str) else rank.path)
+        path = Path(directory) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         companion.send(
             {
@@ -277,9 +278,12 @@ class AsyncEma:
             }
         )
         companion.wait()
+        folder = LocalRoot(Path(directory))
         if isinstance(rank, FlexRank) and rank.number == 0:
-            _write_atomically(folder / METADATA_PATH, rank.metadata())
-        _write_atomically(folder / AVERAGE, json.dumps(self.describe(), indent=1).encode())
+            folder.replace(METADATA_PATH, rank.metadata())
+        folder.replace(
+            AVERAGE, json.dumps(self.describe(), indent=1).encode()
+        )  # by every rank, with one content
 
     def describe(self) -> dict[str, Any]:
         """The facts about an average that tensor files do not hold; the same on every rank."""
@@ -408,13 +412,3 @@ def _array(tensor: Any) -> Floats:
     if not tensor.place.is_cpu_place():
         tensor = tensor.cpu()
     return np.asarray(np.from_dlpack(tensor.detach()), dtype=np.float32)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is the same on every rank; the last writer wins."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    with open(unfinished, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)

@@ -103,6 +103,29 @@ def test_the_file_is_what_paddle_load_reads(tmp_path: Path) -> None:
     )
 
 
+def test_ranks_that_save_at_once_on_two_hosts_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of two hosts or containers may have one number, as these two ranks have."""
+    job, write_through = Job(), os.fsync
+    with AsyncEma(job.weights, decay=0.9) as ema, AsyncEma(job.weights, decay=0.9) as other:
+        for rank in (ema, other):
+            job.run(rank, 2)
+
+        def meanwhile(descriptor: int) -> None:
+            monkeypatch.setattr(os, "fsync", write_through)
+            other.save(tmp_path, "ema.tp00.pdopt")
+            write_through(descriptor)
+
+        monkeypatch.setattr(os, "fsync", meanwhile)
+        ema.save(tmp_path, "ema.tp01.pdopt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "ema.json",
+        "ema.tp00.pdopt",
+        "ema.tp01.pdopt",
+    ]
+
+
 def test_a_loaded_average_continues_as_if_never_interrupted(tmp_path: Path) -> None:
     job = Job()
     with AsyncEma(job.weights, decay=0.95, warm_up=True) as ema:
