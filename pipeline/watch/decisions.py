@@ -10,7 +10,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.watch.notices import Notice, failed, skipped, waiting
-from paddle_reshard.pipeline.watch.records import Observation, Record, State, refusal_stands
+from paddle_reshard.pipeline.watch.records import Observation, Record, State
 from paddle_reshard.storage.local.source import kept_by_copies
 
 LONGEST_BACKOFF_SECONDS = 3600.0
@@ -49,20 +49,18 @@ def decide(seen: Observation, record: Record, policy: Policy, now: float) -> Act
     """What to do about a checkpoint, or why there is nothing to do."""
     if record.state is State.REMOVING or (record.state is State.REMOVED and seen.plan_id is None):
         return skipped("converted, and removed by --keep")
-    if seen.plan_id is not None:
-        if record.plan_id != seen.plan_id:
-            known = record.state is State.REFUSED and refusal_stands(record, seen)
-            return (
-                failed(record.reason) if known and record.ended_at >= policy.forget_before else Action.COMPARE
-            )
+    counts = record.ended_at >= policy.forget_before
+    if seen.plan_id is not None and record.plan_id == seen.plan_id:
         if record.made_of == seen.source_stamp:
             return skipped("converted")
         if not policy.overwrite:
             changed = "converted, but the source has changed since; give --overwrite to convert it again"
             return skipped(changed, alarming=True)
-    if record.ended_at < policy.forget_before:
+    elif seen.plan_id is not None and not (counts and _is_refused(record, seen)):
+        return Action.COMPARE
+    if not counts:
         return Action.LOOK
-    if record.state is State.REFUSED and refusal_stands(record, seen):
+    if _is_refused(record, seen):
         return failed(record.reason)
     if record.state is State.FAILED:
         if record.failures > policy.retries:
@@ -71,6 +69,12 @@ def decide(seen: Observation, record: Record, policy: Policy, now: float) -> Act
         if (left := record.ended_at + pause - now) > 0:
             return waiting(f"retry in {left:.0f} s after: {record.reason}", "too early")
     return Action.LOOK
+
+
+def _is_refused(record: Record, seen: Observation) -> bool:
+    """Whether a checkpoint was refused, and neither target nor this package has changed since."""
+    at = record.target_stamp, record.version
+    return record.state is State.REFUSED and at == (seen.target_stamp, __version__)
 
 
 def given_up(record: Record) -> str:

@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT
-from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import typed
@@ -211,11 +210,6 @@ class Records:
             self.out.append(AUDIT, json.dumps(outcome.data()).encode())
         except (OSError, ListingError) as error:
             log.warning("%s: not in the audit log: %s", outcome.target, error)
-
-
-def refusal_stands(record: Record, seen: Observation) -> bool:
-    """Whether a refused checkpoint would be refused again: neither target nor this package has changed since."""
-    return (record.target_stamp, record.version) == (seen.target_stamp, __version__)
 
 
 def digest(files: Mapping[str, str]) -> str:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
 from paddle_reshard.pipeline import api
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,8 @@ def convert_inline(
         settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))
         with ExitStack() as stack:
             page = None if make_page is None else stack.enter_context(make_page(source, target, observe))
-            try:
-                report = convert_with(source, (target,), settings, page or observe)
-            except StaleSessionError as error:
-                _discard(target, conversion, error)
-                report = convert_with(source, (target,), settings, page or observe)
+            convert_it = partial(convert_with, source, (target,), settings, page or observe)
+            report = _resumed_or_afresh(convert_it, target, conversion)
             if page is not None:
                 page.show_done(report)
 
@@ -95,11 +95,15 @@ def publish_inline(conversion: Conversion, versions: str) -> Callable[[str], Pub
     return lambda checkpoint: publish(checkpoint, versions, **options)
 
 
-def _discard(target: str, conversion: Conversion, reason: object) -> None:
-    """Remove the unfinished target of an earlier attempt that cannot be resumed, so that it starts afresh."""
-    log.info("%s", reason)
-    options, schemes, _ = target_access(conversion.settings.asked.shared)
-    api.clean(target, storage_options=options, allow_scheme=schemes)
+def _resumed_or_afresh(convert: Callable[[], Result], target: str, conversion: Conversion) -> Result:
+    """Convert; an unfinished target of an earlier attempt that cannot be resumed is removed."""
+    try:
+        return convert()
+    except StaleSessionError as error:
+        log.info("%s", error)
+        options, schemes, _ = target_access(conversion.settings.asked.shared)
+        api.clean(target, storage_options=options, allow_scheme=schemes)
+        return convert()
 
 
 def convert_as_job(
@@ -111,11 +115,7 @@ def convert_as_job(
     def convert(source: str, target: str, begin: Callable[[bool], None], check: Callable[[], None]) -> None:
         check()
         begin(False)
-        try:
-            run(source, target)
-        except StaleSessionError as error:
-            _discard(target, conversion, error)
-            run(source, target)
+        _resumed_or_afresh(partial(run, source, target), target, conversion)
 
     def run(source: str, target: str) -> None:
         lines: list[str] = []
