@@ -68,11 +68,11 @@ class Standing:
         return (*self.owed, averaging.decay_at(self.progress.updates + len(self.owed)))
 
     def skipped(self, decays: tuple[float, ...]) -> Standing:
-        """The state after an update with these decays for which the worker was not ready."""
+        """After an update with these decays for which the worker was not ready."""
         return replace(self, owed=decays)
 
     def handed_over(self, step: int, decays: tuple[float, ...]) -> Standing:
-        """The state after an update handed over at ``step``.
+        """After an update handed over at ``step``.
 
         >>> standing, warm = Standing(), Averaging(0.9, warm_up=True)
         >>> standing = standing.skipped(standing.decays(warm))

@@ -33,13 +33,10 @@ def ema_callback(
     """A callback that averages the weights of ``trainer`` and saves the average in its checkpoints.
 
     ``trainer.add_callback(ema_callback(trainer, decay=0.999))``. It writes the files of the trainer's own average
-    (``ema.tp00_pp00_shard00.pdopt``, or ``ema_state/``) and, like that, requires a job that saves sharded models or
-    FlexCheckpoints.
+    (``ema.tp00_pp00_shard00.pdopt``, or ``ema_state/``) and, like that, requires sharded models or FlexCheckpoints.
 
     Parameters
     ----------
-    trainer
-        A ``Trainer`` that saves sharded models or FlexCheckpoints.
     resume_from
         A checkpoint to continue from, of any topology, sharding strategy and size of communication buffers.
     rules
@@ -79,13 +76,7 @@ def ema_callback(
 
 
 def weights_of(trainer: Any) -> Weights:
-    """The tensors that the trainer's own average covers: this rank's master weights and saved float32 parameters.
-
-    Raises
-    ------
-    UnsupportedError
-        If sharding stage 3 cuts a float32 parameter, or keeps master weights in host memory (``offload``).
-    """
+    """The tensors that the trainer's own average covers: this rank's master weights and saved float32 parameters."""
     model, stage3 = _model(trainer), stage3_of(trainer.optimizer)
     if stage3 is not None and stage3._offload:
         raise UnsupportedError(
@@ -107,13 +98,7 @@ def weights_of(trainer: Any) -> Weights:
 
 
 def pieces_of(trainer: Any) -> RankPieces:
-    """The pieces of logical tensors that this rank of a trainer holds.
-
-    Raises
-    ------
-    UnsupportedError
-        If its parameters are cut in an unknown way.
-    """
+    """The pieces of logical tensors that this rank of a trainer holds."""
     args, tp = trainer.args, 1
     if args.use_hybrid_parallel:
         tp = int(getattr(args, _TP_DEGREES[library_of(trainer)]))

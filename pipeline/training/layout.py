@@ -1,8 +1,7 @@
 """Map each entry of a live ``state_dict`` to a box of a logical tensor. Pure.
 
 Every live tensor is laid out as if it were a target file: its values at their positions in memory, its padding as
-zeros. So loading is an offline conversion with memory as the target, with the same checks: every byte of every live
-tensor is written exactly once.
+zeros. So loading is a conversion with memory as the target: every byte of every live tensor is written exactly once.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from paddle_reshard.pipeline.core.tensors import (
     WRITTEN_NAMES,
     Tensor,
     dtype_named,
+    is_per_parameter,
 )
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, TensorCut, in_words
@@ -57,7 +57,7 @@ class LivePiece:
     path: Path
     dtype: str
     shape: Shape
-    """Shape of the values in memory."""
+    """Of the values in memory."""
     local_shape: Shape
     """Shape of the box of the logical tensor that the values are, or are a range of."""
     global_shape: Shape | None = None
@@ -76,7 +76,7 @@ class LivePiece:
 
     @property
     def nbytes(self) -> int:
-        """Size in memory."""
+        """Its size in memory."""
         return prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
@@ -131,12 +131,12 @@ class Names:
 
 
 def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPolicy) -> dict[Path, int]:
-    """Entry → index of the tensor that it is filled from. Permitted missing entries are omitted.
+    """Entry → index of the tensor that it is filled from, without entries that may be missing and are.
 
     Raises
     ------
     PlanError
-        If the checkpoint has no value for an entry.
+        If the checkpoint has no value for another entry.
     """
     tensors = {path: names.find(path) for path in paths}
     missing = [
@@ -190,16 +190,12 @@ def lay_out_live(
 ) -> TargetFiles:
     """Lay out every live tensor as a file with its name.
 
-    Parameters
-    ----------
-    pieces
-        Piece that the process holds → index of its tensor in the checkpoint's catalog.
-    ranks
-        Determines which piece a plain tensor is.
+    ``pieces`` maps what the process holds to the index of its tensor in the checkpoint's catalog; ``ranks`` determine
+    which piece a plain tensor is.
 
     Raises
     ------
-    PlanError
+    PlanError, UnsupportedError
         If an entry is not a piece of its tensor, naming both shapes or dtypes.
     """
     files = tuple(File(piece.name, piece.nbytes) for piece in pieces)
@@ -288,7 +284,7 @@ class _BoxCollector:
         if piece.local_shape == tensor.global_shape:
             return TensorCut(1, None), 0
         described = self.cut_by_key.get(tensor.key)
-        if described is not None and self.ranks.tp > 1 and not _is_number(tensor):
+        if described is not None and self.ranks.tp > 1 and not is_per_parameter(tensor.state):
             try:
                 cut = self.model.cut(described, self.ranks.tp)
                 if cut.local_shape(tensor.key, tensor.global_shape) == piece.local_shape:
@@ -338,11 +334,6 @@ def _check_held(piece: LivePiece) -> None:
             )
     elif piece.shape != piece.local_shape and not prod(piece.shape) == prod(piece.local_shape) == 1:
         raise PlanError(f"{piece.name}: has shape {piece.shape}, but its local shape is {piece.local_shape}")
-
-
-def _is_number(tensor: Tensor) -> bool:
-    accumulator = ACCUMULATORS.get(tensor.state)
-    return accumulator is not None and accumulator.per_parameter
 
 
 def _and_more(count: int) -> str:

@@ -1,8 +1,7 @@
 """Fill the tensors of a running job from a checkpoint of any topology and format.
 
-This is the offline conversion with memory as the target: the live tensors of a process are laid out as files, and the
-same planner and tasks read and move their values. Processes do not communicate; each reads only the bytes that its own
-tensors need.
+The live tensors of a process are laid out as files, and the planner and the tasks of a conversion read and move their
+values. Processes do not communicate; each reads only the bytes that its own tensors need.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ from paddle_reshard.pipeline.training.tensors import (
     LiveTensor,
     MemoryWriter,
     empty_sections,
-    entries_of,
+    leaves_of,
     parameter_names_of,
     read_entry,
-    schedules_of,
     tensor_parallel,
 )
 from paddle_reshard.storage.locate import is_local, source_access
@@ -126,10 +124,13 @@ def load_into(
     settings, location = _settings(options), os.fspath(source)
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     store, checkpoint = _open(location, config, missing, options)
-    schedules = _schedules(state_dict, checkpoint)
+    leaves = dict(leaves_of(state_dict))
+    schedules = [value for path, value in leaves.items() if path[-1] == LR_SCHEDULER]
+    for schedule in schedules:
+        _check_schedule(schedule, checkpoint)
     if strict:
         _check_sections(state_dict)
-    entries = dict(entries_of(state_dict))
+    entries = {path: value for path, value in leaves.items() if path[-1] != LR_SCHEDULER}
     names = Names(checkpoint.catalog, {**parameter_names_of(entries), **(parameter_to_structured_name or {})})
     numbers = find_tensors(names, entries, missing)
     live = [tensor for path in numbers if (tensor := read_entry(path, entries[path])) is not None]
@@ -186,20 +187,17 @@ def _check_sections(state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def _schedules(state_dict: Mapping[str, Any], checkpoint: Checkpoint) -> list[Any]:
-    """The learning-rate schedules of a ``state_dict``, which have the entries of the checkpoint's."""
-    schedules = list(schedules_of(state_dict))
-    for schedule in schedules:
-        stored, expected = (
-            sorted(value) if isinstance(value, MutableMapping) else []
-            for value in (checkpoint.job.lr_scheduler, schedule)
+def _check_schedule(schedule: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a learning-rate schedule with other entries than the checkpoint's."""
+    stored, expected = (
+        sorted(value) if isinstance(value, MutableMapping) else []
+        for value in (checkpoint.job.lr_scheduler, schedule)
+    )
+    if not stored or stored != expected:
+        raise CheckpointError(
+            f"{LR_SCHEDULER}: has the entries {expected}, but the checkpoint's tensor files have "
+            f"{stored}; remove it from the state_dict and load it from scheduler.pdparams"
         )
-        if not stored or stored != expected:
-            raise CheckpointError(
-                f"{LR_SCHEDULER}: has the entries {expected}, but the checkpoint's tensor files have "
-                f"{stored}; remove it from the state_dict and load it from scheduler.pdparams"
-            )
-    return schedules
 
 
 def _planned(checkpoint: Checkpoint, files: TargetFiles, settings: PlanSettings) -> Plan:

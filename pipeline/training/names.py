@@ -169,10 +169,15 @@ def _names_in(files: SourceFiles, weights: RankFile) -> Iterator[Named]:
     root = _entries(files, weights)
     names = root.get(STRUCTURED_NAMES, {})
     for key, value in root.items():
-        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-        name = names.get(key) if isinstance(names, dict) else None
-        if key != STRUCTURED_NAMES and isinstance(name, str) and isinstance(array, ArrayRef | SplitArray):
-            yield Named(key, name, array.shape)
+        shape, name = _shape_of(value), names.get(key) if isinstance(names, dict) else None
+        if key != STRUCTURED_NAMES and isinstance(name, str) and shape is not None:
+            yield Named(key, name, shape)
+
+
+def _shape_of(value: Any) -> Shape | None:
+    """The shape of the array in an entry, which may be a tuple of its name and itself; ``None`` if it has none."""
+    array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+    return array.shape if isinstance(array, ArrayRef | SplitArray) else None
 
 
 def _entries(files: SourceFiles, file: RankFile) -> FileEntries:
@@ -239,12 +244,11 @@ def _states_of_others(files: SourceFiles, own: RankFile, live: list[Named]) -> I
             parts = split_accumulator_key(entry.removeprefix(SLICE_PREFIX), shapes)
             stored.append((entry, parts[0] if parts else "", value))
     for entry, name, value in stored:
-        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-        bare = name.removeprefix(SLICE_PREFIX)
+        shape, bare = _shape_of(value) or (), name.removeprefix(SLICE_PREFIX)
         if bare not in shapes:
             yield f"{own.path} holds {entry}, which belongs to no parameter of this job"
-        elif len(getattr(array, "shape", ())) > 1 and shapes[bare] not in (None, array.shape):
-            yield f"{own.path} holds {entry} as {array.shape}, in this job it is {shapes[bare]}"
+        elif len(shape) > 1 and shapes[bare] not in (None, shape):
+            yield f"{own.path} holds {entry} as {shape}, in this job it is {shapes[bare]}"
 
 
 def _advice(stored: list[Named], live: list[Named]) -> str:

@@ -41,13 +41,7 @@ def names_callback(
 
 
 def library_of(trainer: Any) -> str:
-    """``paddleformers`` or ``paddlenlp``.
-
-    Raises
-    ------
-    UsageError
-        If it is a trainer of neither.
-    """
+    """``paddleformers`` or ``paddlenlp``; a ``UsageError`` if it is a trainer of neither."""
     for cls in type(trainer).__mro__:
         if cls.__name__ == "Trainer" and cls.__module__.startswith(("paddleformers.", "paddlenlp.")):
             return cls.__module__.partition(".")[0]

@@ -1,7 +1,7 @@
 """Read the average of a rank's weights from a checkpoint of any topology.
 
-A rank describes for each of its tensors which piece of which logical tensor it is. These pieces are the target of an
-ordinary plan, with this process's memory in place of files, so only the bytes that they need are read.
+The pieces of logical tensors that a rank averages are the target of an ordinary plan, with this process's memory in
+place of files, so only the bytes that they need are read.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Piece:
     """The piece of a parameter that a tensor of this rank is."""
 
     key: str
-    """Structured key of the parameter, ``model.layers.0.mlp.up_proj.weight``."""
+    """Structured key, ``model.layers.0.mlp.up_proj.weight``."""
     local_shape: Shape
-    """Shape of the parameter on this rank, as cut by tensor parallelism."""
+    """Shape on this rank, as cut by tensor parallelism."""
     flat: tuple[int, int] | None = None
     """The tensor is one-dimensional and holds ``[start, stop)`` of the flattened parameter, followed by padding.
     ``None``: the whole parameter."""
@@ -62,7 +62,6 @@ class RankPieces:
     master_weights: Mapping[str, Piece] = field(default_factory=dict)
     """Name of a master weight in the optimizer → its piece. Parameters without an entry are whole."""
     tp: int = 1
-    """Degree of tensor parallelism."""
     tp_rank: int = 0
 
 

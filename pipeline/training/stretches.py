@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The range of elements of a tensor in the average."""
+    """Where a tensor lies in the average: a range of elements."""
 
     tensor_name: str = field(compare=False)
     """The framework's name, which changes every time for a temporary tensor."""
@@ -57,13 +57,7 @@ Stretches = Mapping[Entry, Stretch]
 
 
 def stretches_of(weights: Weights) -> dict[Entry, Stretch]:
-    """Assign a range to every tensor, in order.
-
-    Raises
-    ------
-    UsageError
-        If a tensor is not float32.
-    """
+    """The range of every tensor, one after the other; a ``UsageError`` if one is not float32."""
     stretches: dict[Entry, Stretch] = {}
     start = 0
     for (group, key), tensor in weights.entries().items():
@@ -116,13 +110,7 @@ def rank_file(stretches: Stretches) -> FileContent:
 
 
 def flex_file(stretches: Stretches, rank: FlexRank) -> FileContent:
-    """Contents of a rank's file in a FlexCheckpoint.
-
-    Raises
-    ------
-    UsageError
-        If the boxes do not fit the tensors.
-    """
+    """Contents of a rank's file in a FlexCheckpoint; a ``UsageError`` if the boxes do not fit the tensors."""
     _check_boxes(stretches, rank)
     root: dict[str, object] = {}
     names: dict[str, str] = {}

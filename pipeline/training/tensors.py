@@ -110,35 +110,27 @@ class SliceOfParameter:
 # ---------------------------------------------------------------------------------------------- entries
 
 
-def entries_of(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All leaf entries of nested dicts, except the learning-rate schedule."""
+def leaves_of(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The entries of nested dicts that are no dicts themselves, and the states of learning-rate schedules."""
     for key, value in state_dict.items():
         if not isinstance(key, str):
             raise UsageError(f"{'.'.join(above)}: the key {key!r} is not a string")
-        if isinstance(value, Mapping):
-            if key != LR_SCHEDULER:
-                yield from entries_of(value, (*above, key))
+        if key == LR_SCHEDULER:
+            yield (*above, key), value
+        elif isinstance(value, Mapping):
+            yield from leaves_of(value, (*above, key))
         elif value is not None:
             yield (*above, key), value
 
 
 def empty_sections(state_dict: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
     """Nested dicts, including the outermost, that contain nothing to fill."""
-    if not any(True for _ in entries_of(state_dict)):
+    if all(path[-1] == LR_SCHEDULER for path, _ in leaves_of(state_dict)):
         yield above
         return
     for key, value in state_dict.items():
         if isinstance(value, Mapping) and key != LR_SCHEDULER:
             yield from empty_sections(value, (*above, key))
-
-
-def schedules_of(state_dict: Mapping[str, Any]) -> Iterator[Any]:
-    """The states of learning-rate schedules in nested dicts."""
-    for key, value in state_dict.items():
-        if key == LR_SCHEDULER:
-            yield value
-        elif isinstance(value, Mapping):
-            yield from schedules_of(value)
 
 
 def parameter_names_of(entries: Mapping[Path, Any]) -> dict[str, str]:

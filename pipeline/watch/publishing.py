@@ -12,20 +12,19 @@ one that is converted after a newer one was published is not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import BusyError, ReshardError
 from paddle_reshard.pipeline.core.trainer_files import steps_of
-from paddle_reshard.pipeline.versions.publish import complete_versions
-from paddle_reshard.pipeline.versions.reports import PublishReport
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
+from paddle_reshard.pipeline.request.options import ConversionOptions
+from paddle_reshard.pipeline.versions.publish import complete_versions, publish
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result, failed
 from paddle_reshard.pipeline.watch.records import Records
+from paddle_reshard.pipeline.watch.runners import Conversion
 from paddle_reshard.storage.listing import CheckpointRoot
-from paddle_reshard.storage.locate import absolute
-
-Publish = Callable[[str], PublishReport]
-"""Publishes a converted checkpoint. Raises a ``ReshardError``."""
+from paddle_reshard.storage.locate import absolute, target_access
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Publisher:
 
     records: Records
     versions: CheckpointRoot
-    publish: Publish
+    conversion: Conversion
     notices: Notices
 
     def update(self, held: Collection[str], results: Mapping[str, Result]) -> dict[str, Result]:
@@ -76,8 +75,16 @@ class Publisher:
         return next(mine, -1)
 
     def _publish(self, name: str) -> Result:
+        given = self.conversion.settings.asked.shared
+        access = target_access(given)
+        options: ConversionOptions = {
+            "memory": str(given.get("memory") or DEFAULT_MEMORY),
+            "no_space_check": bool(given.get("no_space_check")),
+            "storage_options": access.options,
+            "allow_scheme": access.schemes,
+        }
         try:
-            report = self.publish(self.records.out.at(name))
+            report = publish(self.records.out.at(name), self.versions.location, **options)
         except BusyError as error:
             notice = Notice(Result.WAITING, logging.INFO, f"not published yet: {error}")
         except (ReshardError, OSError, MemoryError) as error:

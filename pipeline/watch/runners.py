@@ -14,11 +14,7 @@ from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.conversion import convert_with
 from paddle_reshard.pipeline.core.errors import StaleSessionError
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
-from paddle_reshard.pipeline.request.options import ConversionOptions
 from paddle_reshard.pipeline.request.parse import ConversionSettings
-from paddle_reshard.pipeline.versions.publish import publish
-from paddle_reshard.pipeline.versions.reports import PublishReport
 from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
@@ -80,19 +76,6 @@ def convert_inline(
                 page.show_done(report)
 
     return convert
-
-
-def publish_inline(conversion: Conversion, versions: str) -> Callable[[str], PublishReport]:
-    """Publish converted checkpoints in this process."""
-    given = conversion.settings.asked.shared
-    access = target_access(given)
-    options: ConversionOptions = {
-        "memory": str(given.get("memory") or DEFAULT_MEMORY),
-        "no_space_check": bool(given.get("no_space_check")),
-        "storage_options": access.options,
-        "allow_scheme": access.schemes,
-    }
-    return lambda checkpoint: publish(checkpoint, versions, **options)
 
 
 def _resumed_or_afresh(convert: Callable[[], Result], target: str, conversion: Conversion) -> Result:

@@ -56,7 +56,7 @@ from paddle_reshard.pipeline.watch.records import (
     State,
     digest,
 )
-from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline, publish_inline
+from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import comparable_path, source_access, target_access
@@ -94,8 +94,7 @@ class Watcher:
         self.records = Records(self.run, self.out, self.conversion.identify)
         self.publisher: Publisher | None = None
         if self.versions is not None:
-            publish = publish_inline(self.conversion, self.versions.location)
-            self.publisher = Publisher(self.records, self.versions, publish, self.notices)
+            self.publisher = Publisher(self.records, self.versions, self.conversion, self.notices)
         self.inspector = Inspector(
             self.records, self.conversion.settings.asked.shared, self.policy.settle_seconds
         )
