@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from paddle_reshard.pipeline.changes.change import Reading
 from paddle_reshard.pipeline.changes.kinds import Fill
@@ -29,24 +29,19 @@ LISTED_SECONDS = 600.0
 indexed again: what it lacked may have been access to a file, which no listing tells."""
 
 
-@dataclass
 class Inspector:
     """Inspects checkpoints. One that has not changed since is not indexed again, whether it was complete or not."""
 
-    records: Records
-    options: Values
-    settle_seconds: float
-    _complete: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""
-
-    def __post_init__(self) -> None:
-        options = self.options
+    def __init__(self, records: Records, options: Values, settle_seconds: float) -> None:
+        self.records, self.settle_seconds, self.access = records, settle_seconds, source_access(options)
         missing = MissingPolicy(allowed=options.get("allow_missing") or ())
         self.reading = Reading(
             load_tables(options.get("rules")), load_config(options.get("config")), missing, index_here
         )
         fill = Fill.asked(options.get("fill"), ())
-        self.changes = OpenChanges.open((fill,) if fill else (), source_access(options))
+        self.changes = OpenChanges.open((fill,) if fill else (), self.access)
+        self._complete: dict[str, tuple[str, str | None]] = {}
+        """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
         """Why a checkpoint is incomplete, or ``None``. ``order`` are all checkpoints of the run, by step.
@@ -93,6 +88,6 @@ class Inspector:
         return merging(files) or lacking(files, before) or self._complete[name][1]
 
     def _index(self, name: str) -> str | None:
-        source = open_source(self.records.run.at(name), *source_access(self.options))
+        source = open_source(self.records.run.at(name), *self.access)
         self.changes.index(source, self.reading)
         return doubtful_signal(source.modified())

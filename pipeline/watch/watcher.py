@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from paddle_reshard.pipeline.convert.conversion import plan_with
 from paddle_reshard.pipeline.convert.manifest import describe_targets
@@ -58,7 +58,7 @@ from paddle_reshard.pipeline.watch.records import (
 )
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
 from paddle_reshard.storage.documents.manifest import own_manifest
-from paddle_reshard.storage.listing import CheckpointRoot, open_root
+from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import comparable_path, source_access, target_access
 from paddle_reshard.storage.session.holder import user_at_host
 
@@ -70,34 +70,48 @@ EVENTS = {State.DONE: "converted", State.REFUSED: "refused", State.FAILED: "fail
 """How an attempt ended → the event of its outcome."""
 
 
-@dataclass
 class Watcher:
-    """Checks a training run repeatedly and converts its checkpoints once they are complete."""
+    """Checks a training run repeatedly and converts its checkpoints once they are complete.
 
-    run: CheckpointRoot
-    out: CheckpointRoot
-    conversion: Conversion
-    convert: Convert
-    policy: Policy
-    versions: CheckpointRoot | None = None
-    """Where converted checkpoints are published, if they are."""
-    clock: Callable[[], float] = time.time
-    notices: Notices = field(default_factory=Notices)
-    tell: Callable[[Outcome | Checked], None] = lambda event: None
-    """Called when a checkpoint is converted, refused, failed or stale, and after each pass."""
-    _order: list[str] = field(default_factory=list)
-    _held: set[str] = field(default_factory=set)
-    """Checkpoints that another watcher converts, or that will be tried again."""
+    Parameters
+    ----------
+    run, out
+        Folder or URL of the checkpoints, and of what they are converted to.
+    convert
+        Default: in this process.
+    versions
+        Where converted checkpoints are published, if they are.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        run: str,
+        out: str,
+        conversion: Conversion,
+        policy: Policy,
+        convert: Convert | None = None,
+        versions: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        shared = conversion.settings.asked.shared
+        reading, writing = source_access(shared), target_access(shared)
+        self.run = open_root(run, reading.options, reading.schemes)
+        self.out = open_root(out, writing.options, writing.schemes)
         check_locations(self.run.location, self.out.location)
-        self.records = Records(self.run, self.out, self.conversion.identify)
+        self.conversion, self.policy, self.clock = conversion, policy, clock
+        self.convert = convert or convert_inline(conversion)
+        self.notices = Notices()
+        self.records = Records(self.run, self.out, conversion.identify)
+        self.inspector = Inspector(self.records, shared, policy.settle_seconds)
         self.publisher: Publisher | None = None
-        if self.versions is not None:
-            self.publisher = Publisher(self.records, self.versions, self.conversion, self.notices)
-        self.inspector = Inspector(
-            self.records, self.conversion.settings.asked.shared, self.policy.settle_seconds
-        )
+        if versions is not None:
+            root = open_root(versions, writing.options, writing.schemes)
+            self.publisher = Publisher(self.records, root, conversion, self.notices)
+        self.tell: Callable[[Outcome | Checked], None] = lambda event: None
+        """Called when a checkpoint is converted, refused, failed or stale, and after each pass."""
+        self._order: list[str] = []
+        self._held: set[str] = set()
+        """Checkpoints that another watcher converts, or that will be tried again."""
 
     # ------------------------------------------------------------------------------------- one pass
 
@@ -342,28 +356,3 @@ def check_locations(run: str, out: str) -> None:
     ):
         if outer in inner.parents and CHECKPOINT.fullmatch(inner.relative_to(outer).parts[0]):
             raise UsageError(f"{out if inner == out_path else run}: is inside {what}")
-
-
-def open_watcher(
-    run: str,
-    out: str,
-    conversion: Conversion,
-    policy: Policy,
-    convert: Convert | None = None,
-    versions: str | None = None,
-    clock: Callable[[], float] = time.time,
-) -> Watcher:
-    """A watcher of the checkpoints in ``run`` that converts them below ``out``, and publishes them to ``versions``."""
-    reading, writing = (
-        source_access(conversion.settings.asked.shared),
-        target_access(conversion.settings.asked.shared),
-    )
-    return Watcher(
-        open_root(run, *reading[:2]),
-        open_root(out, *writing[:2]),
-        conversion,
-        convert or convert_inline(conversion),
-        policy,
-        None if versions is None else open_root(versions, *writing[:2]),
-        clock,
-    )

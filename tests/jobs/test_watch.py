@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.watch.decisions import Policy
 from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.records import conversion_id
 from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
-from paddle_reshard.pipeline.watch.watcher import open_watcher
+from paddle_reshard.pipeline.watch.watcher import Watcher
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, run_here, snapshot
@@ -128,7 +128,7 @@ def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
         return conversion_id({"source": source, "target": target})
 
     conversion = Conversion(read_settings({"to": "tp=1"}), identify)
-    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy())
+    watcher = Watcher(str(training.run), str(training.out), conversion, Policy())
     assert watcher.once() == {}
     folder = training.run / "checkpoint-3"
     folder.mkdir()
@@ -195,9 +195,7 @@ def test_what_has_not_changed_is_known_from_its_listing_for_a_while(training: Ru
     conversion, now = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id"), [1e9]
 
     def look() -> str:
-        watcher = open_watcher(
-            str(training.run), str(training.out), conversion, Policy(), clock=lambda: now[0]
-        )
+        watcher = Watcher(str(training.run), str(training.out), conversion, Policy(), clock=lambda: now[0])
         assert watcher.once() == {"checkpoint-3": Result.WAITING}
         return watcher.notices.messages["checkpoint-3"]
 
@@ -259,7 +257,7 @@ def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) 
 
         plain(source, target, begin, at_the_end)
 
-    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy(), convert)
+    watcher = Watcher(str(training.run), str(training.out), conversion, Policy(), convert)
     assert watcher.once() == {"checkpoint-3": Result.WAITING}
     assert (training.converted(), training.states()) == ([], ["seen"])
     assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
@@ -278,7 +276,7 @@ def flex_case() -> Path:
 def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Run, flex_case: Path) -> None:
     options = {"format": "huggingface", "config": flex_case / "config.json"}
     conversion = Conversion(read_settings(options), lambda source, target: conversion_id({"source": source}))
-    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy())
+    watcher = Watcher(str(training.run), str(training.out), conversion, Policy())
     whole, folder = flex_case / "checkpoint-3", training.run / "checkpoint-3"
     order = (
         "model_state/",
@@ -319,7 +317,7 @@ def test_old_flex_targets_are_removed_with_their_folders_in_an_object_store(flex
     store = fsspec.filesystem("memory")
     root = f"memory://watch-{uuid.uuid4().hex}"
     conversion = Conversion(read_settings({"format": "flex", "config": flex_case / "config.json"}), identify)
-    watcher = open_watcher(f"{root}/run", f"{root}/out", conversion, Policy(keep=1))
+    watcher = Watcher(f"{root}/run", f"{root}/out", conversion, Policy(keep=1))
     for step in (1, 2):
         store.put(str(flex_case / "checkpoint-3"), f"{root}/run/checkpoint-{step}", recursive=True)
         assert watcher.once()[f"checkpoint-{step}"] is Result.CONVERTED
@@ -355,7 +353,7 @@ def test_killed_within_it_is_continued_by_the_next(training: Run, one_card: dict
         assert training.records()[0]["failures"] == 0  # to wait for another is none
         seen: list[object] = []
         conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
-        also = open_watcher(
+        also = Watcher(
             str(training.run),
             str(training.out),
             conversion,
@@ -507,7 +505,7 @@ def test_keep_does_not_touch_files_next_to_a_conversion(
     conversion = Conversion(
         read_settings({"to": "tp=1"}), lambda one, other: f"id-{other.rpartition('-')[2]}"
     )
-    watcher = open_watcher(str(training.run), str(training.out), conversion, Policy(keep=1, settle_seconds=0))
+    watcher = Watcher(str(training.run), str(training.out), conversion, Policy(keep=1, settle_seconds=0))
     copy_checkpoint(training.run / "checkpoint-3")
     assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
     made = training.out / "checkpoint-3"
@@ -635,7 +633,7 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
 
     conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
     policy = Policy(retries=2, backoff_seconds=60)
-    watcher = open_watcher(str(training.run), str(training.out), conversion, policy, convert)
+    watcher = Watcher(str(training.run), str(training.out), conversion, policy, convert)
     watcher.clock = lambda: now[0]
     for _ in range(40):
         watcher.once()

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
 from paddle_reshard.pipeline.watch.decisions import Policy
 from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.runners import Conversion
-from paddle_reshard.pipeline.watch.watcher import open_watcher
+from paddle_reshard.pipeline.watch.watcher import Watcher
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.session.ledger import ledger_line, parse_ledger
@@ -392,7 +392,7 @@ def test_a_watcher_resumes_where_it_can_and_restarts_otherwise(
         )
     conversion = Conversion(SMALL.settings(None, {"to": "tp=1", "workers": 1}), lambda one, other: "an-id")
     with caplog.at_level("INFO"):
-        results = open_watcher(str(run), str(out), conversion, Policy(settle_seconds=0)).once()
+        results = Watcher(str(run), str(out), conversion, Policy(settle_seconds=0)).once()
     assert results == {"checkpoint-3": Result.CONVERTED}
     assert told in caplog.text
     assert paddle_reshard.check(out / "checkpoint-3").intact

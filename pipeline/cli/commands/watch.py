@@ -139,7 +139,7 @@ def watch(
     with _told_of_interrupts("--json" in arguments, service=not once):
         from paddle_reshard.pipeline.progress.metrics import CheckpointFigures
         from paddle_reshard.pipeline.watch.decisions import Policy
-        from paddle_reshard.pipeline.watch.watcher import open_watcher
+        from paddle_reshard.pipeline.watch.watcher import Watcher
 
         request = Request.read(convert, arguments)
         policy = Policy(
@@ -157,7 +157,7 @@ def watch(
             runner = _runner(request, conversion, address, job, run, report_dir)
             places = (request.values["source"], request.values["target"], settings["publish"])
             source, target, versions = (place and absolute(place) for place in places)
-            watcher = open_watcher(source, target, conversion, policy, runner, versions)
+            watcher = Watcher(source, target, conversion, policy, runner, versions)
             if not wait and not watcher.run.is_there():
                 raise UsageError(
                     f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
