@@ -38,11 +38,6 @@ class UpdateRule:
 
         >>> UpdateRule(interval=4, loss_threshold=2.0).due(8, float("nan")).value
         'loss too high'
-
-        Raises
-        ------
-        UsageError
-            If there is a threshold and no loss.
         """
         if step % self.interval:
             return Due.BETWEEN
@@ -102,12 +97,9 @@ def recovery(started: int, done: int, requested: int) -> Recovery:
 
 
 def progress_of(saved: Mapping[str, Any] | None, averaging: Averaging) -> AverageProgress:
-    """Progress of a saved average, from its ``ema.json``; ``None`` for the trainers' own files, which have none.
+    """Progress of a saved average, from its ``ema.json``: ``None`` for the trainers' own files, which have none.
 
-    Raises
-    ------
-    CheckpointError
-        If it is incomplete, or the average started in a different way.
+    An average that started in a different way is refused.
     """
     if saved is None:
         if averaging.start == "zero":

@@ -131,12 +131,9 @@ class Names:
 
 
 def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPolicy) -> dict[Path, int]:
-    """Entry → index of the tensor that it is filled from, without entries that may be missing and are.
+    """Entry → index of the tensor that it is filled from.
 
-    Raises
-    ------
-    PlanError
-        If the checkpoint has no value for another entry.
+    An entry without one is refused, or left out if it may be missing.
     """
     tensors = {path: names.find(path) for path in paths}
     missing = [
@@ -159,13 +156,7 @@ def find_tensors(names: Names, paths: Iterable[Path], missing_policy: MissingPol
 
 
 def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> None:
-    """Refuse entries with some optimizer states of a parameter but not all that the checkpoint has.
-
-    Raises
-    ------
-    PlanError
-        Naming a state that would be lost.
-    """
+    """Refuse entries with some optimizer states of a parameter but not all that the checkpoint has."""
     held = {(tensors[i].key, tensors[i].state) for i in chosen.values()}
     trained = {
         tensors[i].key: ".".join(path) for path, i in chosen.items() if tensors[i].state in _OPTIMIZER_STATES
@@ -188,15 +179,10 @@ def check_complete(tensors: Sequence[Tensor], chosen: Mapping[Path, int]) -> Non
 def lay_out_live(
     checkpoint: Checkpoint, pieces: Mapping[LivePiece, int], ranks: TensorParallel
 ) -> TargetFiles:
-    """Lay out every live tensor as a file with its name.
+    """Lay out every live tensor as a file with its name; an entry that is no piece of its tensor is refused.
 
     ``pieces`` maps what the process holds to the index of its tensor in the checkpoint's catalog; ``ranks`` determine
     which piece a plain tensor is.
-
-    Raises
-    ------
-    PlanError, UnsupportedError
-        If an entry is not a piece of its tensor, naming both shapes or dtypes.
     """
     files = tuple(File(piece.name, piece.nbytes) for piece in pieces)
     names = Counter(file.path for file in files)

@@ -140,13 +140,7 @@ def _check_boxes(stretches: Stretches, rank: FlexRank) -> None:
 
 
 def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -> dict[Entry, ArrayRef]:
-    """The array of every tensor in a file that the same rank of the same job wrote.
-
-    Raises
-    ------
-    CheckpointError
-        If the file does not hold exactly these tensors, naming the first and both shapes.
-    """
+    """The array of every tensor in a file of the same rank of the same job, which holds exactly these tensors."""
     params = {key: value for key, value in root.items() if key not in (MASTER_WEIGHTS, STRUCTURED_NAMES)}
     arrays = entries_of(root.get(MASTER_WEIGHTS, {}), params)
     for entry in (*stretches, *arrays):

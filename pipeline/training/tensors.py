@@ -149,10 +149,7 @@ def parameter_names_of(entries: Mapping[Path, Any]) -> dict[str, str]:
 def read_entry(path: Path, value: Any) -> LiveTensor | None:
     """Read an entry; ``None`` if this process holds no part of its tensor.
 
-    Raises
-    ------
-    UsageError, PlanError, UnsupportedError
-        If the entry is not a tensor, has no memory yet, or has an unknown placement.
+    What is no tensor, has no memory yet, or has an unknown placement is refused.
     """
     name = ".".join(path)
     if hasattr(value, "global_offset") and hasattr(value, "local_tensor"):
@@ -244,13 +241,7 @@ def _dtype(name: str, tensor: Any) -> str:
 
 
 def _memory(name: str, tensor: Any) -> Memory:
-    """The memory of a dense tensor or array.
-
-    Raises
-    ------
-    PlanError
-        If it has no memory, or is not contiguous.
-    """
+    """The memory of a dense tensor or array, which must be contiguous."""
     if isinstance(tensor, np.ndarray):
         if not (tensor.flags.c_contiguous and tensor.flags.writeable):
             raise PlanError(f"{name}: the array is read-only or not in C order and cannot be filled")

@@ -13,8 +13,8 @@ from paddle_reshard.pipeline.versions.coding import WINDOW_BYTES, Change, Window
 from paddle_reshard.pipeline.versions.form import (
     CHECKSUMS,
     LATEST,
-    DeltaHead,
-    delta_head,
+    DeltaForm,
+    delta_form,
     pointed_version,
     version_name,
     version_number,
@@ -36,13 +36,7 @@ def numbers_of(root: CheckpointRoot) -> list[int]:
 
 
 def newest_version(root: CheckpointRoot) -> int | None:
-    """The version that :data:`~.form.LATEST` names, or without it the highest; ``None`` if there is none.
-
-    Raises
-    ------
-    CheckpointError
-        If the file names no version, or one that is not there.
-    """
+    """The version that :data:`~.form.LATEST` names, or without it the highest; ``None`` if there is none."""
     numbers = numbers_of(root)
     text = root.read(LATEST)
     if text is None:
@@ -103,13 +97,7 @@ class StoredModel:
 
 
 def read_model(source: Source) -> StoredModel:
-    """Read the headers of all safetensors files in a folder.
-
-    Raises
-    ------
-    CheckpointError
-        If a header is damaged, two files have one tensor, or the index names other tensors.
-    """
+    """Read the headers of all safetensors files in a folder, and the index, which must agree with them."""
     places: dict[str, Place] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     for path, size in sorted(source.sizes().items()):
@@ -148,7 +136,7 @@ def _read_index(source: Source, places: Mapping[str, Place]) -> Mapping[str, obj
 class Delta:
     """A version that holds the changes since the version before."""
 
-    head: DeltaHead
+    form: DeltaForm
     model: StoredModel
     """Its frames, as one-dimensional tensors of bytes."""
 
@@ -168,7 +156,7 @@ class Delta:
         place = self.model.places[key]
 
         return open_change(
-            self.head.encoding, lambda: _Stored(self.model.source, place), nbytes, self.where(key)
+            self.form.encoding, lambda: _Stored(self.model.source, place), nbytes, self.where(key)
         )
 
 
@@ -209,7 +197,7 @@ class Chain:
             yielded before is wrong.
         """
         deltas = self.changed(key)
-        hasher = CHECKSUMS[deltas[-1].head.checksum]() if deltas else None
+        hasher = CHECKSUMS[deltas[-1].form.checksum]() if deltas else None
         changes = [delta.open(key, self.base.places[key].array.nbytes) for delta in deltas]
         for window in self.base.windows(key):
             for change in changes:
@@ -221,7 +209,7 @@ class Chain:
             change.end()
         if hasher is not None and hasher.hexdigest() != deltas[-1].checksum(key):
             raise CheckpointError(
-                f"{deltas[-1].where(key)}: {deltas[-1].head.checksum} of the new bytes is {hasher.hexdigest()}, and "
+                f"{deltas[-1].where(key)}: {deltas[-1].form.checksum} of the new bytes is {hasher.hexdigest()}, and "
                 f"the delta states {deltas[-1].checksum(key)}: it is damaged, or {self.base.source.location} is not "
                 "what it was made from"
             )
@@ -238,19 +226,8 @@ class Versions:
         """Read the headers of a version."""
         return read_model(open_source(self.root.at(version_name(number)), *self.access))
 
-    def head(self, number: int, model: StoredModel) -> DeltaHead | None:
-        """The head of a version that is a delta, from its index; ``None`` if the version is full."""
-        where = f"{model.source.location}/{WEIGHT_INDEX}"
-        return delta_head(model.index, number, where)
-
     def chain(self, number: int, start: tuple[int, StoredModel] | None = None) -> Chain:
-        """The chain of a version: a full version, or the one to ``start`` from, and the deltas after it.
-
-        Raises
-        ------
-        CheckpointError
-            If a version between them is missing or damaged, or there is no full one.
-        """
+        """The chain of a version: a full version, or the one to ``start`` from, and the deltas after it."""
         numbers = numbers_of(self.root)
         deltas: list[Delta] = []
         for at in range(number, 0, -1):
@@ -261,10 +238,10 @@ class Versions:
                     f"{self.root.at(version_name(at))}: is missing, and {version_name(number)} is made from it"
                 )
             model = self.open(at)
-            head = self.head(at, model)
-            if head is None:
+            form = delta_form(model.index, at, f"{model.source.location}/{WEIGHT_INDEX}")
+            if form is None:
                 return _chain(number, model, deltas)
-            deltas.append(Delta(head, model))
+            deltas.append(Delta(form, model))
         raise CheckpointError(
             f"{self.root.location}: {version_name(1)} is a delta of the model that the engine has begun with, which no "
             "version holds; publish a full version"

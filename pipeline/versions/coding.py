@@ -233,12 +233,6 @@ place; a ``CheckpointError`` if the frame is damaged, or is that of a tensor of 
 
 
 def open_change(encoding: Encoding, open_frame: OpenFrame, nbytes: int, where: str) -> Change:
-    """The change that the frame stored at ``where`` describes, of a tensor of this size.
-
-    Raises
-    ------
-    CheckpointError
-        If the frame is damaged.
-    """
+    """The change that the frame stored at ``where`` describes, of a tensor of this size."""
     kind = XorChange if encoding is Encoding.XOR else OverwriteChange
     return kind(open_frame, nbytes, where)

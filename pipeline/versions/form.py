@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.storage.files.safetensors import Index, format_index
 
@@ -105,43 +105,41 @@ def version_number(name: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaHead:
-    """The facts about a delta in its index: the version that it makes, from which one, and how."""
+class DeltaForm:
+    """How a delta states what has changed."""
 
-    version: int
-    base: int
-    """The version that it is applied to."""
     encoding: Encoding
     checksum: str
     """A key of :data:`CHECKSUMS`."""
 
+    @classmethod
+    def named(cls, encoding: str, checksum: str) -> DeltaForm:
+        """From the names that a user gives."""
+        if encoding not in (known.value for known in Encoding):
+            raise UsageError(f"encoding {encoding!r}: neither xor nor overwrite")
+        if checksum not in CHECKSUMS:
+            raise UsageError(f"checksum {checksum!r}: none of {', '.join(CHECKSUMS)}")
+        CHECKSUMS[checksum]()  # which fails if its library is missing
+        return cls(Encoding(encoding), checksum)
 
-def format_delta_index(head: DeltaHead, keys: list[str]) -> bytes:
-    """The index of a delta that holds these tensors."""
+
+def format_delta_index(form: DeltaForm, number: int, keys: list[str]) -> bytes:
+    """The index of a delta that leads to version ``number`` and holds these tensors."""
     metadata = {
-        "version": f"{head.version:06}",
-        "base_version": f"{head.base:06}",
-        "delta_encoding": head.encoding.value,
+        "version": f"{number:06}",
+        "base_version": f"{number - 1:06}",
+        "delta_encoding": form.encoding.value,
         "compression_format": COMPRESSION,
-        "checksum_format": head.checksum,
+        "checksum_format": form.checksum,
     }
     return format_index(Index(dict.fromkeys(keys, DELTA_FILE), metadata, {}))
 
 
-def delta_head(metadata: Mapping[str, object], number: int, where: str) -> DeltaHead | None:
-    """The head of a delta from the ``metadata`` of its index; ``None`` if the version is full.
+def delta_form(metadata: Mapping[str, object], number: int, where: str) -> DeltaForm | None:
+    """The form of a delta from the ``metadata`` of its index at ``where``; ``None`` if the version is full.
 
-    Parameters
-    ----------
-    number
-        Number of the version, from the name of its folder.
-    where
-        Location of the index, for messages.
-
-    Raises
-    ------
-    CheckpointError
-        If it is a delta that cannot be read, or does not follow from the version before.
+    ``number`` is that of its folder; a delta that cannot be read, or does not lead there from the version before, is
+    refused.
     """
     if "delta_encoding" not in metadata:
         return None
@@ -158,19 +156,11 @@ def delta_head(metadata: Mapping[str, object], number: int, where: str) -> Delta
                 f"{where}: {name} is {metadata.get(name)!r}; for {version_name(number)} it can be "
                 f"{' or '.join(map(repr, values))}"
             )
-    return DeltaHead(
-        number, number - 1, Encoding(str(metadata["delta_encoding"])), str(metadata["checksum_format"])
-    )
+    return DeltaForm(Encoding(str(metadata["delta_encoding"])), str(metadata["checksum_format"]))
 
 
 def pointed_version(text: bytes, where: str) -> int:
-    """The number of the version that :data:`LATEST` names: ``weight_v000007`` or ``<run>/weight_v000007``.
-
-    Raises
-    ------
-    CheckpointError
-        If it names no version.
-    """
+    """The number of the version that :data:`LATEST` names: ``weight_v000007`` or ``<run>/weight_v000007``."""
     name = text.decode("utf-8", "replace").strip().rpartition("/")[2]
     number = version_number(name)
     if number is None:

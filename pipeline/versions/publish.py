@@ -53,7 +53,7 @@ from paddle_reshard.pipeline.versions.form import (
     DELTA_FILE,
     LATEST,
     MAX_VERSION,
-    DeltaHead,
+    DeltaForm,
     Encoding,
     format_delta_index,
     version_name,
@@ -126,23 +126,12 @@ def publish(
     check_names(options, ConversionOptions)
     if options.get("format") not in (None, _EXPORT):
         raise UsageError(f"versions are exports of the format {_EXPORT}, not {options['format']}")
-    form = _DeltaForm(_encoding(encoding), _checksum(checksum), full_every)
+    form = DeltaForm.named(encoding, checksum)
+    if full_every is not None and full_every < 1:
+        raise UsageError(f"a full version after every {full_every} deltas: at least 1")
     asked = read_options({**options, "format": _EXPORT})
-    return _Publisher.open(os.fspath(checkpoint), os.fspath(versions), form, asked, observe).publish()
-
-
-def _encoding(name: str) -> Encoding:
-    try:
-        return Encoding(name)
-    except ValueError as error:
-        raise UsageError(f"encoding {name!r}: neither xor nor overwrite") from error
-
-
-def _checksum(name: str) -> str:
-    if name not in CHECKSUMS:
-        raise UsageError(f"checksum {name!r}: none of {', '.join(CHECKSUMS)}")
-    CHECKSUMS[name]()
-    return name
+    publisher = _Publisher(os.fspath(checkpoint), os.fspath(versions), form, asked, observe)
+    return publisher.publish(full_every)
 
 
 def complete_versions(root: CheckpointRoot) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -155,39 +144,18 @@ def complete_versions(root: CheckpointRoot) -> Iterator[tuple[int, dict[str, Any
             yield number, manifest
 
 
-@dataclass(frozen=True, slots=True)
-class _DeltaForm:
-    """The form of the deltas of a call: encoding, checksum, and how often a full version comes between."""
-
-    encoding: Encoding
-    checksum: str
-    full_every: int | None
-
-    def __post_init__(self) -> None:
-        if self.full_every is not None and self.full_every < 1:
-            raise UsageError(f"a full version after every {self.full_every} deltas: at least 1")
-
-
-@dataclass(frozen=True, slots=True)
 class _Publisher:
     """One call of ``publish``."""
 
-    checkpoint: str
-    versions: Versions
-    form: _DeltaForm
-    asked: Asked
-    observe: Observer
-    began: float
-
-    @classmethod
-    def open(
-        cls, checkpoint: str, versions: str, form: _DeltaForm, asked: Asked, observe: Observer
-    ) -> _Publisher:
+    def __init__(
+        self, checkpoint: str, versions: str, form: DeltaForm, asked: Asked, observe: Observer
+    ) -> None:
+        self.checkpoint, self.form, self.asked, self.observe = checkpoint, form, asked, observe
+        self.began = time.monotonic()
         access = target_access(asked.shared)
-        root = open_root(versions, access.options, access.schemes)
-        return cls(checkpoint, Versions(root, access), form, asked, observe, time.monotonic())
+        self.versions = Versions(open_root(versions, access.options, access.schemes), access)
 
-    def publish(self) -> PublishReport:
+    def publish(self, full_every: int | None) -> PublishReport:
         """Publish the next version, or complete the publication of the newest one."""
         last, manifest = next(complete_versions(self.versions.root), (0, {}))
         if last and self._is_of_this_checkpoint(manifest):
@@ -200,7 +168,7 @@ class _Publisher:
         if not last:
             return self._publish_full(number, "the first version")
         chain = self.versions.chain(last)
-        if self.form.full_every is not None and len(chain.deltas) >= self.form.full_every:
+        if full_every is not None and len(chain.deltas) >= full_every:
             return self._publish_full(number, f"after {counted(len(chain.deltas), 'delta')}")
         scratch = str(self._scratch())
         self._export(scratch, overwrite=True)
@@ -320,8 +288,7 @@ class _Publisher:
 
     def _texts(self, number: int, frames: Mapping[str, _ChangedFrame]) -> dict[str, bytes]:
         """The beginning of each file of a delta: all of the index, and of the frames' file the header."""
-        head = DeltaHead(number, number - 1, self.form.encoding, self.form.checksum)
-        texts = {WEIGHT_INDEX: format_delta_index(head, list(frames))}
+        texts = {WEIGHT_INDEX: format_delta_index(self.form, number, list(frames))}
         if frames:
             slots = [
                 TensorSlot(at, key, "U8", (frame.nbytes,)) for at, (key, frame) in enumerate(frames.items())
@@ -377,13 +344,7 @@ class _ChangedFrame:
 
 
 def why_full(chain: Chain, new: StoredModel, encoding: Encoding) -> str:
-    """Why a delta cannot lead to an export; empty if one can.
-
-    Raises
-    ------
-    UsageError
-        If a tensor is too large for the encoding.
-    """
+    """Why a delta cannot lead to an export; empty if one can. A tensor too large for the encoding is refused."""
     for key in sorted(chain.base.places.keys() | new.places.keys()):
         before, after = chain.base.places.get(key), new.places.get(key)
         if before is None or after is None:

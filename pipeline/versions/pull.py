@@ -152,10 +152,7 @@ def _wanted(known: Versions, version: int | None) -> int:
 def _held(target: TargetStore, where: str, versions: str) -> int | None:
     """The version of ``versions`` that the target holds; ``None`` if it holds none of them.
 
-    Raises
-    ------
-    TargetError
-        If a folder is there that ``pull`` has not made: a checkpoint of training must not be replaced.
+    A folder that ``pull`` has not made is refused: a checkpoint of training must not be replaced.
     """
     pulled = (own_manifest(target.published(MANIFEST)) or {}).get(_PULLED)
     if not isinstance(pulled, dict):

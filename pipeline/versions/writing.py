@@ -68,19 +68,8 @@ class Written:
 def units_at_a_time(what: str, deltas: int, tensors: int, budget_bytes: int) -> int:
     """How many units may be worked on at a time, so that all of it stays below the budget.
 
-    Parameters
-    ----------
-    what
-        Whose memory it is, for the message.
-    deltas
-        How many deltas are applied to a tensor.
-    tensors
-        How many tensors are known.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If there is no room for one unit.
+    ``what`` is made, for the message if there is no room for one unit; ``deltas`` are applied to a tensor at most, and
+    ``tensors`` are known.
     """
     unit = (_WINDOWS_AT_A_TIME + deltas) * WINDOW_BYTES
     held = FOOTPRINT_BYTES + tensors * TENSOR_MEMORY_BYTES
