@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_j
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
@@ -60,7 +61,6 @@ from paddle_reshard.tasks import ema_worker
 from paddle_reshard.tasks.ema import AverageProgress, Averaging, Floats
 from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
 
-PathLike = str | os.PathLike[str]
 BEHIND = ("wait", "skip")
 ON_LOSS = ("report", "raise")
 WORKERS = ("process", "ray")
@@ -142,7 +142,7 @@ class AsyncEma:
 
     @property
     def progress(self) -> AverageProgress:
-        """Progress of the average."""
+        """The updates that the average contains."""
         return self.standing.progress
 
     # -------------------------------------------------------------------------------------------- updates

@@ -6,11 +6,11 @@ PaddleNLP's ``paddlenlp/trainer/utils/ckpt_converter.py`` (3.0) loads a hybrid-p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.training.load import LoadReport, load_into
 
 
@@ -39,7 +39,7 @@ class CheckpointConverter:
 
     def __init__(
         self,
-        hybrid_parallel_ckpt_path: str | os.PathLike[str],
+        hybrid_parallel_ckpt_path: PathLike,
         state_dict: MutableMapping[str, Any],
         parameter_to_structured_name: Mapping[str, str],
         trainging_args: Any = None,
@@ -61,13 +61,7 @@ class CheckpointConverter:
         }
 
     def load_from_hybrid_parallel_checkpoint(self) -> LoadReport:
-        """Fill every tensor of the ``state_dict``.
-
-        Raises
-        ------
-        ReshardError
-            As :func:`~paddle_reshard.load_into` does.
-        """
+        """Fill every tensor of the ``state_dict``."""
         return load_into(
             self.state_dict, self.path, parameter_to_structured_name=self.parameter_to_structured_name
         )

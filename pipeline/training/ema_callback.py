@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.training.async_ema import AsyncEma
 from paddle_reshard.pipeline.training.flex import FlexRank, RankBoxes
@@ -26,8 +26,8 @@ _TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tens
 def ema_callback(
     trainer: Any,
     *,
-    resume_from: str | os.PathLike[str] | None = None,
-    rules: str | os.PathLike[str] | None = None,
+    resume_from: PathLike | None = None,
+    rules: PathLike | None = None,
     **options: Any,
 ) -> Any:
     """A callback that averages the weights of ``trainer`` and saves the average in its checkpoints.
@@ -122,8 +122,8 @@ class _EmaCallback:
     def __init__(
         self,
         trainer: Any,
-        resume_from: str | os.PathLike[str] | None,
-        rules: str | os.PathLike[str] | None,
+        resume_from: PathLike | None,
+        rules: PathLike | None,
         ema: AsyncEma,
     ) -> None:
         self.trainer, self.resume_from, self.rules, self.ema = trainer, resume_from, rules, ema

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.formats.hybrid.names import (
     WEIGHTS,
     RankFile,
     parse_rank_file,
+    rank_file_name,
 )
 from paddle_reshard.pipeline.formats.hybrid.source import AUTOMATIC_NAME
 from paddle_reshard.pipeline.formats.jobs.keys import cell_name
@@ -92,7 +93,7 @@ def check_names(
     """
     store = open_checkpoint(os.fspath(checkpoint), Access(storage_options or {}))
     files = SourceFiles(store, None, index_here, index_here)
-    own = _own_file(files, _place() if rank is None else rank)
+    own = _own_file(files, _own_path(rank))
     weights = _weights_of(files, own)
     stored, live = _stored_names(files, own, weights), list(_live_names(model))
     numbered = own.moe is None and weights.kind != LORA_MODEL_STATE
@@ -108,21 +109,23 @@ def check_names(
     return len(stored)
 
 
-def _place() -> str:
-    """The part of file names for this process's position in ``fleet``: ``tp00_pp01``; empty for a single rank."""
+def _own_path(rank: str | None) -> str:
+    """The name of the optimizer file of a rank, by default of this process's position in ``fleet``."""
+    if rank is not None:
+        return f"{OPTIMIZER}.{rank}.pdopt" if rank else f"{OPTIMIZER}.pdopt"
     group = hybrid_group()
     if group is None:
-        return ""
+        return f"{OPTIMIZER}.pdopt"
     places = (
-        ("tp", group.get_model_parallel_world_size(), group.get_model_parallel_rank()),
-        ("pp", group.get_pipe_parallel_world_size(), group.get_stage_id()),
-        ("shard", group.get_sharding_parallel_world_size(), group.get_sharding_parallel_rank()),
+        (group.get_model_parallel_world_size(), group.get_model_parallel_rank()),
+        (group.get_pipe_parallel_world_size(), group.get_stage_id()),
+        (group.get_sharding_parallel_world_size(), group.get_sharding_parallel_rank()),
     )
-    return "_".join(f"{part}{position:0>2d}" for part, degree, position in places if degree > 1)
+    tp, pp, shard = (position if degree > 1 else None for degree, position in places)
+    return rank_file_name(OPTIMIZER, tp, pp, shard)
 
 
-def _own_file(files: SourceFiles, rank: str) -> RankFile:
-    path = f"{OPTIMIZER}.{rank}.pdopt" if rank else f"{OPTIMIZER}.pdopt"
+def _own_file(files: SourceFiles, path: str) -> RankFile:
     own = parse_rank_file(path)
     if not any(name.startswith(OPTIMIZER) and name.endswith(".pdopt") for name in files.sizes):
         raise UsageError(

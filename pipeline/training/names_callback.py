@@ -24,17 +24,12 @@ def names_callback(
     Parameters
     ----------
     trainer
-        A ``Trainer`` that resumes from a hybrid-parallel checkpoint.
+        A ``Trainer`` of PaddleFormers or PaddleNLP that resumes from a hybrid-parallel checkpoint.
     checkpoint
         Path or URL of the checkpoint. Default: the trainer's ``resume_from_checkpoint``; if it has none, nothing is
         checked.
     storage_options
         fsspec options to access a store that is not a local folder.
-
-    Raises
-    ------
-    UsageError
-        If ``trainer`` is not a trainer of PaddleFormers or PaddleNLP.
     """
     base = import_module(f"{library_of(trainer)}.trainer").TrainerCallback
     return type("NamesCallback", (_NamesCallback, base), {})(trainer, checkpoint, storage_options)

@@ -84,7 +84,7 @@ def pull(
     Parameters
     ----------
     versions
-        Folder or URL in which the versions lie.
+        Folder or URL of the versions.
     local
         A folder of this machine: one that ``pull`` has made, or one that does not exist yet.
     version

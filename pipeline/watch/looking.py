@@ -44,12 +44,9 @@ class Inspector:
         """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""
 
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
-        """Why a checkpoint is incomplete, or ``None``. ``order`` are all checkpoints of the run, by step.
+        """Why a checkpoint is incomplete, or ``None``; a ``ReshardError`` if it is complete and cannot be converted.
 
-        Raises
-        ------
-        ReshardError
-            If it is complete and cannot be converted.
+        ``order`` are all checkpoints of the run, by step.
         """
         files = self.records.run.files(name)
         stamp = digest(files)

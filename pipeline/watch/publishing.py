@@ -39,12 +39,7 @@ class Publisher:
     def update(self, held: Collection[str], results: Mapping[str, Result]) -> dict[str, Result]:
         """Publish what is due, oldest first. Name → result; the first failure ends it.
 
-        Parameters
-        ----------
-        held
-            Checkpoints that are being converted, or will be tried again.
-        results
-            Checkpoint → result of this pass, as far as there are results.
+        ``held`` are checkpoints that are being converted or will be tried again, ``results`` those of this pass so far.
         """
         published: dict[str, Result] = {}
         for name in self.due(held, results):

@@ -86,13 +86,7 @@ class Record:
 
     @classmethod
     def parse(cls, data: bytes) -> Record:
-        """From the JSON of its file.
-
-        Raises
-        ------
-        ValueError
-            If it is not a record, or its name, which becomes a path, would lead out of its folder.
-        """
+        """From the JSON of its file; a ``ValueError`` if it is no record, or its name is that of another folder."""
         if len(data) > LARGEST_RECORD_BYTES:
             raise ValueError(f"not a record: {len(data)} bytes")
         try:
@@ -106,7 +100,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is known about a conversion without reading the checkpoint."""
+    """What listings and the target's manifest say of a conversion."""
 
     source_stamp: str
     target_stamp: str
@@ -126,7 +120,7 @@ class Records:
     _known: dict[str, tuple[str, Record | None]] = field(default_factory=dict)
 
     def observe(self, name: str) -> Observation:
-        """What is known about a conversion without reading the checkpoint."""
+        """What can be seen without reading the checkpoint."""
         files = self.out.files(name)
         return Observation(digest(self.run.files(name)), digest(files), self._plan_id(name, files))
 

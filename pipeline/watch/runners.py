@@ -37,9 +37,9 @@ class Conversion:
 
 Convert = Callable[[str, str, Callable[[bool], None], Callable[[], None]], None]
 """``(source, target, begin, check)``: convert, call ``begin`` once nobody else can, unless nothing is left to do, and
-``check`` immediately before publishing. ``begin`` is told whether an attempt that has not ended must have died: not if
-it is a job that goes on without its watcher. Raises a ``ReshardError``, whose ``retryable`` says whether to try again,
-and ``BusyError`` while another process converts."""
+``check`` immediately before publishing. ``begin`` is told whether an attempt that has not ended must have died: a job
+goes on without its watcher. A ``ReshardError`` says in ``retryable`` whether to try again; a ``BusyError`` is raised
+while another process converts."""
 
 
 MakePage = Callable[[str, str, Observer], "HtmlReport"]
