@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
@@ -243,30 +242,33 @@ class _Publisher:
     def _publish_delta(self, number: int, chain: Chain, new: StoredModel, scratch: str) -> PublishReport:
         where = self._at(number)
         at_a_time = units_at_a_time(where, len(chain.deltas) + 1, len(new.places), self.asked.budget_bytes)
-        with tempfile.TemporaryFile(dir=Path(scratch).parent) as spool:
-            frames = self._compare(chain, new, scratch, spool, at_a_time)
-            texts = self._texts(number, frames)
+        folder = str(Path(scratch).parent)
+        with tempfile.TemporaryFile(dir=folder) as spool:
+            texts = self._texts(number, *self._compare(chain, new, folder, spool, at_a_time))
             self._make(where, partial(self._write, where, new, texts, spool, at_a_time))
         self._point_to(number)
         return self._report(number)
 
     def _compare(
-        self, chain: Chain, new: StoredModel, scratch: str, spool: IO[bytes], at_a_time: int
-    ) -> dict[str, _ChangedFrame]:
-        """Append the frames of the tensors that changed to ``spool``. Key → frame."""
+        self, chain: Chain, new: StoredModel, folder: str, spool: IO[bytes], at_a_time: int
+    ) -> tuple[list[TensorSlot], dict[str, str]]:
+        """Append the frames of the tensors that changed to ``spool``. Returns them, and their checksums."""
         self.observe(StepStarted("compare", sum(place.array.nbytes for place in new.places.values())))
-        frames: dict[str, _ChangedFrame] = {}
+        slots: list[TensorSlot] = []
+        checksums: dict[str, str] = {}
         with ExitStack() as opened:
-            make = partial(self._encode, chain, new, str(Path(scratch).parent), opened)
+            make = partial(self._encode, chain, new, folder, opened)
             for key, checksum, frame in in_order(make, sorted(new.places), at_a_time):
                 if frame is not None:
-                    frames[key] = _ChangedFrame(sum(map(spool.write, pieces_of(frame))), checksum)
+                    size = sum(map(spool.write, pieces_of(frame)))
+                    slots.append(TensorSlot(len(slots), key, "U8", (size,)))
+                    checksums[key] = checksum
                     frame.close()
                 self.observe(Progress(new.places[key].array.nbytes))
         spool.flush()
-        size = readable_bytes(sum(frame.nbytes for frame in frames.values()))
-        self.observe(StepEnded("compare", f"{counted(len(frames), 'tensor')}, {size}"))
-        return frames
+        stored = readable_bytes(spool.tell())
+        self.observe(StepEnded("compare", f"{counted(len(slots), 'tensor')}, {stored}"))
+        return slots, checksums
 
     def _encode(
         self, chain: Chain, new: StoredModel, folder: str, opened: ExitStack, key: str
@@ -286,14 +288,10 @@ class _Publisher:
             frame.close()
         return key, hasher.hexdigest(), frame if changed else None
 
-    def _texts(self, number: int, frames: Mapping[str, _ChangedFrame]) -> dict[str, bytes]:
+    def _texts(self, number: int, slots: list[TensorSlot], checksums: Mapping[str, str]) -> dict[str, bytes]:
         """The beginning of each file of a delta: all of the index, and of the frames' file the header."""
-        texts = {WEIGHT_INDEX: format_delta_index(self.form, number, list(frames))}
-        if frames:
-            slots = [
-                TensorSlot(at, key, "U8", (frame.nbytes,)) for at, (key, frame) in enumerate(frames.items())
-            ]
-            checksums = {key: frame.checksum for key, frame in frames.items()}
+        texts = {WEIGHT_INDEX: format_delta_index(self.form, number, list(checksums))}
+        if slots:
             ((_, texts[DELTA_FILE]),) = encode_safetensors(slots, checksums).literals
         return texts
 
@@ -333,14 +331,6 @@ class _Publisher:
             already=already,
             seconds=time.monotonic() - self.began,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _ChangedFrame:
-    """The frame of a tensor that changed: its size, and the checksum of the new bytes."""
-
-    nbytes: int
-    checksum: str
 
 
 def why_full(chain: Chain, new: StoredModel, encoding: Encoding) -> str:
