@@ -121,7 +121,9 @@ def pull(
         start = number
         written = Written(len(_unchanged(target.reopen(), check_target_quickly).files))
     else:
-        chain, start = _chain(known, number, held, where)
+        copy = None if held is None or held > number else (held, read_model(open_source(where, {})))
+        chain = known.chain(number, copy)
+        start = number - len(chain.deltas)
         recorded = _checksums(chain.base.source) if start == held else {}
         written = _write(
             target, chain, known.root.location, recorded, parse_memory(memory), observe, not no_space_check
@@ -169,15 +171,6 @@ def _held(target: TargetStore, where: str, versions: str) -> int | None:
         return None
     number = pulled.get("version")
     return number if isinstance(number, int) else None
-
-
-def _chain(known: Versions, number: int, held: int | None, where: str) -> tuple[Chain, int]:
-    """The chain of a version and the version of its base: the copy if it is on the way, or a full version."""
-    if held is not None and held < number:
-        chain = known.chain(number, (held, read_model(open_source(where, {}))))
-    else:
-        chain = known.chain(number)
-    return chain, number - len(chain.deltas)
 
 
 def _unchanged(copy: Source, check: Callable[[Source, Manifest], Sequence[Damage]]) -> Manifest:

@@ -151,11 +151,7 @@ class Records:
 
     def read(self, name: str, source_stamp: str, now: float) -> Record:
         """The record of a checkpoint; one of its present state if there is none, or none that can be read."""
-        data = self.out.read(self.path_of(name))
-        try:
-            record = None if data is None else Record.parse(data)
-        except ValueError:
-            record = None
+        record = self._parsed(self.path_of(name))
         if record is None or record.target != name:
             return Record(name, source_stamp, now)
         if record.source_stamp == source_stamp:

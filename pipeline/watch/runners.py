@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -68,8 +68,7 @@ def convert_inline(
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
         settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))
-        with ExitStack() as stack:
-            page = None if make_page is None else stack.enter_context(make_page(source, target, observe))
+        with nullcontext() if make_page is None else make_page(source, target, observe) as page:
             convert_it = partial(convert_with, source, (target,), settings, page or observe)
             report = _resumed_or_afresh(convert_it, target, conversion)
             if page is not None:
