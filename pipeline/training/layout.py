@@ -323,4 +323,4 @@ def _check_held(piece: LivePiece) -> None:
 
 
 def _and_more(count: int) -> str:
-    return f"(and {count} more)" if count else ""
+    return f" (and {count} more)" if count else ""

@@ -242,6 +242,10 @@ def _refusals():
     masters = {"master_weights": {"linear_4.w_0": f4}}
     return {
         "unknown key": ({"model.layers.9.mlp.gate_proj.weight": f4}, "layers.9.mlp.gate_proj"),
+        "unknown keys": (
+            {"model.a": f4, "model.b": f4},
+            r"parameter_to_structured_name \(and 1 more\); list",
+        ),
         "unknown parameter name": (masters, "linear_4.w_0: is neither"),
         "state that is not there": ({f"{KEY}.velocity_0": f4}, "no velocity of"),
         "another shape": ({f"{KEY}.w_0": np.zeros(whole[::-1], np.float32)}, rf"\({whole[1]}, {whole[0]}\)"),
@@ -255,7 +259,7 @@ def _refusals():
         "a piece outside": ({f"{KEY}.w_0": piece(f4, whole, (1, 0), whole)}, "exceeds a tensor"),
         "another whole shape": ({f"{KEY}.w_0": piece(f4, (99, 99), (0, 0), whole)}, r"\(99, 99\)"),
         "a range of another length": ({f"{KEY}.w_0": piece(f4, whole, (0, 0), whole, (0, 3))}, r"\[0, 3\)"),
-        "not all states": ({f"{KEY}.w_0": f4}, "in the checkpoint, but not in the state_dict"),
+        "not all states": ({f"{KEY}.w_0": f4}, r"which has \S+ \(and \d more\); let"),
         "an empty section": (
             {KEY: np.zeros(whole, np.uint16), "optimizer": {}},
             "optimizer: contains no tensor",
