@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from paddle_reshard.pipeline.versions.form import (
     version_name,
     version_number,
 )
+from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 from paddle_reshard.storage.files.safetensors import SafetensorsPayload, parse_index, parse_safetensors
 from paddle_reshard.storage.listing import CheckpointRoot
@@ -33,6 +35,11 @@ _READ_BYTES = 1 << 20
 def numbers_of(root: CheckpointRoot) -> list[int]:
     """The versions in a folder, ascending."""
     return sorted(n for name in root.folders() if (n := version_number(name)) is not None)
+
+
+def manifest_of(root: CheckpointRoot, number: int) -> dict[str, Any]:
+    """The manifest of a version; empty without one of ours."""
+    return own_manifest(root.read(f"{version_name(number)}/{MANIFEST}")) or {}
 
 
 def newest_version(root: CheckpointRoot) -> int | None:

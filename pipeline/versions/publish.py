@@ -38,7 +38,15 @@ from paddle_reshard.pipeline.request.parse import (
     read_request,
 )
 from paddle_reshard.pipeline.request.record import record_of
-from paddle_reshard.pipeline.versions.chain import Chain, Place, StoredModel, Versions, numbers_of, read_model
+from paddle_reshard.pipeline.versions.chain import (
+    Chain,
+    Place,
+    StoredModel,
+    Versions,
+    manifest_of,
+    numbers_of,
+    read_model,
+)
 from paddle_reshard.pipeline.versions.coding import (
     MAX_OVERWRITE_BYTES,
     WINDOW_BYTES,
@@ -139,7 +147,7 @@ def complete_versions(root: CheckpointRoot) -> Iterator[tuple[int, dict[str, Any
     One without a manifest is unfinished, or refused when it is to be written.
     """
     for number in reversed(numbers_of(root)):
-        if manifest := own_manifest(root.read(f"{version_name(number)}/{MANIFEST}")):
+        if manifest := manifest_of(root, number):
             yield number, manifest
 
 

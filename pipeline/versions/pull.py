@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.versions.chain import (
     Chain,
     StoredModel,
     Versions,
+    manifest_of,
     newest_version,
     numbers_of,
     read_model,
@@ -46,7 +47,7 @@ from paddle_reshard.pipeline.versions.writing import (
 from paddle_reshard.storage.apart import check_apart
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.documents.manifest import own_manifest
-from paddle_reshard.storage.listing import open_root
+from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import (
     Access,
     StorageOptions,
@@ -58,7 +59,7 @@ from paddle_reshard.storage.locate import (
 from paddle_reshard.storage.store import Permission, Source, TargetStore
 
 _PULLED = "pulled"
-"""Entry of the manifest of a copy: the version that it holds, and where that lies."""
+"""Entry of the manifest of a copy: the version that it holds, where that lies, and the digest of its manifest."""
 
 Recorded = Mapping[tuple[str, int], str]
 """(file, first byte) → checksum of a part of the copy that the new one is made from, as its manifest records it."""
@@ -116,7 +117,7 @@ def pull(
     known = Versions(open_root(os.fspath(versions), access.options, access.schemes), access)
     number = _wanted(known, version)
     target = open_target(where, Access({}), Permission(True, True, take_over))
-    held = _held(target, where, known.root.location)
+    held = _held(target, where, known.root)
     if held == number:
         start = number
         written = Written(len(_unchanged(target.reopen(), check_target_quickly).files))
@@ -126,7 +127,7 @@ def pull(
         start = number - len(chain.deltas)
         recorded = _checksums(chain.base.source) if start == held else {}
         written = _write(
-            target, chain, known.root.location, recorded, parse_memory(memory), observe, not no_space_check
+            target, chain, known.root, recorded, parse_memory(memory), observe, not no_space_check
         )
     return PullReport(
         known.root.location,
@@ -151,7 +152,7 @@ def _wanted(known: Versions, version: int | None) -> int:
     return number
 
 
-def _held(target: TargetStore, where: str, versions: str) -> int | None:
+def _held(target: TargetStore, where: str, versions: CheckpointRoot) -> int | None:
     """The version of ``versions`` that the target holds; ``None`` if it holds none of them.
 
     A folder that ``pull`` has not made is refused: a checkpoint of training must not be replaced.
@@ -167,10 +168,12 @@ def _held(target: TargetStore, where: str, versions: str) -> int | None:
                 f"{where}: holds {entry}, and pull has not made this folder; choose another one"
             )
         return None
-    if pulled.get("versions") != versions:
-        return None
     number = pulled.get("version")
-    return number if isinstance(number, int) else None
+    if pulled.get("versions") != versions.location or not isinstance(number, int):
+        return None
+    digest = manifest_of(versions, number).get("digest")
+    is_another = None not in (digest, pulled.get("digest")) and digest != pulled["digest"]
+    return None if is_another else number
 
 
 def _unchanged(copy: Source, check: Callable[[Source, Manifest], Sequence[Damage]]) -> Manifest:
@@ -233,20 +236,22 @@ def _as_recorded(
 def _write(
     target: TargetStore,
     chain: Chain,
-    versions: str,
+    versions: CheckpointRoot,
     recorded: Recorded,
     budget_bytes: int,
     observe: Observer,
     space_check: bool,
 ) -> Written:
     """Write and publish the copy of a version, within the budget."""
-    base = chain.base
+    base, pulled = chain.base, {"version": chain.number, "versions": versions.location}
+    if digest := manifest_of(versions, chain.number).get("digest"):
+        pulled["digest"] = digest
     return write_target(
         target,
         list(_units(chain, recorded)),
-        f"{version_name(chain.number)} of {versions}",
+        f"{version_name(chain.number)} of {versions.location}",
         [base.source, *(delta.model.source for delta in chain.deltas)],
-        {_PULLED: {"version": chain.number, "versions": versions}},
+        {_PULLED: pulled},
         describe_source(base.source),
         units_at_a_time(target.location, len(chain.deltas), len(base.places), budget_bytes),
         observe,

@@ -361,6 +361,20 @@ def test_small_files_of_a_copy_must_be_those_that_were_pulled(
     assert {path.name: path.read_bytes() for path in local.iterdir()} == left
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_versions_that_were_published_anew_are_not_those_of_the_copy(
+    version: int, published: Path, tmp_path: Path
+) -> None:
+    """A run that began again, at the same place: its numbers stand for other weights."""
+    versions, local = tmp_path / "versions", tmp_path / "local"
+    for numbers in ((1, 2), (3, 4, 5)):
+        shutil.rmtree(versions, ignore_errors=True)
+        for number in numbers:
+            paddle_reshard.publish(published / f"direct-{number}", versions)
+        paddle_reshard.pull(versions, local, version=min(version, len(numbers)))
+    assert tensors_of(local) == tensors_of(published / f"direct-{2 + version}")
+
+
 @pytest.mark.parametrize("kind", ["training", "model"])
 def test_a_checkpoint_that_pull_has_not_made_is_not_replaced(
     kind: str, published: Path, tmp_path: Path
