@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
@@ -131,7 +131,11 @@ def write_target(
         receipts = [receipt for record in records for receipt in record.receipts]
         resumed = sum(receipt.nbytes for receipt in receipts)
         observe(Progress(resumed, before=True))
-        for record in _written_units(units, {record.unit for record in records}, writer, at_a_time):
+        done = {record.unit for record in records}
+        missing = [number for number in range(len(units)) if number not in done]
+        for record in in_order(
+            lambda number: Record(number, units[number].write(writer)), missing, at_a_time
+        ):
             outputs.note([record])
             receipts += record.receipts
             observe(Progress(sum(receipt.nbytes for receipt in record.receipts)))
@@ -161,18 +165,6 @@ def describe_source(source: Source) -> dict[str, Any]:
         "files": dict(source.sizes()),
         "versions": dict(source.versions()),
     }
-
-
-def _written_units(
-    units: Sequence[Unit], done: Collection[int], writer: WritePart, at_a_time: int
-) -> Iterator[Record]:
-    """Write the units whose numbers are not in ``done``; their records, in order."""
-
-    def write_unit(number: int) -> Record:
-        return Record(number, units[number].write(writer))
-
-    missing = (number for number in range(len(units)) if number not in done)
-    return in_order(write_unit, missing, at_a_time)
 
 
 def _new_files(units: Iterable[Unit]) -> list[NewFile]:
