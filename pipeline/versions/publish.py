@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
@@ -76,6 +76,7 @@ from paddle_reshard.pipeline.versions.writing import (
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.files.safetensors import TensorSlot, encode_safetensors
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
+from paddle_reshard.storage.local.folders import make_private, temporary_folder
 from paddle_reshard.storage.locate import (
     is_local,
     local_path,
@@ -177,14 +178,14 @@ class _Publisher:
         chain = self.versions.chain(last)
         if full_every is not None and len(chain.deltas) >= full_every:
             return self._publish_full(number, f"after {counted(len(chain.deltas), 'delta')}")
-        scratch = str(self._scratch())
+        scratch = str(self._make_scratch())
         self._export(scratch, overwrite=True)
         new = read_model(open_source(scratch, {}))
         reason = why_full(chain, new, self.form.encoding)
         report = (
             self._publish_full(number, reason) if reason else self._publish_delta(number, chain, new, scratch)
         )
-        shutil.rmtree(scratch)
+        self._remove_scratch()
         return report
 
     def _at(self, number: int) -> str:
@@ -215,8 +216,21 @@ class _Publisher:
         root = self.versions.root.location
         if is_local(root):
             return Path(os.path.abspath(local_path(root))) / f"{OWN_PREFIX}export"
-        digest = hashlib.sha256(root.encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"{OWN_PREFIX}export_{digest}"
+        return temporary_folder(f"export {root}") / "export"
+
+    def _make_scratch(self) -> Path:
+        """The same, in a folder that nobody else can put anything into."""
+        scratch = self._scratch()
+        if not is_local(self.versions.root.location):
+            make_private(scratch.parent)
+        return scratch
+
+    def _remove_scratch(self) -> None:
+        scratch = self._scratch()
+        shutil.rmtree(scratch)
+        if not is_local(self.versions.root.location):
+            with suppress(OSError):  # another call has begun to export
+                scratch.parent.rmdir()
 
     def _tidy(self, manifest: Mapping[str, Any]) -> None:
         """Remove the export of a version that was published by a call that was killed then."""
@@ -224,7 +238,7 @@ class _Publisher:
         if export.is_file() and (own_manifest(export.read_bytes()) or {}).get("source") == manifest.get(
             "source"
         ):
-            shutil.rmtree(self._scratch())
+            self._remove_scratch()
 
     def _export(self, target: str, overwrite: bool = False) -> None:
         """Export the checkpoint, or continue to; ``overwrite`` what another call has left at the target."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,6 +33,25 @@ def _entry(entry: os.DirEntry[str], path: str) -> Entry:
         return Entry(path, EntryKind.FILE, status.st_size)
     kinds = ((stat.S_ISDIR, EntryKind.FOLDER), (stat.S_ISLNK, EntryKind.LINK))
     return Entry(path, next((kind for test, kind in kinds if test(status.st_mode)), EntryKind.OTHER))
+
+
+def temporary_folder(purpose: str) -> Path:
+    """The folder of this user for temporary files of one purpose, the same for every process that names it."""
+    digest = hashlib.sha256(purpose.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a temporary folder that others can't enter, unless it exists.
+
+    Raises
+    ------
+    TargetError
+        If somebody else has made one of this name: what lies in it is not ours.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
 
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:

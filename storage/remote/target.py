@@ -7,11 +7,8 @@ overwritten checkpoint are removed, the new markers appear, and finally the mani
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import secrets
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +23,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
 from paddle_reshard.storage.documents.strict_json import parse_json
+from paddle_reshard.storage.local.folders import make_private, temporary_folder
 from paddle_reshard.storage.local.target import LocalWriter
 from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.remote import retry
@@ -359,9 +357,7 @@ class StagedTarget(FsspecTarget):
 
     def open_session_store(self) -> SessionStore:
         """The session in the staging folder, whose name is derived from the target's location."""
-        digest = hashlib.sha256(self.location.encode()).hexdigest()[:16]
-        folder = Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
-        self.staging = Staging(folder, self.location)
+        self.staging = Staging(temporary_folder(self.location), self.location)
         return self.staging.session_store
 
     def room(self) -> Room:
@@ -384,9 +380,7 @@ class StagedTarget(FsspecTarget):
         """Create every file in its final size in the staging folder, or find the files of an earlier run."""
         folder = self.staging.session_store.folder
         with translated(folder, self.location, TargetError):
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
+            make_private(folder)
             self.session, records = self.staging.begin(files, identity, self.permission)
         return StagedWriter(self.staging.files, self.location), records
 

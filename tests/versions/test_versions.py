@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.storage.local.folders import temporary_folder
 from tests.conftest import REPO, case_directory
 from tests.golden.lora_base import write_base
 from tests.jobs.command import run_here
@@ -191,6 +193,30 @@ def test_object_stores(tmp_path: Path) -> None:
     assert (tmp_path / "fetched" / "latest").read_text() == name(2)
     paddle_reshard.pull(f"{root}/versions", tmp_path / "local")
     assert tensors_of(tmp_path / "local") == tensors_of(tmp_path / "two")
+
+
+def test_an_export_is_private_and_gone_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another user puts where an export is made next must not be published."""
+    temporary, theirs = tmp_path / "temporary", tmp_path / "theirs"
+    temporary.mkdir()
+    theirs.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    versions, modes = f"memory://{uuid.uuid4().hex}/versions", set[int]()
+    source = checkpoint("dense/single")
+    paddle_reshard.convert(source, tmp_path / "one", format="huggingface")
+    new = step(tmp_path / "one", tmp_path / "two", 1)
+    paddle_reshard.publish(source, versions)
+
+    def look(_: object) -> None:
+        modes.update(path.stat().st_mode & 0o777 for path in temporary.iterdir())
+
+    paddle_reshard.publish(new, versions, observe=look)
+    assert modes == {0o700}
+    assert not list(temporary.iterdir())
+    temporary_folder(f"export {versions}").symlink_to(theirs)
+    with pytest.raises(TargetError, match="belongs to a different user; set TMPDIR"):
+        paddle_reshard.publish(step(new, tmp_path / "three", 2), versions)
+    assert not list(theirs.iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
