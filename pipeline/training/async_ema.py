@@ -355,8 +355,11 @@ class AsyncEma:
         root = index_tensor_file(store, file_name, sizes[file_name])
         arrays = find_arrays(self.stretches, root, file_name)
         for entry, stretch in self.stretches.items():
-            target = self.shared.average[stretch.start : stretch.stop]
-            store.read_into(file_name, arrays[entry].byte_offset, target.view(np.uint8).data)
+            target = self.shared.average[stretch.start : stretch.stop].view(np.uint8)
+            done = 0
+            for piece in arrays[entry]:
+                store.read_into(file_name, piece.byte_offset, target[done : done + piece.nbytes].data)
+                done += piece.nbytes
 
     def _drain(self) -> Companion:
         if self.companion is None or not self.progress.updates:

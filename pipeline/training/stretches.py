@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.training.flex import Entry, FlexRank, entries_of
-from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot
 
 ALIGNED_ELEMENTS = 16
@@ -139,8 +139,13 @@ def _check_boxes(stretches: Stretches, rank: FlexRank) -> None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -> dict[Entry, ArrayRef]:
-    """The array of every tensor in a file of the same rank of the same job, which holds exactly these tensors."""
+def find_arrays(
+    stretches: Stretches, root: Mapping[str, Any], file_name: str
+) -> dict[Entry, tuple[ArrayRef, ...]]:
+    """The array of every tensor in a file of the same rank of the same job, which holds exactly these tensors.
+
+    An array is the pieces that it was stored in, one after the other.
+    """
     params = {key: value for key, value in root.items() if key not in (MASTER_WEIGHTS, STRUCTURED_NAMES)}
     arrays = entries_of(root.get(MASTER_WEIGHTS, {}), params)
     for entry in (*stretches, *arrays):
@@ -150,10 +155,15 @@ def find_arrays(stretches: Stretches, root: Mapping[str, Any], file_name: str) -
             or stretch is None
             or array.shape != stretch.shape
             or array.dtype != "f4"
-            or array.axes is not None
+            or any(piece.axes is not None for piece in pieces_of(array))
         ):
             raise CheckpointError(
                 f"{file_name}: {entry[1]} is {getattr(array, 'shape', 'not there')} in the file and "
                 f"{stretch.shape if stretch else 'not there'} in this rank"
             )
-    return arrays
+    return {entry: pieces_of(array) for entry, array in arrays.items()}
+
+
+def pieces_of(array: ArrayRef | SplitArray) -> tuple[ArrayRef, ...]:
+    """The pieces of an array, in order: several if ``paddle.save`` cut it."""
+    return array.parts if isinstance(array, SplitArray) else (array,)

@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.training.stretches import (
     rank_file,
     stretches_of,
 )
-from paddle_reshard.storage.files.paddle_pickle import ArrayRef
+from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 from paddle_reshard.tasks.ema import AverageProgress, Averaging
 
 
@@ -137,6 +137,14 @@ def test_a_file_holds_exactly_the_tensors_of_the_rank() -> None:
     ):
         with pytest.raises(CheckpointError, match="in the file and"):
             find_arrays(stretches, {**whole, **wrong}, "f")
+
+
+def test_an_array_that_paddle_has_cut_is_read_piece_by_piece() -> None:
+    """Pickle protocols 2 and 3 hold arrays above a GB in pieces."""
+    stretches = stretches_of(weights(w=(3, 4)))
+    pieces = stored((8,)), ArrayRef(200, "f4", (4,), None, None)
+    root = {"master_weights": {"w": SplitArray(pieces, (3, 4))}}
+    assert list(find_arrays(stretches, root, "f").values()) == [pieces]
 
 
 def test_an_update_makes_up_for_those_that_were_skipped_before_it() -> None:
