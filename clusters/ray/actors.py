@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -29,7 +28,7 @@ def live_nodes() -> list[Node]:
 
 
 class Actors:
-    """Starts the actors of workers; as a context, ends them all. Ray itself restarts and retries nothing."""
+    """Starts the actors of workers, and ends them. Ray itself restarts and retries nothing."""
 
     def __init__(
         self,
@@ -55,12 +54,8 @@ class Actors:
         self.living: dict[int, Any] = {}
         """Number of the worker → its actor."""
 
-    def __enter__(self) -> Actors:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End all actors."""
         with contextlib.suppress(RayError):
             for number in tuple(self.living):
                 self.end(number)

@@ -1,14 +1,10 @@
-"""The groups that wait for a worker. Pure, and independent of Ray.
-
-Most wait in *stretches*, from which batches are cut. The last ones, and those to be tried again, wait as single groups,
-which go first.
-"""
+"""The groups that wait for a worker. Pure, and independent of Ray."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import GroupFailedError, MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
@@ -31,17 +27,17 @@ class Attempt:
 
 
 class Backlog:
-    """The groups of a run that no worker has."""
+    """The groups of a run that no worker has, as a line of ranges of them. What is to be tried again goes first."""
 
     def __init__(self, works: Works) -> None:
         self.works = works
-        self.stretches = deque(works.stretches)
         self.left = len(works)
-        """Number of groups in stretches."""
-        self.singles: deque[Attempt] = deque()
+        """Number of groups."""
+        self._line = deque((groups, 1) for groups in works.stretches)
+        """Groups, and the number of their next attempt."""
 
     def __bool__(self) -> bool:
-        return bool(self.left or self.singles)
+        return bool(self._line)
 
     def check_memory(self, memory_bytes: int) -> None:
         """Refuse a group that does not fit into ``memory_bytes``, the budget of a worker.
@@ -51,30 +47,33 @@ class Backlog:
         MemoryBudgetError
         """
         peaks = self.works.plan.group_peaks
-        largest = max((group for groups in self.stretches for group in groups), key=peaks.__getitem__)
+        largest = max((group for groups, _ in self._line for group in groups), key=peaks.__getitem__)
         needed_bytes = int(peaks[largest]) + FOOTPRINT_BYTES
         if needed_bytes > memory_bytes:
             raise MemoryBudgetError(self.works.work(largest).label, memory_bytes, needed_bytes)
 
     @property
-    def next_peak_bytes(self) -> int:
-        """Peak of the first group in stretches."""
-        return self._peak_bytes(self.stretches[0].start)
+    def next(self) -> Attempt:
+        """The first group in line."""
+        groups, number = self._line[0]
+        return Attempt(groups[:1], int(self.works.plan.group_peaks[groups.start]), number)
 
-    def take_batch(self, most_groups: int) -> tuple[Attempt, WorkBatch]:
-        """Take up to ``most_groups`` groups from the first stretch."""
-        batch = self.works.batch(self.stretches[0][:most_groups])
-        self._drop(len(batch.groups))
-        return Attempt(batch.groups, max(batch.peaks)), batch
+    @property
+    def peak_bytes(self) -> int:
+        """Sum of the peaks of all groups."""
+        peaks = self.works.plan.group_peaks
+        return sum(int(peaks[groups.start : groups.stop].sum()) for groups, _ in self._line)
 
-    def look_ahead(self, count: int) -> None:
-        """Have up to ``count`` groups wait as single groups."""
-        while self.left and len(self.singles) < count:
-            self.singles.append(self._single(self.stretches[0].start))
-            self._drop(1)
+    def take(self, most_groups: int) -> tuple[Attempt, WorkBatch]:
+        """Take the first groups in line, up to ``most_groups`` that are tried for the same time."""
+        groups, number = self._line.popleft()
+        self.left -= len(groups)
+        batch = self.works.batch(groups[:most_groups])
+        self._put_first(groups[len(batch.groups) :], number)
+        return Attempt(batch.groups, max(batch.peaks), number), batch
 
     def retry(self, attempt: Attempt, cause: str, failure: BaseException | None = None) -> None:
-        """Put every group of an attempt that failed first in line.
+        """Put every group of an attempt that failed first in line, to be tried alone.
 
         Raises
         ------
@@ -87,26 +86,17 @@ class Backlog:
             raise GroupFailedError(label, groups.start, number, cause) from failure
         names = f"group {groups.start}" if len(groups) == 1 else f"groups {groups.start} to {groups[-1]}"
         log.warning("%s: attempt %d failed: %s", names, number, cause)
-        self.singles.extendleft(self._single(group, number + 1) for group in reversed(groups))
+        for group in reversed(groups):
+            self._put_first(range(group, group + 1), number + 1)
 
     def take_back(self, attempt: Attempt, done: int, cause: str) -> None:
         """Take back what a batch did not finish: ``cause`` ended it after ``done`` groups, and no other was begun."""
         rest = attempt.groups[done:]
+        self._put_first(rest[1:], 1)
         if rest:
-            self.retry(replace(attempt, groups=rest[:1]), cause)
-        if len(rest) > 1:
-            self.stretches.appendleft(rest[1:])
-            self.left += len(rest) - 1
+            self.retry(Attempt(rest[:1], attempt.peak_bytes, attempt.number), cause)
 
-    def _drop(self, count: int) -> None:
-        """Remove the next ``count`` groups, of one stretch."""
-        groups = self.stretches.popleft()
-        if len(groups) > count:
-            self.stretches.appendleft(groups[count:])
-        self.left -= count
-
-    def _single(self, group: int, number: int = 1) -> Attempt:
-        return Attempt(range(group, group + 1), self._peak_bytes(group), number)
-
-    def _peak_bytes(self, group: int) -> int:
-        return int(self.works.plan.group_peaks[group])
+    def _put_first(self, groups: range, number: int) -> None:
+        if groups:
+            self._line.appendleft((groups, number))
+            self.left += len(groups)

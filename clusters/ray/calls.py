@@ -23,27 +23,31 @@ what each needs."""
 class Calls:
     """Calls of actors in progress."""
 
-    def __init__(self, side_by_side: bool) -> None:
-        """``side_by_side``: whether a worker runs several batches at a time."""
-        self.side_by_side = side_by_side
+    def __init__(self, batches_at_a_time: int) -> None:
+        """``batches_at_a_time``: how many of them a worker runs."""
+        self.batches_at_a_time = batches_at_a_time
         self.pending: dict[Any, tuple[Worker, Running | None]] = {}
+
+    @property
+    def running(self) -> set[Running]:
+        """All attempts in progress."""
+        return {running for _, running in self.pending.values() if running is not None}
 
     def ping(self, worker: Worker) -> None:
         """Ask a worker whether it is ready."""
         worker.pinged = True
         self.pending[worker.actor.prepare.remote()] = (worker, None)
 
-    def run(self, worker: Worker, attempt: Attempt, batch: WorkBatch) -> Running:
+    def run(self, worker: Worker, attempt: Attempt, batch: WorkBatch) -> None:
         """Have one worker run whole groups."""
         running = Running(attempt)
         worker.running.append(running)
         run = worker.actor.run
-        if self.side_by_side:
+        if self.batches_at_a_time > 1:
             run = run.options(concurrency_group=SIDE_BY_SIDE)
         self.pending[run.remote(batch)] = (worker, running)
-        return running
 
-    def share(self, members: Sequence[Worker], attempt: Attempt, work: GroupWork) -> Running:
+    def share(self, members: Sequence[Worker], attempt: Attempt, work: GroupWork) -> None:
         """Share a group: its bands become object refs, and its parts are made from those.
 
         All loads are requested before the first part: a worker serves requests in order, so two workers never wait for
@@ -62,7 +66,6 @@ class Calls:
         for member, share in zip(members, shares, strict=True):
             needed = (bands[number] for number in share.needs)
             self.pending[member.actor.finish.remote(share.work, *needed)] = (member, running)
-        return running
 
     def wait(self, hurried: bool = False) -> list[Any]:
         """Wait for an answer, and take all that have arrived by then; none if there is none for long.

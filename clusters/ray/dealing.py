@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
+from paddle_reshard.clusters.ray.backlog import Attempt
 from paddle_reshard.clusters.ray.state import Worker
-from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME
 
 SHARED_BYTES = 32 << 20
 """Groups below this peak are not worth sharing; ``exchange="always"`` shares them all the same."""
@@ -35,32 +35,37 @@ def next_batch_groups(done_groups: int, seconds: float, slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class NextGroup:
-    """The next group."""
+class Table:
+    """The state in which a group is dealt."""
 
-    label: str
-    peak_bytes: int
+    attempt: Attempt
+    """That of the group."""
+    waiting: int
+    """Groups that no worker has, this one included."""
+    workers: Sequence[Worker]
+
+    @property
+    def few(self) -> bool:
+        """Whether workers will soon be idle."""
+        return self.waiting <= len(self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Shareable:
+    """What decides how many workers share a group."""
+
     bands: int
     parts: int
     object_bytes: int
     """Bytes of its bands, which are in the object store if it is shared."""
-    attempt: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The state in which a group is dealt."""
-
-    next: NextGroup
-    waiting_peaks: tuple[int, ...]
-    """Peaks in bytes of all groups in the queue, the next one included."""
-    workers: Sequence[Worker]
-    exhausted: bool
-    """Whether no group waits outside the queue."""
+    used_bytes: int
+    """Bytes of the bands of other groups in the object store."""
+    most_bytes: int
+    """Limit for all of them."""
+    waiting_bytes: int
+    """Peaks of all groups that no worker has."""
     patient: bool
-    """Whether to wait for workers that are still starting if they could share a group."""
-    object_bytes: int
-    """Bytes of bands in the object store."""
+    """Whether to wait for workers that are still starting if they could share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,56 +75,46 @@ class Dealer:
     memory_bytes: int
     """Budget of each worker."""
     exchange: str
-    side_by_side: bool
-    """Whether a worker runs several groups at a time."""
-    most_object_bytes: int
-    """Limit for bytes of bands in the object store."""
+    batches_at_a_time: int
+    """How many batches a worker runs at a time."""
 
-    def choose(self, table: Table) -> list[Worker]:
-        """The workers that take the next group, several if they share it; empty if it must wait.
+    def choose(self, table: Table, look: Callable[[], Shareable]) -> list[Worker]:
+        """The workers that take a group, several if they share it; none if it must wait.
 
-        Idle ones come first, then those with memory for a further group.
-
-        Raises
-        ------
-        MemoryBudgetError
-            If the group fits no worker.
+        Idle ones come first, then those with memory for more. ``look`` is called if the group may be shared.
         """
+        free = self._free(table)
+        if not free or not self._may_share(table):
+            return free[:1]
+        return free[: self._shares(table, look())]
+
+    def _free(self, table: Table) -> list[Worker]:
+        """All idle workers, else a busy one with memory for more."""
         idle = [worker for worker in table.workers if worker.idle]
-        if idle:
-            return idle[: self._shares(table, len(idle))]
-        return self._with_room(table)
+        if idle or table.few or table.attempt.number > 1 or self.exchange == "always":
+            return idle
+        most_bytes = self.memory_bytes - FOOTPRINT_BYTES - table.attempt.peak_bytes
+        roomy = (worker for worker in table.workers if worker.has_room(most_bytes, self.batches_at_a_time))
+        return [*islice(roomy, 1)]
 
-    def _with_room(self, table: Table) -> list[Worker]:
-        """A busy worker that can take a further group; none if so few groups wait that workers will soon be idle."""
-        if not self.side_by_side or self.exchange == "always" or table.next.attempt > 1:
-            return []
-        if table.exhausted and len(table.waiting_peaks) <= len(table.workers):
-            return []
-        most_bytes = self.memory_bytes - FOOTPRINT_BYTES - table.next.peak_bytes
-        free = (worker for worker in table.workers if worker.has_room(most_bytes, GROUPS_AT_A_TIME))
-        return sorted(free, key=lambda worker: len(worker.running))[:1]
+    def _may_share(self, table: Table) -> bool:
+        """Whether idle workers may share a group, which is retried in the simplest way."""
+        if self.exchange == "never" or table.attempt.number > 1 or len(table.workers) < 2:
+            return False
+        return self.exchange == "always" or (table.few and table.attempt.peak_bytes >= SHARED_BYTES)
 
-    def _shares(self, table: Table, idle: int) -> int:
-        """How many of the idle workers take a group; 0 if it must wait for more of them."""
-        group = table.next
-        needed_bytes = group.peak_bytes + FOOTPRINT_BYTES
-        if needed_bytes > self.memory_bytes:
-            raise MemoryBudgetError(group.label, self.memory_bytes, needed_bytes)
-        if (
-            self.exchange == "never"
-            or group.attempt > 1  # retry in the simplest way
-            or group.bands < 2
-            or len(table.workers) < 2
-            or group.object_bytes > self.most_object_bytes
-        ):
+    def _shares(self, table: Table, group: Shareable) -> int:
+        """How many of the idle workers take a group that they may share; 0 if it must wait for more of them."""
+        if group.bands < 2 or group.object_bytes > group.most_bytes:
             return 1
-        fits = table.object_bytes + group.object_bytes <= self.most_object_bytes
+        idle = sum(worker.idle for worker in table.workers)
+        fits = group.used_bytes + group.object_bytes <= group.most_bytes
         if self.exchange == "always":
             return idle if fits and idle > 1 else 0
-        if not fits or not table.exhausted or group.peak_bytes < SHARED_BYTES:
+        if not fits:
             return 1
-        if table.patient and not all(worker.ready for worker in table.workers):
+        starting = sum(not worker.ready for worker in table.workers)
+        if group.patient and starting and table.waiting < idle + starting:
             return 0
-        fair = idle * group.peak_bytes // max(1, sum(table.waiting_peaks))
-        return max(1, min(fair, idle + 1 - len(table.waiting_peaks), max(group.bands, group.parts)))
+        fair = idle * table.attempt.peak_bytes // max(1, group.waiting_bytes)
+        return max(1, min(fair, idle + 1 - table.waiting, max(group.bands, group.parts)))

@@ -3,7 +3,7 @@
 The driver hands out groups to actors (``ReshardWorker``) in *batches*, to each as many at a time as fit into its
 memory: some groups are read or written while others are moved. A call of an actor takes the driver about a millisecond,
 so a batch grows until it keeps its worker busy for half a second, or for as long as the driver needs to serve all.
-Towards the end batches shrink, so that all workers end together, and the last groups are dealt one by one
+Towards the end batches shrink, so that all workers end together, and the last groups are dealt one by one, or shared
 (:mod:`paddle_reshard.clusters.ray.dealing`).
 
 Ray restarts nothing by itself. Groups are idempotent, so the driver hands out a group again if its worker was lost, up
@@ -20,7 +20,7 @@ limited to half of the smallest node's object store: even if one node held all o
 
     RayEngine ─► Driver ─┬─ Backlog   groups that wait
                          ├─ Dealer    which workers take the next one
-                         ├─ Crew      workers: starting, free, lost ─► Actors
+                         ├─ Crew      workers: starting, lost ─► Actors
                          └─ Calls     what was asked of them, and their answers
 
 The source and the writer are pickled to the workers and may hold credentials: they are passed as arguments, and never
@@ -30,13 +30,14 @@ printed or logged.
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.clusters.ray.actors import Actors, live_nodes
 from paddle_reshard.clusters.ray.backlog import Backlog
 from paddle_reshard.clusters.ray.calls import Calls
-from paddle_reshard.clusters.ray.capacity import Demand, most_object_bytes, worker_count
+from paddle_reshard.clusters.ray.capacity import Demand, worker_count
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer
 from paddle_reshard.clusters.ray.driver import Driver
@@ -47,7 +48,7 @@ from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, Works
 from paddle_reshard.storage.store import ReadRange, WritePart
 
 
@@ -103,9 +104,9 @@ class RayEngine(Engine):
             if self.label_selector:
                 which = f"{len(eligible)} of {len(nodes)} nodes, those with {self.label_selector}"
                 self.observe(Waiting(f"{count} worker{'s'[: count > 1]} on {which}"))
-            calls = Calls(side_by_side=not self.demand.gpu)
-            dealer = Dealer(self.memory_bytes, self.exchange, calls.side_by_side, most_object_bytes(eligible))
-            with Actors(source, target, self.demand, self.paddle_device, count) as actors:
+            calls = Calls(1 if self.demand.gpu else GROUPS_AT_A_TIME)
+            dealer = Dealer(self.memory_bytes, self.exchange, calls.batches_at_a_time)
+            with closing(Actors(source, target, self.demand, self.paddle_device, count)) as actors:
                 crew = Crew(actors, calls, count)
                 yield from Driver(backlog, crew, calls, dealer, self.observe).reports()
 
