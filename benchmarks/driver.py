@@ -42,7 +42,6 @@ from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Openness, ReadRange, Receipt
-from paddle_reshard.tasks.answers import BatchAnswer
 from paddle_reshard.tasks.group import GroupReport
 
 prepare()  # Ray reads its settings when it is imported
@@ -51,7 +50,7 @@ import ray  # noqa: E402
 
 from paddle_reshard.clusters.ray import actors  # noqa: E402
 from paddle_reshard.clusters.ray.engine import RayEngine  # noqa: E402
-from paddle_reshard.clusters.ray.worker import ReshardWorker  # noqa: E402
+from paddle_reshard.clusters.ray.worker import BatchAnswer, ReshardWorker  # noqa: E402
 
 REPO = Path(__file__).parents[1]
 SMALL, FULL = 2, 3

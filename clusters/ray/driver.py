@@ -17,9 +17,9 @@ from paddle_reshard.clusters.ray.dealing import Dealer, Shareable, Table, next_b
 from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
 from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
 from paddle_reshard.clusters.ray.state import Running, Worker
+from paddle_reshard.clusters.ray.worker import BatchAnswer
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer
-from paddle_reshard.tasks.answers import BatchAnswer
 from paddle_reshard.tasks.group import GroupReport
 
 log = logging.getLogger(__name__)
@@ -135,18 +135,18 @@ class Driver:
         self.crew.settle(worker, running, lost=isinstance(answer, RayError))
         self._tell([worker])
         if isinstance(answer, BatchAnswer):
-            worker.batch_groups = next_batch_groups(len(answer.groups), answer.seconds, self.crew.slots)
+            worker.batch_groups = next_batch_groups(len(answer.reports), answer.seconds, self.crew.slots)
             yield from self._finish_batch(running, answer)
         elif running.shares == 0:
             yield from self._finish_shares(running)
 
     def _finish_batch(self, running: Running, answer: BatchAnswer) -> Reports:
         """Process the answer to a batch, of which some groups may not be done."""
-        if answer.groups:
-            yield answer.reports()
+        if answer.reports:
+            yield answer.reports
         if answer.refusal is not None:
             raise answer.refusal
-        self.backlog.take_back(running.attempt, len(answer.groups), answer.failure)
+        self.backlog.take_back(running.attempt, len(answer.reports), answer.failure)
 
     def _finish_shares(self, running: Running) -> Reports:
         """All workers have ended their shares of a group, or the worker of a batch is lost."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from paddle_reshard.clusters.container import check_memory_limit
 from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
@@ -25,7 +25,6 @@ from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
-from paddle_reshard.tasks.answers import BatchAnswer, answer_of
 from paddle_reshard.tasks.compare_group import compare_group
 from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
@@ -35,6 +34,19 @@ from paddle_reshard.tasks.workspace import Workspace, Workspaces
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class BatchAnswer(NamedTuple):
+    """What a worker did with a batch, and why it stopped."""
+
+    reports: list[GroupReport]
+    """Of the groups that it finished, which are the first ones."""
+    seconds: float
+    """Time that the batch took."""
+    failure: str = ""
+    """Why the next group failed, if another worker may succeed."""
+    refusal: ReshardError | None = None
+    """Why the conversion cannot go on."""
 
 
 class ReshardWorker:
@@ -103,15 +115,18 @@ class ReshardWorker:
                     if isinstance(report, ReshardError):
                         refusal = report
                         break
-                    reports.append(replace(report, seconds=time.monotonic() - began))
+                    seconds = time.monotonic() - began
+                    reports.append(replace(report, worker=self.figures.zero.name, seconds=seconds))
             except Exception as error:  # noqa: BLE001 -- whatever it is, the driver tries the group elsewhere
                 failure = f"{type(error).__name__}: {one_line(error)}"
-        figures = self.figures.taken(
-            len(reports),
-            sum(report.read_bytes for report in reports),
-            sum(report.written_bytes for report in reports),
-        )
-        return answer_of(reports, figures, time.monotonic() - started, failure, refusal)
+        if reports:
+            figures = self.figures.taken(
+                len(reports),
+                sum(report.read_bytes for report in reports),
+                sum(report.written_bytes for report in reports),
+            )
+            reports[0] = replace(reports[0], figures=(figures,))
+        return BatchAnswer(reports, time.monotonic() - started, failure, refusal)
 
     def _run(self, work: GroupWork) -> GroupReport:
         if self.target is None:

@@ -1,4 +1,4 @@
-"""Groups that are sent in batches, and their reports as columns, are the same groups and the same reports."""
+"""Groups that are sent in batches are the same groups, and so are their reports."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_was_done_before_a_failure_is_reported(conversion: ConversionPlan, 
     written = Written()
     worker = ReshardWorker(FailsAfter(conversion.store, error, 3), written, None, 5, 1 << 30, {})
     answer = pickle.loads(pickle.dumps(worker.run(whole)))
-    reports = answer.reports()
+    reports = answer.reports
     done = len(reports)
     assert 0 < done < len(whole.groups)
     expected = [run_group(work, conversion.store, Written()) for work in works][:done]
