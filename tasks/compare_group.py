@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, ITEMSIZES, MOVE, PROBE, SUM, Ops, op_volumes
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.storage.store import Read, ReadRange
+from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.boxes import blocks
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import HOST, Buffer, Mover
@@ -24,9 +24,10 @@ from paddle_reshard.tasks.group import (
     ROWS_AT_A_TIME,
     GroupReport,
     Pass,
+    band_bytes,
     box_of,
     load_bands,
-    locate_bands,
+    locate,
     passes,
     with_ranges,
 )
@@ -39,39 +40,16 @@ SCRATCH_BYTES = 1 << 20
 
 
 def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> GroupReport:
-    """Make the comparisons of one group and report every pair of boxes that differs.
-
-    A pass may be as small as what a processor's cache holds, so everything that can be is prepared for many at a time.
-    """
-    ops = _comparisons(work.ops)
-    pairs = _pairs(ops, work.bands)
-    comparer = _Comparer(work)
-    of_bands, of_ops = work.bands["pass"], ops["pass"]
-    numbers = distinct(of_bands)
-    ends = zip(
-        *(np.searchsorted(of, numbers, side="right").tolist() for of in (of_bands, of_ops)), strict=True
-    )
-    paths, starts, stops = (work.bands[name].tolist() for name in ("file", "start", "stop"))
-    first_band = first_op = 0
+    """Make the comparisons of one group and report every pair of boxes that differs."""
+    comparisons = Comparisons(work)
+    differences: list[DriftError] = []
     with source.kept_open() as files:
-        for last_band, last_op in ends:
-            here = range(first_band, last_band)
-            buffers = [mover.allocate(stops[band] - starts[band], starts[band]) for band in here]
-            files.read_many(
-                [
-                    Read(work.source_paths[paths[band]], starts[band], buffer.data)
-                    for band, buffer in zip(here, buffers, strict=True)
-                ]
-            )
-            comparer.compare(islice(pairs, last_op - first_op), buffers, first_band)
+        for step in passes(work):
+            differences += comparisons.next_pass(load_bands(work, step.bands, files, mover))
             mover.release()
-            first_band, first_op = last_band, last_op
+    elements = comparisons.elements
     return GroupReport(
-        work.group,
-        sum(stops) - sum(starts),
-        0,
-        compared_elements=int(op_volumes(ops).sum()),
-        differences=tuple(comparer.differences),
+        work.group, band_bytes(work), 0, compared_elements=elements, differences=tuple(differences)
     )
 
 
@@ -80,14 +58,13 @@ def measure_group(
 ) -> GroupReport:
     """Measure how far the two sides of the boxes of one group are apart."""
     statistics: list[tuple[int, Statistics]] = []
-    read = 0
     for step in passes(work):
         bands = load_bands(work, step.bands, source, mover)
-        read += sum(map(len, bands))
-        for op, *pair in with_ranges(step.ops, (step.bands, "source"), (step.bands, "target")):
+        ops = work.ops[step.ops]
+        for op, *pair in with_ranges(ops, (step.bands, "source"), (step.bands, "target")):
             statistics.append(_measured(work, step, op, [bands[band] for band in pair], pair, tolerance))
         mover.release()
-    return GroupReport(work.group, read, 0, statistics=tuple(statistics))
+    return GroupReport(work.group, band_bytes(work), 0, statistics=tuple(statistics))
 
 
 def _measured(
@@ -112,21 +89,6 @@ def _measured(
         at = tuple(int(i + o) for i, o in zip(statistics.first[:dims], op["offset"][:dims], strict=True))
         statistics = statistics._replace(first=at)
     return number, statistics
-
-
-def compare_pass(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]) -> GroupReport:
-    """Make the comparisons of a pass, given its ``bands``, and report every pair that differs."""
-    ops = _comparisons(ops)
-    comparer = _Comparer(work)
-    comparer.compare(_pairs(ops, ranges), bands, 0)
-    read = sum(len(buffer) for buffer in bands)
-    return GroupReport(work.group, read, 0, (), int(op_volumes(ops).sum()), tuple(comparer.differences))
-
-
-def _comparisons(ops: Ops) -> Ops:
-    """The ops that compare, in their order."""
-    chosen = (ops["kind"] != MOVE) & (ops["kind"] != SUM)
-    return ops if chosen.all() else ops[chosen]
 
 
 class _RowsOnDemand:
@@ -163,7 +125,7 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
     for block in ops.blocks(ROWS_AT_A_TIME):
         sides = []
         for side in ("source", "target"):
-            bands = locate_bands(ranges, block, side)
+            bands = locate(ranges, block, side)
             begins = block[f"{side}_byte"] - ranges["start"][bands]
             beyond = block[f"{side}_stop"] > ranges["stop"][bands]
             if (begins < 0).any() or beyond.any():
@@ -206,21 +168,35 @@ def _runs(ops: Ops) -> tuple[list[int], list[tuple[int, ...]], list[tuple[tuple[
     return np.where(usable, run, 0).tolist(), shapes, list(zip(*sides, strict=True))
 
 
-class _Comparer:
-    """Compares pairs of boxes of a group and keeps the differences."""
+class Comparisons:
+    """Makes the comparisons of a group, pass by pass.
+
+    A pass may be as small as what a processor's cache holds, so everything that can be is prepared for many at a time.
+    """
 
     def __init__(self, work: GroupWork) -> None:
         self.work = work
-        self.differences: list[DriftError] = []
-        self.owners = set[tuple[int, ...]]()
-        """Owners of all differences."""
-        self.scratch: Sequence[Buffer] = ()
+        kinds = work.ops["kind"]
+        compares = (kinds != MOVE) & (kinds != SUM)
+        ops = work.ops if compares.all() else work.ops[compares]
+        self.elements = int(op_volumes(ops).sum())
+        """How many elements are compared."""
+        self.known = set[tuple[int, ...]]()
+        """Owners of differences that are found, which are not looked for again."""
+        self._pairs = _pairs(ops, work.bands)
+        ends = np.searchsorted(ops["pass"], distinct(work.bands["pass"]), side="right")
+        self._counts = iter(np.diff(ends, prepend=0).tolist())
+        self._first_band = 0
+        self._scratch: Sequence[Buffer] = ()
         """Memory for the runs of either side."""
-        self.scratch_at: Sequence[int] = ()
-        """Addresses of ``scratch``."""
+        self._scratch_at: Sequence[int] = ()
+        """Addresses of ``_scratch``."""
 
-    def compare(self, pairs: Iterable[_Pair], buffers: Sequence[Buffer], first: int) -> None:
-        """Compare pairs of boxes in ``buffers``, those of the bands from number ``first`` on."""
+    def next_pass(self, buffers: Sequence[Buffer]) -> list[DriftError]:
+        """Make the comparisons of the next pass, given its bands; every pair that differs."""
+        pairs = islice(self._pairs, next(self._counts))
+        first, self._first_band = self._first_band, self._first_band + len(buffers)
+        differences = []
         memcmp = _memcmp()
         addresses = [_address_of(buffer) for buffer in buffers]
         for pair in pairs:
@@ -230,8 +206,9 @@ class _Comparer:
                 equal = self._same_runs(pair, (buffers[a], buffers[b]), at)
             else:
                 equal = pair.run > 0 and not memcmp(*at, pair.run)
-            if not equal:
-                self._look(pair, buffers[a], buffers[b])
+            if not equal and (difference := self._look(pair, buffers[a], buffers[b])) is not None:
+                differences.append(difference)
+        return differences
 
     def _same_runs(self, pair: _Pair, buffers: tuple[Buffer, Buffer], at: tuple[int, int]) -> bool:
         """Whether all runs of two boxes, which begin ``at`` these addresses, are equal bit for bit.
@@ -245,17 +222,17 @@ class _Comparer:
             for side in zip(buffers, pair.begins, pair.strides, strict=True)
         ]
         whole = [side.flags.c_contiguous for side in sides]
-        if not self.scratch or len(self.scratch[0]) < pair.run:
+        if not self._scratch or len(self._scratch[0]) < pair.run:
             room = np.empty((2, max(SCRATCH_BYTES, pair.run)), dtype=np.uint8)
-            self.scratch = room[0], room[1]
-            self.scratch_at = _address_of(room[0]), _address_of(room[1])
+            self._scratch = room[0], room[1]
+            self._scratch_at = _address_of(room[0]), _address_of(room[1])
         most = max(1, SCRATCH_BYTES // pair.run)
         memcmp, done = _memcmp(), 0
         for block in [()] if sides[0].size <= most else blocks(pair.extents, most):
             source_address, target_address = (
                 begin + done if in_one else _copied(side[block], scratch, address)
                 for begin, in_one, side, scratch, address in zip(
-                    at, whole, sides, self.scratch, self.scratch_at, strict=True
+                    at, whole, sides, self._scratch, self._scratch_at, strict=True
                 )
             )
             nbytes = sides[0][block].nbytes
@@ -264,15 +241,15 @@ class _Comparer:
             done += nbytes
         return True
 
-    def _look(self, pair: _Pair, *buffers: Buffer) -> None:
+    def _look(self, pair: _Pair, *buffers: Buffer) -> DriftError | None:
         """Compare a pair of boxes element by element, unless the tensor is known to differ in their files.
 
         Large boxes are compared in pieces, of which thousands may differ.
         """
         op = pair.rows[pair.number]
         owner = tuple(int(op[name]) for name in ("tensor", "kind", "source_file", "target_file"))
-        if owner in self.owners:
-            return
+        if owner in self.known:
+            return None
         source, target = (
             box_of(buffer, int(op[f"{side}_byte"]) - begin, op, side).array()
             for buffer, begin, side in zip(buffers, pair.begins, ("source", "target"), strict=True)
@@ -280,9 +257,10 @@ class _Comparer:
         in_master = op["kind"] in (HOLD, PROBE)
         dtype = target.dtype if in_master else np.dtype(f"<{self.work.tensors[int(op['tensor'])].dtype.code}")
         index = _first_difference(source, target, dtype, any_nan=in_master)
-        if index is not None:
-            self.owners.add(owner)
-            self.differences.append(_difference(self.work, op, (source[index], target[index]), index, dtype))
+        if index is None:
+            return None
+        self.known.add(owner)
+        return _difference(self.work, op, (source[index], target[index]), index, dtype)
 
 
 def _copied(runs: npt.NDArray[np.void], scratch: Buffer, address: int) -> int:

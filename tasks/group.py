@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,30 +60,35 @@ def load_band(source: ReadRange, path: str, start: int, stop: int) -> Buffer:
 
 def load_bands(work: GroupWork, bands: Bands, source: ReadRange, mover: Mover) -> list[Buffer]:
     """The bytes of each band, in memory of the mover; the source may read several at a time."""
-    buffers = [mover.allocate(int(band["stop"] - band["start"]), int(band["start"])) for band in bands]
+    files, starts, stops = (bands[name].tolist() for name in ("file", "start", "stop"))
+    buffers = [mover.allocate(stop - start, start) for start, stop in zip(starts, stops, strict=True)]
+    paths = (work.source_paths[file] for file in files)
     source.read_many(
-        [
-            Read(work.source_paths[int(band["file"])], int(band["start"]), buffer.data)
-            for band, buffer in zip(bands, buffers, strict=True)
-        ]
+        [Read(path, start, buffer.data) for path, start, buffer in zip(paths, starts, buffers, strict=True)]
     )
     return buffers
 
 
+def band_bytes(work: GroupWork) -> int:
+    """Bytes of all bands of a group."""
+    return int((work.bands["stop"] - work.bands["start"]).sum())
+
+
 class Pass(NamedTuple):
-    """Bands that are read together, and the ops that use them."""
+    """Bands that are read together, and which ops of the group use them."""
 
     bands: Bands
-    ops: Ops
+    ops: slice
 
 
 def passes(work: GroupWork) -> Iterator[Pass]:
     """The passes of a group, in order. A group whose bands fit into memory together has one."""
-    of_ops = work.ops["pass"]
-    for number in distinct(work.bands["pass"]):
-        bands = work.bands[slice(*np.searchsorted(work.bands["pass"], [number, number + 1]))]
-        ops = work.ops[slice(*np.searchsorted(of_ops, [number, number + 1]))]
-        yield Pass(bands, ops)
+    numbers = distinct(work.bands["pass"])
+    ends = (np.searchsorted(of["pass"], numbers, side="right").tolist() for of in (work.bands, work.ops))
+    first_band = first_op = 0
+    for band, op in zip(*ends, strict=True):
+        yield Pass(work.bands[first_band:band], slice(first_op, op))
+        first_band, first_op = band, op
 
 
 def with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[Any, ...]]:
@@ -93,39 +97,19 @@ def with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[A
         yield from zip(block.rows(), *(locate(ranges, block, side) for ranges, side in sides), strict=True)
 
 
-def summed_up(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
-    """One report of all passes of a group."""
-    return GroupReport(
-        group=work.group,
-        read_bytes=sum(report.read_bytes for report in reports),
-        written_bytes=0,
-        compared_elements=sum(report.compared_elements for report in reports),
-        differences=tuple(chain.from_iterable(report.differences for report in reports)),
-    )
-
-
-def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
-    """For each op of a group, the index of the band of its pass that holds its ``side``."""
-    # A band begins at a byte of the stretch of its pass and file; those of all stretches follow each other.
-    files = int(bands["file"].max(initial=0)) + 1
-    stretches = bands["pass"].astype(np.int64) * files + bands["file"]
-    known = stretches[np.r_[True, stretches[1:] != stretches[:-1]][: len(stretches)]]
-    of_ops = np.searchsorted(known, ops["pass"].astype(np.int64) * files + ops[f"{side}_file"])
-    span = int(bands["stop"].max(initial=0)) + 1
-    begins = np.searchsorted(known, stretches) * span + bands["start"]
-    return np.searchsorted(begins, of_ops * span + ops[f"{side}_byte"], side="right") - 1
-
-
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
-    """For each op, the index of the range that holds its ``side``; ``ranges`` is sorted by file and start."""
-    indices = np.zeros(len(ops), dtype=np.int64)
-    for file in distinct(ops[f"{side}_file"]):
-        low, high = (int(np.searchsorted(ranges["file"], file, end)) for end in ("left", "right"))
-        here = ops[f"{side}_file"] == file
-        indices[here] = (
-            low - 1 + np.searchsorted(ranges["start"][low:high], ops[f"{side}_byte"][here], "right")
-        )
-    return indices
+    """For each op of a group, the index of the part, or of the band of its pass, that holds its ``side``."""
+    # A range begins at a byte of the stretch of its pass and file; those of all stretches follow each other.
+    files = int(ranges["file"].max(initial=0)) + 1
+    stretches, of_ops = ranges["file"].astype(np.int64), ops[f"{side}_file"].astype(np.int64)
+    if "pass" in (ranges.dtype.names or ()):
+        stretches += files * ranges["pass"].astype(np.int64)
+        of_ops += files * ops["pass"].astype(np.int64)
+    known = distinct(stretches)
+    span = int(ranges["stop"].max(initial=0)) + 1
+    begins = np.searchsorted(known, stretches) * span + ranges["start"]
+    wanted = np.searchsorted(known, of_ops) * span + ops[f"{side}_byte"]
+    return np.searchsorted(begins, wanted, side="right") - 1
 
 
 def box_of(buffer: Any, start: int, op: np.void, side: str) -> DeviceBox:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.errors import CastError, MasterDriftError, PlanError
+from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops
@@ -23,20 +23,20 @@ from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
-from paddle_reshard.tasks.compare_group import compare_pass
+from paddle_reshard.tasks.compare_group import Comparisons
 from paddle_reshard.tasks.device import HOST, Buffer, DeviceBox, Mover
 from paddle_reshard.tasks.group import (
     GroupReport,
     Pass,
+    band_bytes,
     box_of,
     load_bands,
     locate,
     passes,
-    summed_up,
     with_ranges,
 )
 from paddle_reshard.tasks.quantise import NotFiniteError
-from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, added, better
+from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added, better
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -79,12 +79,16 @@ def _make(
         part: _Accumulator(mover.zeros(ACCUMULATOR_FACTOR * (stop - start)), start)
         for part, (start, stop) in _cast_after_mixing(work).items()
     }
-    reports, sums = [], Sums()
+    comparisons, differences = Comparisons(work), list[DriftError]()
+    sums, sums_of_bands = Sums(), list[Sum]()
     for step in passes(work):
-        reports.append(_run_pass(work, step, load(step.bands), made, mixed, mover, sums))
+        bands = load(step.bands)
+        differences += _allowed(work, comparisons.next_pass(bands))
+        comparisons.known.clear()  # every pass reports its own
+        sums_of_bands += _move(work, step, bands, made, mixed, mover, sums)
         mover.release()
     mixed.clear()
-    totals = added(chain(sums.found(), *(report.sums for report in reports)))
+    totals = added(chain(sums.found(), sums_of_bands))
     receipts = []
     literals = iter(work.literals)  # sorted by part
     literal = next(literals, None)
@@ -97,9 +101,24 @@ def _make(
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
             literal = next(literals, None)
         receipts.append(_write(work, int(part["file"]), int(part["start"]), buffer, target))
-    written = sum(receipt.nbytes for receipt in receipts)
-    summed = summed_up(work, reports)
-    return replace(summed, receipts=tuple(receipts), written_bytes=written, sums=totals)
+    return GroupReport(
+        group=work.group,
+        read_bytes=band_bytes(work),
+        written_bytes=sum(receipt.nbytes for receipt in receipts),
+        receipts=tuple(receipts),
+        compared_elements=comparisons.elements,
+        differences=tuple(differences),
+        sums=totals,
+    )
+
+
+def _allowed(work: GroupWork, differences: list[DriftError]) -> list[DriftError]:
+    """The differences of a pass; raises the first that is not allowed."""
+    for difference in differences:
+        in_master = isinstance(difference, MasterDriftError)
+        if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
+            raise difference
+    return differences
 
 
 def _write(work: GroupWork, file: int, byte_offset: int, buffer: Buffer, target: WritePart) -> Receipt:
@@ -158,7 +177,7 @@ def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
     return ranges
 
 
-def _run_pass(
+def _move(
     work: GroupWork,
     step: Pass,
     bands: Sequence[Buffer],
@@ -166,17 +185,16 @@ def _run_pass(
     mixed: dict[int, _Accumulator],
     mover: Mover,
     sums: Sums,
-) -> GroupReport:
-    """Make the comparisons of one pass, then move or mix boxes from its bands into parts, and add them to ``sums``."""
-    report = compare_pass(work, step.bands, step.ops, bands)
-    for difference in report.differences:
-        in_master = isinstance(difference, MasterDriftError)
-        if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
-            raise difference
+) -> tuple[Sum, ...]:
+    """Move or mix the boxes of one pass from its bands into parts.
+
+    They are added up in the parts by ``sums``, which are found when all passes are done, or here in the bands.
+    """
+    ops = work.ops[step.ops]
     of_bands = Sums()
-    _add_boxes(work, step, bands, of_bands)
+    _add_boxes(work, step.bands, ops, bands, of_bands)
     moved = _Moved(work)
-    moves = _by_step(work, step.ops[step.ops["kind"] == MOVE])
+    moves = _by_step(work, ops[ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
     for op, band, part in with_ranges(moves, (step.bands, "source"), (work.parts, "target")):
         source = box_of(loaded[band], int(step.bands[band]["start"]), op, "source")
@@ -195,19 +213,19 @@ def _run_pass(
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     moved.add_up(sums, of_bands)
-    return replace(report, sums=of_bands.found())
+    return of_bands.found()
 
 
-def _add_boxes(work: GroupWork, step: Pass, bands: Sequence[Buffer], sums: Sums) -> None:
+def _add_boxes(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer], sums: Sums) -> None:
     """Add boxes that are read but not moved: those of ``SUM``, and parameters that the target omits."""
-    chosen = step.ops["kind"] == SUM
+    chosen = ops["kind"] == SUM
     if work.summed is not None:
-        chosen |= (step.ops["kind"] == CHECK) & (step.ops["again"] == 0)
+        chosen |= (ops["kind"] == CHECK) & (ops["again"] == 0)
     if not chosen.any():
         return
-    for op, band in with_ranges(step.ops[chosen], (step.bands, "target")):
+    for op, band in with_ranges(ops[chosen], (ranges, "target")):
         tensor = work.tensors[int(op["tensor"])]
-        box = box_of(bands[band], int(step.bands[band]["start"]), op, "target")
+        box = box_of(bands[band], int(ranges[band]["start"]), op, "target")
         number = DTYPES.index(tensor.dtype)
         piece = SummedBox.of(box, box.buffer, op["offset"].tolist(), len(tensor.global_shape))
         sums.add((int(op["tensor"]), number), _whole(tensor, number), [piece])

@@ -10,10 +10,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from paddle_reshard.clusters.ray.actors import SIDE_BY_SIDE
 from paddle_reshard.clusters.ray.backlog import Attempt
-from paddle_reshard.clusters.ray.exchange import band_bytes, split_group
+from paddle_reshard.clusters.ray.exchange import split_group
 from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.pipeline.core.shown import one_line
 from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
+from paddle_reshard.tasks.group import band_bytes
 
 PATIENCE_SECONDS = 15.0
 """Time without events after which work is dealt to the workers that have started, or, if there are none, the log says

@@ -14,13 +14,13 @@ from paddle_reshard.clusters.ray.calls import Calls, cause_of
 from paddle_reshard.clusters.ray.capacity import most_object_bytes
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer, Shareable, Table, next_batch_groups
-from paddle_reshard.clusters.ray.exchange import band_bytes, merge_reports
+from paddle_reshard.clusters.ray.exchange import merge_reports
 from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
 from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.clusters.ray.worker import BatchAnswer
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer
-from paddle_reshard.tasks.group import GroupReport
+from paddle_reshard.tasks.group import GroupReport, band_bytes
 
 log = logging.getLogger(__name__)
 

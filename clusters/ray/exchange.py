@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.work import GroupWork
-from paddle_reshard.tasks.group import GroupReport, locate, locate_bands
+from paddle_reshard.tasks.group import GroupReport, band_bytes, locate
 from paddle_reshard.tasks.sums import added
 
 
@@ -41,9 +41,9 @@ def split_group(work: GroupWork, count: int) -> tuple[Share, ...]:
     maker = _deal(work.parts["stop"] - work.parts["start"], count)
     moves = work.ops["kind"] == MOVE
     compares = work.ops["kind"] != MOVE
-    first_band = locate_bands(work.bands, work.ops, "source")
+    first_band = locate(work.bands, work.ops, "source")
     second_band = first_band.copy()
-    second_band[compares] = locate_bands(work.bands, work.ops[compares], "target")
+    second_band[compares] = locate(work.bands, work.ops[compares], "target")
     worker = np.empty(len(work.ops), dtype=np.int64)
     worker[moves] = maker[locate(work.parts, work.ops[moves], "target")]
     worker[compares] = loader[first_band[compares]]
@@ -95,8 +95,3 @@ def merge_reports(work: GroupWork, reports: Sequence[GroupReport]) -> GroupRepor
         figures=tuple(chain.from_iterable(report.figures for report in reports)),
         sums=added(chain.from_iterable(report.sums for report in reports)),
     )
-
-
-def band_bytes(work: GroupWork) -> int:
-    """Bytes of all bands of a group."""
-    return int((work.bands["stop"] - work.bands["start"]).sum())
