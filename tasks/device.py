@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,23 +43,26 @@ class DeviceBox:
         return np.ndarray(self.extents, self.dtype, self.buffer, self.byte_offset, self.strides)
 
 
-class Mover(Protocol):
-    """Moves boxes between the bands and the parts of a group."""
+class Mover:
+    """Moves boxes between the bands and the parts of a group, in host memory with NumPy."""
 
-    on_host: bool
+    on_host: ClassVar[bool] = True
     """Whether bands and parts are in host memory."""
 
     def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """Host memory to read a band into, which is in a file from ``byte_offset`` on."""
+        return np.frombuffer(memory_for(nbytes, byte_offset), dtype=np.uint8)
 
     def release(self) -> None:
         """Discard the bands that were loaded."""
 
     def load(self, band: Buffer) -> Any:
         """Copy a band to the mover's memory, or return it as it is; it is not changed."""
+        return band
 
     def zeros(self, nbytes: int, byte_offset: int = 0) -> Any:
         """A part, all zeros, which is written to a file from ``byte_offset`` on."""
+        return self.allocate(nbytes, byte_offset)
 
     def move(self, source: DeviceBox, target: DeviceBox) -> None:
         """Copy a box of a band into a part; cast it if the dtypes differ.
@@ -69,6 +72,8 @@ class Mover(Protocol):
         OverflowError
             If a finite value is too large for the dtype of the part.
         """
+        move = copy_box if source.dtype == target.dtype else cast_box
+        move(source.array(), target.array())
 
     def mix(self, source: DeviceBox, mixed: DeviceBox, term: Term, first: bool) -> None:
         """Make one step of a mixture; the ``first`` step ignores the contents of ``mixed``. Both boxes are float32.
@@ -78,6 +83,7 @@ class Mover(Protocol):
         UnsupportedError
             If this mover does not support mixtures.
         """
+        mix_box(source.array(), mixed.array(), term, first)
 
     def finish(self, mixed: DeviceBox, target: DeviceBox, divide_by: float) -> None:
         """Divide after the last step, and cast to ``target`` if that is a different box.
@@ -87,56 +93,21 @@ class Mover(Protocol):
         OverflowError
             If a finite value is too large for the dtype of ``target``.
         """
-
-    def fetch(self, part: Any) -> Buffer:
-        """The part in host memory, as a writable buffer."""
-
-
-class HostMover:
-    """Moves in host memory, with NumPy."""
-
-    on_host = True
-
-    def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
-        """New memory."""
-        return np.frombuffer(memory_for(nbytes, byte_offset), dtype=np.uint8)
-
-    def release(self) -> None:
-        """Nothing is kept here."""
-
-    def load(self, band: Buffer) -> Buffer:
-        """The band itself."""
-        return band
-
-    def zeros(self, nbytes: int, byte_offset: int = 0) -> Buffer:
-        """A part, all zeros."""
-        return self.allocate(nbytes, byte_offset)
-
-    def move(self, source: DeviceBox, target: DeviceBox) -> None:
-        """Copy or cast, block by block."""
-        move = copy_box if source.dtype == target.dtype else cast_box
-        move(source.array(), target.array())
-
-    def mix(self, source: DeviceBox, mixed: DeviceBox, term: Term, first: bool) -> None:
-        """Multiply and add, block by block."""
-        mix_box(source.array(), mixed.array(), term, first)
-
-    def finish(self, mixed: DeviceBox, target: DeviceBox, divide_by: float) -> None:
-        """Divide, then cast if ``target`` has another dtype."""
         if divide_by != 1:
             divide_box(mixed.array(), divide_by)
         if mixed.dtype != target.dtype:
             cast_box(mixed.array(), target.array())
 
-    def fetch(self, part: Buffer) -> Buffer:
-        """The part itself."""
-        return part
+    def fetch(self, part: Any) -> Buffer:
+        """The part in host memory, as a writable buffer."""
+        buffer: Buffer = part
+        return buffer
 
 
-HOST = HostMover()
+HOST = Mover()
 
 
-class PaddleMover:
+class PaddleMover(Mover):
     """Moves on a device of Paddle; strided copies and casts are Paddle's own operators.
 
     Buffers are byte tensors and boxes are strided views of them, because a payload may start at any byte of a file. The
@@ -148,7 +119,7 @@ class PaddleMover:
         If Paddle is missing or too old, does not have the device, or rounds differently from the CPU.
     """
 
-    on_host = False
+    on_host: ClassVar[bool] = False
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()
@@ -161,13 +132,6 @@ class PaddleMover:
         cast = self.paddle.to_tensor(probe).astype("bfloat16").numpy()
         if cast.tobytes() != bfloat16_bits(probe).tobytes():
             raise UnsupportedError(f"Paddle on {device!r} does not round float32 to bfloat16 as the CPU does")
-
-    def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
-        """Host memory, from which :meth:`load` copies to the device."""
-        return HOST.allocate(nbytes, byte_offset)
-
-    def release(self) -> None:
-        """Nothing is kept here."""
 
     def load(self, band: Buffer) -> Any:
         """A copy of the band on the device."""
@@ -194,10 +158,6 @@ class PaddleMover:
 
     def mix(self, source: DeviceBox, mixed: DeviceBox, term: Term, first: bool) -> None:
         """Not supported: a device may round a product and a sum in one step."""
-        raise UnsupportedError("averages are computed on the CPU; omit --device")
-
-    def finish(self, mixed: DeviceBox, target: DeviceBox, divide_by: float) -> None:
-        """Not supported."""
         raise UnsupportedError("averages are computed on the CPU; omit --device")
 
     def _assign(self, source: DeviceBox, target: DeviceBox) -> None:

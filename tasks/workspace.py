@@ -7,13 +7,14 @@ memory once and reuses it for the parts and bands of every group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.storage.aligned import LINE_BYTES, padding, private_memory
-from paddle_reshard.tasks.device import Buffer, DeviceBox, HostMover
+from paddle_reshard.tasks.device import Buffer, DeviceBox, Mover
 
 GRAIN_BYTES = 8 << 20
 """Workspace sizes are multiples of this, so that groups of about one size can reuse a workspace."""
@@ -25,7 +26,7 @@ class Stopped(Exception):
     """The run that a group belongs to has ended."""
 
 
-class Workspace(HostMover):
+class Workspace(Mover):
     """Moves in host memory that is reused. Not thread-safe, except :meth:`stop`.
 
     Parts are allocated before bands. Buffers are valid until :meth:`clear`, those of bands until :meth:`release`.
@@ -68,10 +69,10 @@ class Workspace(HostMover):
         self._check()
         super().move(source, target)
 
-    def fetch(self, part: Buffer) -> Buffer:
+    def fetch(self, part: Any) -> Buffer:
         """The part itself."""
         self._check()
-        return part
+        return super().fetch(part)
 
     def _take(self, nbytes: int, byte_offset: int) -> Buffer:
         self._check()

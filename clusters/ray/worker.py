@@ -26,7 +26,7 @@ from paddle_reshard.storage.os_errors import may_succeed_elsewhere
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.compare_group import compare_group
-from paddle_reshard.tasks.device import HOST, Buffer, Mover, PaddleMover
+from paddle_reshard.tasks.device import HOST, Buffer, PaddleMover
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures
 from paddle_reshard.tasks.group import GroupReport, load_band
 from paddle_reshard.tasks.run_group import finish_group, run_group
@@ -75,7 +75,7 @@ class ReshardWorker:
         """
         os.environ.update(environment)
         self.source, self.target, self.device = source, target, device
-        self.mover: Mover = HOST
+        self.mover = HOST
         self.memory_bytes, self.version = memory_bytes, version
         self.pool = WorkspacePool(memory_bytes - FOOTPRINT_BYTES)
         self.prepared = False
