@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Floats = npt.NDArray[np.float32]
 
-def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+
+def bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
     """Round to bfloat16, to nearest, ties to even; returns bit patterns.
 
     Any NaN becomes 0x7fff, as in Paddle's own cast (paddlepaddle 3.3.1, observed).
@@ -22,7 +24,7 @@ def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return words.astype("<u2")
 
 
-def round_words(values: npt.NDArray[np.float32], words: npt.NDArray[np.uint32]) -> None:
+def round_words(values: Floats, words: npt.NDArray[np.uint32]) -> None:
     """Fill ``words`` with :func:`bfloat16_bits` of ``values``; both are contiguous and of the same shape."""
     bits = values.view(np.uint32)
     np.right_shift(bits, 16, out=words)
@@ -45,7 +47,7 @@ def cast(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """
     if values.dtype == dtype:
         return values
-    wide = _widened(values)
+    wide = widened(values)
     if dtype == np.uint16:
         return bfloat16_bits(wide)
     with np.errstate(over="ignore"):
@@ -62,15 +64,15 @@ def cast_in_range(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray
     """
     converted = cast(values, dtype)
     if dtype == np.float16:
-        wide = _widened(values)
+        wide = widened(values)
         lost = np.isinf(converted) & np.isfinite(wide)
         if lost.any():
             raise OverflowError(f"the value {wide[lost][0]} is too large for {dtype.name}")
     return converted
 
 
-def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """The values as float32, which represents every bfloat16 and float16 exactly."""
+def widened(values: npt.NDArray[Any]) -> Floats:
+    """Values as float32, which represents every bfloat16 (given as ``uint16``) and float16 exactly."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.boxes import blocks
-from paddle_reshard.tasks.cast import cast
+from paddle_reshard.tasks.cast import cast, widened
 from paddle_reshard.tasks.device import HOST, Buffer, Mover
 from paddle_reshard.tasks.group import (
     ROWS_AT_A_TIME,
@@ -331,5 +331,5 @@ def _show(value: Any) -> str:
     """A value with its bits, for messages; a bfloat16 bit pattern as its number."""
     bits = value.tobytes()[::-1].hex()
     if value.dtype == np.uint16:
-        value = np.array([int(value) << 16], dtype=np.uint32).view(np.float32)[0]
+        value = widened(np.array([value]))[0]
     return f"{value!s} (0x{bits})"

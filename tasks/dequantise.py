@@ -6,10 +6,10 @@ Planning and moving then work as with any source, range by range, and nothing is
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,8 @@ from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
 from paddle_reshard.pipeline.checkpoint.stored_tensors import Integers, Packed, Scales
 from paddle_reshard.storage.store import Read, Source
 from paddle_reshard.storage.views import ComputedSource
-from paddle_reshard.tasks.cast import bfloat16_bits
+from paddle_reshard.tasks.cast import Floats, bfloat16_bits, widened
 
-Floats = npt.NDArray[np.float32]
 CODES = 256
 CHUNK_ELEMENTS = 1 << 16
 """Elements dequantised at a time: they fit the processor's cache."""
@@ -43,7 +42,7 @@ def fp8_values() -> Floats:
     return values
 
 
-def dequantise(buffer: memoryview, first: int, width: int, scales: Floats) -> None:
+def dequantise(buffer: memoryview, first: int, layout: Scales, rows: bytearray) -> None:
     """Replace FP8 codes, which fill the second half of ``buffer``, by bfloat16, which fills all of it.
 
     ``weight · scale`` in float32, rounded once to bfloat16, as DeepSeek's ``fp8_cast_bf16.py`` does.
@@ -54,23 +53,27 @@ def dequantise(buffer: memoryview, first: int, width: int, scales: Floats) -> No
         Two bytes for each element.
     first
         Number of the first element in the weight, in C order.
-    width
-        Columns of the weight.
-    scales
-        Rows of the scales, beginning with that of the first element.
+    rows
+        Stored rows of scales, beginning with that of the first element.
     """
-    count = buffer.nbytes // 2
+    count, width = buffer.nbytes // 2, layout.width
     bits, codes = np.frombuffer(buffer, "<u2"), np.frombuffer(buffer, np.uint8)[count:]
+    scales = _floats(rows, layout)
     above, made = first // width // BLOCK, -1
-    for start, row, rows, column, columns in _chunks(first, first + count, width):
-        at, nelements = start - first, rows * columns
+    for start, row, number, column, columns in _chunks(first, first + count, width):
+        at, nelements = start - first, number * columns
         if row // BLOCK != made:
             made = row // BLOCK
             table = _block_values(scales[made - above])
         blocks = np.arange(column, column + columns) // BLOCK * CODES
         # What is written here ends at or before the codes of the next chunk, and the codes of this one are taken first.
-        chunk = codes[at : at + nelements].reshape(rows, columns) + blocks
+        chunk = codes[at : at + nelements].reshape(number, columns) + blocks
         bits[at : at + nelements] = table.take(chunk).ravel()
+
+
+def _floats(rows: bytearray, layout: Scales | Integers) -> Floats:
+    """Rows of scales, stored as float32, float16 or bfloat16."""
+    return widened(np.frombuffer(rows, layout.code)).reshape(-1, layout.columns)
 
 
 def _block_values(scales: Floats) -> npt.NDArray[np.uint16]:
@@ -124,58 +127,21 @@ def dequantise_groups(packed: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint
     return np.ascontiguousarray(mxfp4_values().ravel().take(codes).reshape(columns, groups * GROUP).T)
 
 
-def _widened(stored: npt.NDArray[Any]) -> Floats:
-    """Scales in float32, of float32, float16, or the bit patterns of bfloat16."""
-    if stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32, copy=False)
-
-
-@dataclass(frozen=True)
-class _WeightWork:
-    """Codes and scales that are being read, and where their values go."""
-
-    buffer: memoryview
-    """Receives the values; two bytes for each element."""
-    first: int
-    scales: Scales
-    rows: bytearray
-    """Stored bytes of the rows of scales."""
-    goal: memoryview | None = None
-    """Where part of the values goes, if the range that is read does not begin and end with an element."""
-    skip: int = 0
-    """Bytes of ``buffer`` before those for ``goal``."""
-
-    def run(self) -> None:
-        scales = _widened(np.frombuffer(self.rows, self.scales.code)).reshape(-1, self.scales.columns)
-        dequantise(self.buffer, self.first, self.scales.width, scales)
-        if self.goal is not None:
-            self.goal[:] = self.buffer[self.skip : self.skip + self.goal.nbytes]
-
-
-@dataclass(frozen=True)
-class _ExpertWork:
-    """A packed expert that is being read, and where the values of some of its bytes go."""
-
-    goal: memoryview
-    first_byte: int
-    """Offset of the first byte for ``goal`` in the expert as it is served."""
-    packed: bytearray
-    stored_scales: bytearray
-    layout: Packed
-
-    def run(self) -> None:
-        columns, groups = self.layout.columns, self.layout.groups
-        packed = np.frombuffer(self.packed, np.uint8).reshape(columns, groups, GROUP_BYTES)
-        scales = np.frombuffer(self.stored_scales, np.uint8).reshape(columns, groups)
-        stop, group_bytes = self.first_byte + self.goal.nbytes, GROUP * columns * 2
-        step = max(1, CHUNK_ELEMENTS // (GROUP * columns))
-        for group in range(self.first_byte // group_bytes, -(-stop // group_bytes), step):
-            some = slice(group, group + step)
-            values = dequantise_groups(packed[:, some], scales[:, some]).data.cast("B")
-            at = group * group_bytes
-            low, high = max(at, self.first_byte), min(at + values.nbytes, stop)
-            self.goal[low - self.first_byte : high - self.first_byte] = values[low - at : high - at]
+def dequantise_experts(
+    goal: memoryview, first_byte: int, stored: bytearray, stored_scales: bytearray, layout: Packed
+) -> None:
+    """Fill ``goal`` with bytes of an expert in bfloat16, from ``first_byte`` on, given all that is stored of it."""
+    columns, groups = layout.columns, layout.groups
+    packed = np.frombuffer(stored, np.uint8).reshape(columns, groups, GROUP_BYTES)
+    scales = np.frombuffer(stored_scales, np.uint8).reshape(columns, groups)
+    stop, group_bytes = first_byte + goal.nbytes, GROUP * columns * 2
+    step = max(1, CHUNK_ELEMENTS // (GROUP * columns))
+    for group in range(first_byte // group_bytes, -(-stop // group_bytes), step):
+        some = slice(group, group + step)
+        values = dequantise_groups(packed[:, some], scales[:, some]).data.cast("B")
+        at = group * group_bytes
+        low, high = max(at, first_byte), min(at + values.nbytes, stop)
+        goal[low - first_byte : high - first_byte] = values[low - at : high - at]
 
 
 @cache
@@ -196,66 +162,53 @@ def integer_values(bits: int, packed: bool) -> Floats:
 
 
 def dequantise_integers(
-    values: npt.NDArray[Any], first: int, stored: bytearray, scales: Floats, layout: Integers
+    buffer: memoryview, first: int, stored: bytearray, layout: Integers, rows: bytearray
 ) -> None:
-    """Fill ``values``, float16 or the bit patterns of bfloat16.
+    """Fill ``buffer`` with float16 or bfloat16.
 
     ``integer · scale``, rounded once. compressed-tensors (0.20.0 ``_dequantize``) casts the integer to the dtype of the
     scale, which holds it exactly, and multiplies in that dtype, which on a CPU is float32 and a rounding.
 
     Parameters
     ----------
-    values
-        As many elements as are wanted.
+    buffer
+        Two bytes for each element that is wanted.
     first
         Number of the first in the weight, in C order.
     stored
         Bytes of the integers, from that with the first element on.
-    scales
-        Rows of scales, beginning with that of the first element.
-    layout
-        How they are stored.
+    rows
+        Stored rows of scales, beginning with that of the first element.
     """
+    values, scales = np.frombuffer(buffer, layout.code), _floats(rows, layout)
     table, bits = integer_values(layout.bits, layout.packed), layout.bits
     top = first // layout.width
     begin = layout.byte_of(first)
-    for start, row, rows, column, columns in _chunks(first, first + len(values), layout.width):
+    for start, row, number, column, columns in _chunks(first, first + len(values), layout.width):
         low, high = column * bits // 8, -(-(column + columns) * bits // 8)
         offset = row * layout.row_bytes + low - begin
-        some = np.ndarray((rows, high - low), np.uint8, stored, offset, (layout.row_bytes, 1))
+        some = np.ndarray((number, high - low), np.uint8, stored, offset, (layout.row_bytes, 1))
         skip = column * bits % 8 // bits
-        floats = table.take(some, axis=0).reshape(rows, -1)[:, skip : skip + columns]
+        floats = table.take(some, axis=0).reshape(number, -1)[:, skip : skip + columns]
         left, right = column // layout.group, (column + columns - 1) // layout.group + 1
-        factors = np.repeat(scales[row - top : row - top + rows, left:right], layout.group, axis=1)
+        factors = np.repeat(scales[row - top : row - top + number, left:right], layout.group, axis=1)
         with np.errstate(all="ignore"):
             floats *= factors[:, column - left * layout.group :][:, :columns]
             rounded = bfloat16_bits(floats) if values.dtype == np.uint16 else floats.astype(values.dtype)
-        values[start - first : start - first + rows * columns] = rounded.ravel()
+        values[start - first : start - first + number * columns] = rounded.ravel()
 
 
-@dataclass(frozen=True)
-class _IntegerWork:
-    """Integers and scales that are being read, and where the values of some of their bytes go."""
+class _Reading(NamedTuple):
+    """Stored bytes to be read with one call to the store, and what is computed when they are there."""
 
-    goal: memoryview
-    first_byte: int
-    """Offset of the first byte for ``goal`` in the weight as it is served."""
-    stored: bytearray
-    rows: bytearray
-    """Stored bytes of the rows of scales."""
-    layout: Integers
+    stored: list[Read]
+    then: list[Callable[[], None]]
 
-    def run(self) -> None:
-        first, last = self.first_byte // 2, -(-(self.first_byte + self.goal.nbytes) // 2)
-        scales = _widened(np.frombuffer(self.rows, self.layout.code)).reshape(-1, self.layout.columns)
-        if 2 * (last - first) == self.goal.nbytes:
-            values = np.frombuffer(self.goal, self.layout.code)
-            dequantise_integers(values, first, self.stored, scales, self.layout)
-            return
-        values = np.empty(last - first, self.layout.code)
-        dequantise_integers(values, first, self.stored, scales, self.layout)
-        skip = self.first_byte % 2
-        self.goal[:] = values.view(np.uint8).data[skip : skip + self.goal.nbytes]
+    def memory_for(self, path: str, byte_offset: int, nbytes: int) -> bytearray:
+        """Memory for stored bytes of a file, which are read."""
+        content = bytearray(nbytes)
+        self.stored.append(Read(path, byte_offset, memoryview(content)))
+        return content
 
 
 @dataclass(frozen=True)
@@ -275,15 +228,6 @@ class DequantisedSource(ComputedSource):
         """What is computed, in words."""
         return self.served.summary
 
-    @cached_property
-    def _starts(self) -> dict[str, list[int]]:
-        """Path → byte offset of each section."""
-        return {path: [s.start for s in file.sections] for path, file in self.served.files.items()}
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without what is cached."""
-        return {"inner": self.inner, "served": self.served}
-
     def sizes(self) -> Mapping[str, int]:
         """Name of every file → size in bytes, as it is served."""
         served = {path: file.size_bytes for path, file in self.served.files.items()}
@@ -296,102 +240,88 @@ class DequantisedSource(ComputedSource):
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; the store gets all reads at once, those of scales included."""
-        stored: list[Read] = []
-        works: list[_WeightWork | _ExpertWork | _IntegerWork] = []
+        reading = _Reading([], [])
         for read in reads:
             if (content := self.served.made.get(read.path)) is not None:
                 read.buffer[:] = content[read.byte_offset : read.byte_offset + read.buffer.nbytes]
             elif (file := self.served.files.get(read.path)) is not None:
-                self._read_served(file, read, stored, works)
+                _read_served(file, read, reading)
             else:
-                stored.append(read)
-        self.inner.read_many(stored)
-        for work in works:
-            work.run()
+                reading.stored.append(read)
+        self.inner.read_many(reading.stored)
+        for compute in reading.then:
+            compute()
 
-    def _read_served(
-        self,
-        file: ServedFile,
-        read: Read,
-        stored: list[Read],
-        works: list[_WeightWork | _ExpertWork | _IntegerWork],
-    ) -> None:
-        at, stop = read.byte_offset, read.byte_offset + read.buffer.nbytes
-        if at < len(file.header):
-            part = file.header[at:stop]
-            read.buffer[: len(part)] = part
-        number = max(0, bisect_right(self._starts[read.path], at) - 1)
-        for section in file.sections[number:]:
-            if section.start >= stop:
-                break
-            first, last = max(at, section.start), min(stop, section.stop)
-            if first >= last:
-                continue
+
+def _read_served(file: ServedFile, read: Read, reading: _Reading) -> None:
+    """Fill what a range has of the header, and ask for what its sections are computed from."""
+    at, stop = read.byte_offset, read.byte_offset + read.buffer.nbytes
+    if at < len(file.header):
+        part = file.header[at:stop]
+        read.buffer[: len(part)] = part
+    number = max(0, bisect_right(file.sections, at, key=lambda section: section.start) - 1)
+    for section in file.sections[number:]:
+        if section.start >= stop:
+            break
+        first, last = max(at, section.start), min(stop, section.stop)
+        if first < last:
             buffer = read.buffer[first - at : last - at]
-            first, last = first - section.start, last - section.start
-            if section.scales is None:
-                stored.append(Read(read.path, section.byte_offset + first, buffer))
-            elif isinstance(section.scales, Packed):
-                works += _read_experts(read.path, section.byte_offset, section.scales, first, buffer, stored)
-            elif isinstance(section.scales, Integers):
-                works.append(
-                    _read_integers(read.path, section.byte_offset, section.scales, first, buffer, stored)
-                )
-            else:
-                works.append(_read_weight(read.path, section, section.scales, first, last, buffer, stored))
+            _read_section(read.path, section, first - section.start, buffer, reading)
 
 
-def _read_weight(
-    path: str,
-    section: Section,
-    scales: Scales,
-    first_byte: int,
-    last_byte: int,
-    buffer: memoryview,
-    stored: list[Read],
-) -> _WeightWork:
-    """Ask for the codes and scales of bytes of a weight as it is served; what is to be done with them."""
-    first, last = first_byte // 2, -(-last_byte // 2)
-    goal, skip = None, first_byte % 2
-    if 2 * (last - first) != buffer.nbytes:
-        goal, buffer = buffer, memoryview(bytearray(2 * (last - first)))
-    stored.append(Read(path, section.byte_offset + first, buffer[last - first :]))
-    top, bottom = first // scales.width // BLOCK, (last - 1) // scales.width // BLOCK + 1
-    line = scales.columns * int(scales.code[-1])
-    rows = bytearray((bottom - top) * line)
-    stored.append(Read(scales.path, scales.byte_offset + top * line, memoryview(rows)))
-    return _WeightWork(buffer, first, scales, rows, goal, skip)
-
-
-def _read_integers(
-    path: str, base: int, layout: Integers, first_byte: int, buffer: memoryview, stored: list[Read]
-) -> _IntegerWork:
-    """Ask for the integers and scales of bytes of a weight as it is served; what is to be done with them."""
+def _read_section(
+    path: str, section: Section, first_byte: int, buffer: memoryview, reading: _Reading
+) -> None:
+    """Ask for what fills ``buffer``, which has the bytes of a section as it is served from ``first_byte`` on."""
+    layout, base = section.scales, section.byte_offset
+    if layout is None:
+        reading.stored.append(Read(path, base + first_byte, buffer))
+        return
+    if isinstance(layout, Packed):
+        _read_experts(path, base, layout, first_byte, buffer, reading)
+        return
     first, last = first_byte // 2, -(-(first_byte + buffer.nbytes) // 2)
-    begin, end = layout.byte_of(first), layout.byte_of(last - 1) + 1
-    integers = bytearray(end - begin)
-    stored.append(Read(path, base + begin, memoryview(integers)))
-    top, bottom = first // layout.width, (last - 1) // layout.width + 1
-    line = layout.columns * 2
-    rows = bytearray((bottom - top) * line)
-    stored.append(Read(layout.path, layout.byte_offset + top * line, memoryview(rows)))
-    return _IntegerWork(buffer, first_byte, integers, rows, layout)
+    whole = buffer  # unless the range begins or ends within an element
+    if whole.nbytes < 2 * (last - first):
+        whole = memoryview(bytearray(2 * (last - first)))
+    if isinstance(layout, Integers):
+        begin, end = layout.byte_of(first), layout.byte_of(last - 1) + 1
+        stored = reading.memory_for(path, base + begin, end - begin)
+        rows = _read_scales(layout, first // layout.width, (last - 1) // layout.width, reading)
+        reading.then.append(partial(dequantise_integers, whole, first, stored, layout, rows))
+    else:
+        reading.stored.append(Read(path, base + first, whole[last - first :]))
+        blocks = BLOCK * layout.width
+        rows = _read_scales(layout, first // blocks, (last - 1) // blocks, reading)
+        reading.then.append(partial(dequantise, whole, first, layout, rows))
+    if whole is not buffer:
+        reading.then.append(partial(_copy, whole[first_byte % 2 :], buffer))
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Fill ``target`` with the first bytes of ``source``."""
+    target[:] = source[: target.nbytes]
+
+
+def _read_scales(layout: Scales | Integers, top: int, bottom: int, reading: _Reading) -> bytearray:
+    """Ask for the rows of scales from ``top`` to ``bottom``."""
+    row_bytes = layout.columns * np.dtype(layout.code).itemsize
+    return reading.memory_for(
+        layout.path, layout.byte_offset + top * row_bytes, (bottom + 1 - top) * row_bytes
+    )
 
 
 def _read_experts(
-    path: str, base: int, layout: Packed, first_byte: int, buffer: memoryview, stored: list[Read]
-) -> Iterator[_ExpertWork]:
-    """Ask for the packed experts that a range of bytes needs, whole; what is to be done with each."""
+    path: str, base: int, layout: Packed, first_byte: int, buffer: memoryview, reading: _Reading
+) -> None:
+    """Ask for the packed experts that a range of bytes needs, whole."""
     rows = layout.columns * layout.groups
     expert_bytes = 2 * GROUP * rows
-    if not expert_bytes:
-        return
     stop = first_byte + buffer.nbytes
     for expert in range(first_byte // expert_bytes, -(-stop // expert_bytes)):
         at = expert * expert_bytes
         low, high = max(first_byte, at), min(stop, at + expert_bytes)
-        packed, scales = bytearray(rows * GROUP_BYTES), bytearray(rows)
-        stored.append(Read(path, base + expert * len(packed), memoryview(packed)))
-        stored.append(Read(layout.path, layout.byte_offset + expert * rows, memoryview(scales)))
+        packed = reading.memory_for(path, base + expert * rows * GROUP_BYTES, rows * GROUP_BYTES)
+        scales = reading.memory_for(layout.path, layout.byte_offset + expert * rows, rows)
         goal = buffer[low - first_byte : high - first_byte]
-        yield _ExpertWork(goal, low - at, packed, scales, layout)
+        reading.then.append(partial(dequantise_experts, goal, low - at, packed, scales, layout))

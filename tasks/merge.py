@@ -19,9 +19,8 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.storage.store import Read, ReadRange, Source
 from paddle_reshard.storage.views import ComputedSource
-from paddle_reshard.tasks.cast import bfloat16_bits
+from paddle_reshard.tasks.cast import Floats, bfloat16_bits, widened
 
-Floats = npt.NDArray[np.float32]
 BLOCK_ELEMENTS = 1 << 16
 """Elements of a weight merged at a time: they fit the processor's cache."""
 CACHE_BYTES = 32 << 20
@@ -72,11 +71,6 @@ class Addend:
     a: Matrix
     b: Matrix
     scaling: float
-
-
-def widened(bits: npt.NDArray[np.uint16]) -> Floats:
-    """bfloat16 as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def merge_block(weight: npt.NDArray[np.uint16], a: Floats, b: Floats, scaling: float) -> None:

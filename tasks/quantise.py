@@ -23,8 +23,8 @@ from paddle_reshard.pipeline.checkpoint.quantising import (
     WeightRows,
 )
 from paddle_reshard.storage.store import CopyRange, NewFile, ReadRange, Receipt, WritePart
+from paddle_reshard.tasks.cast import Floats
 
-Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
 LARGEST = np.float32(448)

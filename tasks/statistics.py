@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.tasks.boxes import blocks
-from paddle_reshard.tasks.cast import cast
+from paddle_reshard.tasks.cast import cast, widened
 
 _SIGNED: Mapping[int, np.dtype[Any]] = {size: np.dtype(f"<i{size}") for size in (2, 4, 8)}
 
@@ -135,9 +135,7 @@ def _of_block(a: npt.NDArray[Any], b: npt.NDArray[Any], tolerance: Tolerance) ->
 
 
 def _numbers(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return values.astype(np.float64)
+    return (widened(values) if values.dtype == np.uint16 else values).astype(np.float64)
 
 
 def _coarseness(dtype: np.dtype[Any]) -> tuple[int, bool]:
