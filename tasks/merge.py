@@ -6,7 +6,7 @@ Planning and moving then work as with any source, range by range.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -151,13 +151,16 @@ class MergedSource(ComputedSource):
 
     def _merge_box(self, path: str, byte_offset: int, buffer: memoryview, row: np.void) -> None:
         """Merge the part of a box that lies in a range of bytes, line by line along the dim with the smaller stride."""
-        tensor, base = int(row["tensor"]), int(row["byte_base"])
+        base, addend = int(row["byte_base"]), self.addends[int(row["tensor"])]
         offset, extents, strides = (row[name][:2].tolist() for name in ("offset", "extents", "strides"))
-        across = 0 if strides[0] >= strides[1] else 1
-        step, line = strides[across], (extents[1 - across] - 1) * strides[1 - across] + 2
+        a, b = self.cache.get(int(row["tensor"]), addend, self.inner)
+        a, b = a[offset[0] : offset[0] + extents[0]], b[:, offset[1] : offset[1] + extents[1]]
+        if strides[0] < strides[1]:  # its columns are lines, which are the rows of the transposed product
+            a, b, extents, strides = b.T, a.T, extents[::-1], strides[::-1]
+        step, line = strides[0], (extents[1] - 1) * strides[1] + 2
         stop = byte_offset + buffer.nbytes
         start = max(0, -(-(byte_offset - base - line + 1) // step)) if step else 0
-        end = min(extents[across], -(-(stop - base) // step)) if step else 1
+        end = min(extents[0], -(-(stop - base) // step)) if step else 1
         whole = [n for n in range(start, end) if byte_offset <= base + n * step <= stop - line]
         for number in range(start, end):
             if whole and whole[0] <= number <= whole[-1]:
@@ -166,48 +169,19 @@ class MergedSource(ComputedSource):
             at = base + number * step
             piece = bytearray(line)
             self.inner.read_into(path, at, memoryview(piece))
-            self._merge_lines(tensor, memoryview(piece), 0, offset, extents, strides, across, (number, 1))
+            weight = np.ndarray((1, extents[1]), "<u2", piece, 0, strides)
+            _merge_lines(weight, a[number : number + 1], b, addend.scaling)
             low, high = max(at, byte_offset), min(at + line, stop)
             buffer[low - byte_offset : high - byte_offset] = piece[low - at : high - at]
         if whole:
             at = base + whole[0] * step - byte_offset
-            lines = (whole[0], len(whole))
-            self._merge_lines(tensor, buffer, at, offset, extents, strides, across, lines)
-
-    def _merge_lines(
-        self,
-        tensor: int,
-        buffer: memoryview,
-        at: int,
-        offset: list[int],
-        extents: list[int],
-        strides: list[int],
-        across: int,
-        lines: tuple[int, int],
-    ) -> None:
-        first, count = lines
-        shape = [count if dim == across else extents[dim] for dim in (0, 1)]
-        origin = [offset[dim] + (first if dim == across else 0) for dim in (0, 1)]
-        weight: npt.NDArray[np.uint16] = np.ndarray(shape, "<u2", buffer, at, strides)
-        addend = self.addends[tensor]
-        a, b = self.cache.get(tensor, addend, self.inner)
-        for rows, columns in _blocks(shape, across):
-            merge_block(
-                weight[rows, columns],
-                a[_shifted(rows, origin[0])],
-                b[:, _shifted(columns, origin[1])],
-                addend.scaling,
-            )
+            weight = np.ndarray((len(whole), extents[1]), "<u2", buffer, at, strides)
+            _merge_lines(weight, a[whole[0] : whole[-1] + 1], b, addend.scaling)
 
 
-def _shifted(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)
-
-
-def _blocks(shape: Sequence[int], across: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a matrix into blocks of several lines each."""
-    each = max(1, BLOCK_ELEMENTS // max(1, shape[1 - across]))
-    for first in range(0, shape[across], each):
-        part = slice(first, min(first + each, shape[across]))
-        rest = slice(0, shape[1 - across])
-        yield (part, rest) if across == 0 else (rest, part)
+def _merge_lines(weight: npt.NDArray[np.uint16], a: Floats, b: Floats, scaling: float) -> None:
+    """:func:`merge_block` of several rows at a time."""
+    each = max(1, BLOCK_ELEMENTS // max(1, weight.shape[1]))
+    for first in range(0, len(weight), each):
+        rows = slice(first, first + each)
+        merge_block(weight[rows], a[rows], b, scaling)
