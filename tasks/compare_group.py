@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
@@ -91,26 +91,12 @@ def _measured(
     return number, statistics
 
 
-class _RowsOnDemand:
-    """Ops as rows, which are made when the first is asked for: few comparisons ask."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.ops = ops
-
-    def __getitem__(self, number: int) -> Any:
-        return self._made[number]
-
-    @cached_property
-    def _made(self) -> npt.NDArray[np.void]:
-        return self.ops.rows()
-
-
 class _Pair(NamedTuple):
     """The two sides of an op: the band that holds each, where in the band it begins, and its runs of bytes."""
 
-    rows: _RowsOnDemand
+    ops: Ops
     number: int
-    """Which of ``rows`` is the op."""
+    """Which of ``ops`` it is."""
     bands: tuple[int, int]
     begins: tuple[int, int]
     run: int
@@ -134,7 +120,7 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
         (a, a_begins), (b, b_begins) = sides
         yield from map(
             _Pair,
-            repeat(_RowsOnDemand(block)),
+            repeat(block),
             count(),
             zip(a, b, strict=True),
             zip(a_begins, b_begins, strict=True),
@@ -246,7 +232,7 @@ class Comparisons:
 
         Large boxes are compared in pieces, of which thousands may differ.
         """
-        op = pair.rows[pair.number]
+        (op,) = pair.ops[pair.number : pair.number + 1].rows()
         owner = tuple(int(op[name]) for name in ("tensor", "kind", "source_file", "target_file"))
         if owner in self.known:
             return None

@@ -207,9 +207,10 @@ def _move(
                 _mix(source, target, mixed.get(int(part)), mixture, int(op["source_tensor"]), mover)
             if work.summed is not None and not op["again"]:
                 if mixture is None:
-                    moved.add(op, source, bands[band], target if mover.on_host else None)
+                    in_band = source if mover.on_host else replace(source, buffer=bands[band])
+                    moved.add(op, in_band, target if mover.on_host else None)
                 elif int(op["source_tensor"]) == mixture.terms[-1].tensor:
-                    moved.add(op, None, None, target)
+                    moved.add(op, None, target)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     moved.add_up(sums, of_bands)
@@ -227,7 +228,7 @@ def _add_boxes(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer]
         tensor = work.tensors[int(op["tensor"])]
         box = box_of(bands[band], int(ranges[band]["start"]), op, "target")
         number = DTYPES.index(tensor.dtype)
-        piece = SummedBox.of(box, box.buffer, op["offset"].tolist(), len(tensor.global_shape))
+        piece = SummedBox.of(box, op["offset"].tolist(), len(tensor.global_shape))
         sums.add((int(op["tensor"]), number), _whole(tensor, number), [piece])
 
 
@@ -236,53 +237,39 @@ def _whole(tensor: Tensor, dtype: int) -> Whole:
     return Whole.of(tensor.global_shape, np.dtype(f"<{DTYPES[dtype].code}"))
 
 
-class _Move(NamedTuple):
-    """Values that were moved."""
-
-    offset: list[int]
-    stored: DeviceBox | None
-    band: Buffer | None
-    """Host memory in which they are ``stored``; ``None`` if they were mixed."""
-    target: DeviceBox | None
-    """``None`` if it is on a device."""
-
-
-def _in_bands(moves: Sequence[_Move], dims: int) -> list[SummedBox]:
-    return [SummedBox.of(m.stored, m.band, m.offset, dims) for m in moves if m.stored and m.band is not None]
-
-
-def _in_parts(moves: Sequence[_Move], dims: int) -> list[SummedBox]:
-    return [SummedBox.of(m.target, m.target.buffer, m.offset, dims) for m in moves if m.target]
-
-
 class _Moved:
     """The values that a pass has moved, which are in two places, to be added up in that which takes less time."""
 
     def __init__(self, work: GroupWork) -> None:
         self.work = work
-        self.moves: dict[tuple[int, int], list[_Move]] = {}
-        """By number and dtype of the tensor."""
+        self.in_bands: dict[tuple[int, int], list[SummedBox]] = {}
+        """By number and dtype of the tensor. Values that were mixed are in parts only."""
+        self.in_parts: dict[tuple[int, int], list[SummedBox]] = {}
+        """Parts on a device are not here."""
 
-    def add(
-        self, op: np.void, stored: DeviceBox | None, band: Buffer | None, target: DeviceBox | None
-    ) -> None:
-        """Add the values of a move: ``stored`` in a band, unless they were mixed; in the ``target``, unless that is on
-        a device."""
-        owner = int(op["tensor"]), int(op["target_dtype"])
-        self.moves.setdefault(owner, []).append(_Move(op["offset"].tolist(), stored, band, target))
+    def add(self, op: np.void, in_band: DeviceBox | None, in_part: DeviceBox | None) -> None:
+        """Add the values of a move, which are in host memory in one place or two."""
+        number, offset = int(op["tensor"]), op["offset"].tolist()
+        dims = len(self.work.tensors[number].global_shape)
+        for box, boxes in ((in_band, self.in_bands), (in_part, self.in_parts)):
+            if box is not None:
+                boxes.setdefault((number, int(op["target_dtype"])), []).append(
+                    SummedBox.of(box, offset, dims)
+                )
 
     def add_up(self, sums: Sums, of_bands: Sums) -> None:
         """Add all values, and those of the parameters that they imply, to ``of_bands`` or, if in parts, to ``sums``."""
-        for (number, dtype), moves in self.moves.items():
-            tensor = self.work.tensors[number]
-            owners = [(number, dtype)]
-            if self.work.summed is not None and number in self.work.summed:
-                owners.append(self.work.summed[number])
-            places = [_in_parts] * (moves[0].target is not None) + [_in_bands] * (moves[0].band is not None)
-            for owner in owners:
-                whole = _whole(tensor, owner[1])
-                best, pieces = better(whole, (place(moves, len(tensor.global_shape)) for place in places))
-                (sums if places[best] is _in_parts else of_bands).add(owner, whole, pieces)
+        implied = self.work.summed or {}
+        for number, dtype in {**self.in_parts, **self.in_bands}:
+            places = [
+                (where, boxes[number, dtype])
+                for where, boxes in ((sums, self.in_parts), (of_bands, self.in_bands))
+                if (number, dtype) in boxes
+            ]
+            for owner in ((number, dtype), *([implied[number]] if number in implied else [])):
+                whole = _whole(self.work.tensors[number], owner[1])
+                best, pieces = better(whole, [boxes for _, boxes in places])
+                places[best][0].add(owner, whole, pieces)
 
 
 def _by_step(work: GroupWork, moves: Ops) -> Ops:

@@ -66,10 +66,15 @@ class SummedBox(NamedTuple):
     buffer: Buffer
 
     @classmethod
-    def of(cls, box: DeviceBox, buffer: Buffer, offset: Sequence[int], dims: int) -> SummedBox:
-        """A box at ``offset`` of a tensor with ``dims`` dims; ``buffer`` holds in host memory what its own holds."""
+    def of(cls, box: DeviceBox, offset: Sequence[int], dims: int) -> SummedBox:
+        """A box at ``offset`` of a tensor with ``dims`` dims."""
         return cls(
-            tuple(offset[:dims]), box.extents[:dims], box.strides[:dims], box.byte_offset, box.dtype, buffer
+            tuple(offset[:dims]),
+            box.extents[:dims],
+            box.strides[:dims],
+            box.byte_offset,
+            box.dtype,
+            box.buffer,
         )
 
 
@@ -133,24 +138,23 @@ def added(sums: Iterable[Sum]) -> tuple[Sum, ...]:
     return tuple(total[owner] for owner in sorted(total))
 
 
-def _run(whole: Whole, extents: Sequence[int]) -> tuple[int, list[int]]:
-    """Bytes of the runs of a box, and the dims outside of them that have more than one element."""
-    nbytes, logical = whole.dtype.itemsize, whole.strides
+def _first_inner(whole: Whole, extents: Sequence[int]) -> int:
+    """The first dim of the runs of a box; the dims before it are outside of them."""
+    nbytes = whole.dtype.itemsize
     for dim in range(len(extents) - 1, -1, -1):
         if extents[dim] != 1:
-            if logical[dim] != nbytes:
-                return nbytes, [outer for outer in range(dim + 1) if extents[outer] != 1]
+            if whole.strides[dim] != nbytes:
+                return dim + 1
             nbytes *= extents[dim]
-    return nbytes, []
+    return 0
 
 
 def _in_order(whole: Whole, piece: SummedBox) -> bool:
     """Whether each run of a box is contiguous in memory."""
-    _, outer = _run(whole, piece.extents)
     return all(
         piece.extents[dim] == 1
         or piece.strides[dim] * whole.dtype.itemsize == whole.strides[dim] * piece.dtype.itemsize
-        for dim in range(outer[-1] + 1 if outer else 0, len(piece.extents))
+        for dim in range(_first_inner(whole, piece.extents), len(piece.extents))
     )
 
 
@@ -158,8 +162,7 @@ def _rows(whole: Whole, pieces: Sequence[SummedBox]) -> list[list[SummedBox]]:
     """Pieces in rows: those with short runs next to each other, such as the columns of ranks, are longer together."""
     beside: dict[tuple[Any, ...], list[SummedBox]] = {}
     for piece in pieces:
-        _, outer = _run(whole, piece.extents)
-        dim = outer[-1] + 1 if outer else 0
+        dim = _first_inner(whole, piece.extents)
         rest = [(*values[:dim], *values[dim + 1 :]) for values in (piece.offset, piece.extents)]
         beside.setdefault((dim, *rest), []).append(piece)
     rows = []
@@ -235,8 +238,9 @@ class _RunSums:
             extents[along] = last.offset[along] + last.extents[along] - first.offset[along]
         if 0 in extents:
             return
-        _, outer = _run(whole, first.extents)
-        run_bytes = prod(extents[outer[-1] + 1 if outer else 0 :]) * whole.dtype.itemsize
+        inner = _first_inner(whole, first.extents)
+        outer = [dim for dim in range(inner) if first.extents[dim] != 1]
+        run_bytes = prod(extents[inner:]) * whole.dtype.itemsize
         steps = [whole.strides[dim] for dim in outer]
         counts = [extents[dim] for dim in outer]
         in_place = along is None and first.dtype == whole.dtype and _in_order(whole, first)
@@ -356,8 +360,7 @@ def _array(piece: SummedBox) -> Array:
 
 def _copy(values: Array, target: Array) -> None:
     """Copy a box to one of the same shape, and cast it if the dtypes differ."""
-    (copy_box if values.dtype == target.dtype else _cast)(values, target)
-
-
-def _cast(values: Array, target: Array) -> None:
-    cast_box(values, target, in_range=False)
+    if values.dtype == target.dtype:
+        copy_box(values, target)
+    else:
+        cast_box(values, target, in_range=False)

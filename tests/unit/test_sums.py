@@ -115,7 +115,7 @@ def test_boxes_add_up_to_the_tensor(
                 of_boxes[end : end + len(buffer)] = buffer
                 buffer, first_byte, end = of_boxes, end + 3, end + len(buffer)
             box = DeviceBox(buffer, first_byte, tensor.dtype, tuple(extents), strides)
-            added.add((7, 1), whole, [SummedBox.of(box, buffer, offset, tensor.ndim)])
+            added.add((7, 1), whole, [SummedBox.of(box, offset, tensor.ndim)])
         (found,) = added.found()
     finally:
         sums.CALL_BYTES, sums.SCRATCH_BYTES = before
@@ -129,9 +129,7 @@ def test_a_box_is_cast_before_it_is_added() -> None:
     for first in (0, 200):
         half = np.ascontiguousarray(master[first : first + 200 - first // 2])
         box = DeviceBox(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
-        added.add(
-            (0, 0), Whole.of(master.shape, np.dtype("<u2")), [SummedBox.of(box, box.buffer, (first, 0), 2)]
-        )
+        added.add((0, 0), Whole.of(master.shape, np.dtype("<u2")), [SummedBox.of(box, (first, 0), 2)])
     (found,) = added.found()
     rounded = cast(master, np.dtype("<u2"))
     assert crc.checksum_of(found.remainder, rounded.nbytes) == crc64nvme(rounded.tobytes())
@@ -147,7 +145,7 @@ def test_long_and_short_runs(columns: tuple[int, ...], monkeypatch: pytest.Monke
         part = np.ascontiguousarray(master[:, :, first:last])
         box = DeviceBox(part.view(np.uint8).reshape(-1), 0, part.dtype, part.shape, part.strides)
         for number, dtype in enumerate(dtypes):
-            piece = SummedBox.of(box, box.buffer, (0, 0, first, 0), 4)
+            piece = SummedBox.of(box, (0, 0, first, 0), 4)
             added.add((0, number), Whole.of(master.shape, dtype), [piece])
     for found, dtype in zip(added.found(), dtypes, strict=True):
         values = cast(master, dtype).copy()
@@ -162,9 +160,7 @@ def test_zeros_are_those_of_the_runs_at_hand() -> None:
         values = np.zeros((90, 40), np.uint8)
         values[:, first:last] = stored[: 90 * (last - first)].reshape(90, -1)
         box = DeviceBox(stored, 0, values.dtype, (90, last - first), (last - first, 1))
-        added.add(
-            (number, 0), Whole.of(values.shape, values.dtype), [SummedBox.of(box, stored, (0, first), 2)]
-        )
+        added.add((number, 0), Whole.of(values.shape, values.dtype), [SummedBox.of(box, (0, first), 2)])
         expected.append(crc64nvme(values.tobytes()))
     assert [crc.checksum_of(one.remainder, 3600) for one in added.found()] == expected
 
@@ -177,7 +173,7 @@ def test_values_are_added_up_where_their_runs_are_longer() -> None:
         strides: tuple[int, int], starts: list[tuple[int, int]], dtype: str = "<u2"
     ) -> list[SummedBox]:
         boxes = [DeviceBox(buffers[n], at, np.dtype(dtype), (4, 3), strides) for n, at in starts]
-        return [SummedBox.of(box, box.buffer, (0, 3 * n), 2) for n, box in enumerate(boxes)]
+        return [SummedBox.of(box, (0, 3 * n), 2) for n, box in enumerate(boxes)]
 
     together, apart = pieces((12, 2), [(0, 0), (0, 6)]), pieces((6, 2), [(1, 0), (2, 0)])
     transposed, wide = pieces((2, 8), [(0, 0), (0, 24)]), pieces((12, 4), [(1, 0), (2, 0)], "<f4")
