@@ -120,12 +120,12 @@ class ReshardWorker:
             except Exception as error:  # noqa: BLE001 -- whatever it is, the driver tries the group elsewhere
                 failure = f"{type(error).__name__}: {one_line(error)}"
         if reports:
-            figures = self.figures.taken(
-                len(reports),
-                sum(report.read_bytes for report in reports),
-                sum(report.written_bytes for report in reports),
+            self.figures.count(
+                groups=len(reports),
+                read_bytes=sum(report.read_bytes for report in reports),
+                written_bytes=sum(report.written_bytes for report in reports),
             )
-            reports[0] = replace(reports[0], figures=(figures,))
+            reports[0] = replace(reports[0], figures=(self.figures.taken(),))
         return BatchAnswer(reports, time.monotonic() - started, failure, refusal)
 
     def _run(self, work: GroupWork) -> GroupReport:
@@ -142,7 +142,7 @@ class ReshardWorker:
         self.pool.clear()  # objects need the memory of workspaces
         with self.figures.busy():
             band = _errors_returned(load_band, self.source, path, start, stop)
-        self.figures.add_read(0 if isinstance(band, ReshardError) else len(band))
+        self.figures.count(read_bytes=0 if isinstance(band, ReshardError) else len(band))
         return band
 
     def finish(self, share: GroupWork, *bands: Buffer | ReshardError) -> GroupReport | ReshardError:
@@ -159,7 +159,8 @@ class ReshardWorker:
             report = _errors_returned(finish_group, share, loaded, self.target, self.mover)
         if isinstance(report, ReshardError):
             return report
-        return self.figures.added_to(report)
+        self.figures.count(groups=1, written_bytes=report.written_bytes)  # bytes are counted as they are read
+        return replace(report, figures=(self.figures.taken(),))
 
 
 class WorkspacePool:
@@ -226,19 +227,14 @@ class _Figures:
                 self._add(replace(self.zero, busy_seconds=now - self.started))
                 self.started = now
 
-    def add_read(self, nbytes: int) -> None:
-        """Record bytes read from the source."""
-        with self.lock:
-            self._add(replace(self.zero, read_bytes=nbytes))
-
-    def added_to(self, report: GroupReport) -> GroupReport:
-        """The report of a group, with the figures since the last report; bytes read are counted as they are read."""
-        return replace(report, figures=(self.taken(1, 0, report.written_bytes),))
-
-    def taken(self, groups: int, read_bytes: int, written_bytes: int) -> WorkerFigures:
-        """The figures since the last report, with the work of some further groups."""
+    def count(self, groups: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
+        """Record work that was done."""
         with self.lock:
             self._add(replace(self.zero, groups=groups, read_bytes=read_bytes, written_bytes=written_bytes))
+
+    def taken(self) -> WorkerFigures:
+        """The figures since the last report."""
+        with self.lock:
             figures, self.unreported = self.unreported, self.zero
         return figures
 

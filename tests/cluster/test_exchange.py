@@ -13,7 +13,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
-from paddle_reshard.tasks.group import GroupReport, load_band
+from paddle_reshard.tasks.group import load_band
 from paddle_reshard.tasks.run_group import finish_group, run_group
 from tests.conftest import case_directory
 from tests.sized import in_groups
@@ -103,9 +103,9 @@ def test_a_band_that_was_refused_is_the_answer_of_whoever_needs_it() -> None:
 def test_broken_metrics_fail_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = ReshardWorker(Broken(), Written(), None, 7, 1 << 30, {})
     monkeypatch.setattr(worker.figures.metrics, "counters", {})
-    report = GroupReport(group=0, read_bytes=2, written_bytes=3)
-    worker.figures.add_read(2)
-    (told,) = worker.figures.added_to(report).figures
+    worker.figures.count(read_bytes=2)
+    worker.figures.count(groups=1, written_bytes=3)
+    told = worker.figures.taken()
     assert (told.number, told.groups, told.read_bytes, told.written_bytes) == (7, 1, 2, 3)
-    (told,) = worker.figures.added_to(report).figures
-    assert (told.groups, told.read_bytes) == (1, 0)
+    told = worker.figures.taken()
+    assert (told.groups, told.read_bytes) == (0, 0)
