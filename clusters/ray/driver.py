@@ -15,7 +15,7 @@ from paddle_reshard.clusters.ray.capacity import most_object_bytes
 from paddle_reshard.clusters.ray.crew import Crew
 from paddle_reshard.clusters.ray.dealing import Dealer, Shareable, Table, next_batch_groups
 from paddle_reshard.clusters.ray.exchange import merge_reports
-from paddle_reshard.clusters.ray.join import head_of_cluster, lost_node
+from paddle_reshard.clusters.ray.join import head_of_cluster, lost_cluster
 from paddle_reshard.clusters.ray.state import Running, Worker
 from paddle_reshard.clusters.ray.worker import BatchAnswer
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
@@ -62,10 +62,7 @@ class Driver:
         ClusterError
             If this process has lost its cluster. Finished groups are kept, as after a kill.
         """
-        lost = self.head.lost(at_once=idle)
-        if idle and self.head.answers:
-            lost = lost_node()
-        if lost:
+        if lost := lost_cluster(self.head, idle):
             raise ClusterError(
                 f"Ray was lost while groups were being moved ({lost}); finished work is kept: run the same command "
                 "with --resume"

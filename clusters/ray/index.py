@@ -23,7 +23,7 @@ from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
 from paddle_reshard.clusters.ray.capacity import Demand, check_labels
 from paddle_reshard.clusters.ray.environment import worker_variables
-from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_node
+from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_cluster
 from paddle_reshard.pipeline.checkpoint.reading import Readable
 from paddle_reshard.pipeline.core.errors import ClusterError, ReshardError
 from paddle_reshard.pipeline.core.events import FilesRead, Observer, Waiting, ignore_events
@@ -108,7 +108,7 @@ class RayIndexing:
                     running.append(task.remote(index, shared, waiting.pop(0), environment))
                 done, running = ray.wait(running, timeout=PATIENCE_SECONDS)
                 if not done:
-                    if lost := head.lost(at_once=True) or (lost_node() if head.answers else None):
+                    if lost := lost_cluster(head, idle=True):
                         raise ClusterError(
                             f"Ray was lost while files were being indexed ({lost}); run the command again"
                         )

@@ -173,8 +173,13 @@ def head_of_cluster() -> Head:
     return Head(_gcs_address(), 0.0 if _is_private() else patience_seconds())
 
 
-def lost_node() -> str | None:
-    """Why this process's own node is lost; ``None`` if it is alive."""
+def lost_cluster(head: Head, idle: bool) -> str | None:
+    """Why this process has lost its cluster; ``None`` if it has not.
+
+    ``idle``: whether there was no answer from it for long. Then the head is asked at once, and this node too.
+    """
+    if (reason := head.lost(at_once=idle)) or not (idle and head.answers):
+        return reason
     here = ray.get_runtime_context().get_node_id()
     every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     for node in every:
