@@ -131,10 +131,8 @@ def tiles(extents: Sequence[int], order_b: Sequence[int], edge: int = TILE_EDGE)
 
 def pieces_of(source: Array) -> Iterator[Slices]:
     """Cut a box into pieces to work on one at a time; the dims of the second box are in its memory order."""
-    return blocks(source.shape) if _is_in_order(source) else _tiles_of(source)
-
-
-def _tiles_of(source: Array) -> Iterator[Slices]:
+    if _is_in_order(source):
+        return blocks(source.shape)
     return tiles(source.shape, _memory_order(source))
 
 

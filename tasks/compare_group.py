@@ -23,7 +23,6 @@ from paddle_reshard.tasks.device import HOST, Buffer, Mover
 from paddle_reshard.tasks.group import (
     ROWS_AT_A_TIME,
     GroupReport,
-    Pass,
     band_bytes,
     box_of,
     load_bands,
@@ -62,26 +61,21 @@ def measure_group(
         bands = load_bands(work, step.bands, source, mover)
         ops = work.ops[step.ops]
         for op, *pair in with_ranges(ops, (step.bands, "source"), (step.bands, "target")):
-            statistics.append(_measured(work, step, op, [bands[band] for band in pair], pair, tolerance))
+            sides = [
+                box_of(bands[band], int(step.bands[band]["start"]), op, side).array()
+                for band, side in zip(pair, ("source", "target"), strict=True)
+            ]
+            statistics.append(_measured(work, op, sides, tolerance))
         mover.release()
     return GroupReport(work.group, band_bytes(work), 0, statistics=tuple(statistics))
 
 
 def _measured(
-    work: GroupWork,
-    step: Pass,
-    op: np.void,
-    buffers: Sequence[Buffer],
-    bands: Sequence[int],
-    tolerance: Tolerance,
+    work: GroupWork, op: np.void, sides: Sequence[npt.NDArray[Any]], tolerance: Tolerance
 ) -> tuple[int, Statistics]:
     number = int(op["tensor"])
     tensor = work.tensors[number]
     dims = len(tensor.global_shape)
-    sides = [
-        box_of(buffer, int(step.bands[band]["start"]), op, side).array()
-        for buffer, band, side in zip(buffers, bands, ("source", "target"), strict=True)
-    ]
     other = (work.measured or {}).get(number, tensor.dtype)
     dtypes = np.dtype(f"<{tensor.dtype.code}"), np.dtype(f"<{other.code}")
     statistics = compare_values(sides[0], sides[1], dtypes, tolerance)

@@ -82,28 +82,26 @@ class SummedBox(NamedTuple):
 class Sums:
     """Boxes of tensors, all in memory until they are added up. Not thread-safe."""
 
-    wholes: dict[tuple[int, int], Whole] = field(default_factory=dict)
-    pieces: dict[tuple[int, int], list[SummedBox]] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], tuple[Whole, list[SummedBox]]] = field(default_factory=dict)
     """Tensor and dtype → its boxes."""
 
     def add(self, owner: tuple[int, int], whole: Whole, pieces: Iterable[SummedBox]) -> None:
         """Add boxes of a tensor."""
-        self.wholes[owner] = whole
-        self.pieces.setdefault(owner, []).extend(pieces)
+        self.pieces.setdefault(owner, (whole, []))[1].extend(pieces)
 
     def found(self) -> tuple[Sum, ...]:
         """The sums of all tensors."""
         runs = _RunSums()
         owners = sorted(self.pieces)
+        elements = []
         for number, owner in enumerate(owners):
-            whole = self.wholes[owner]
-            for row in _rows(whole, self.pieces[owner]):
+            whole, pieces = self.pieces[owner]
+            for row in _rows(whole, pieces):
                 runs.add(number, whole, row)
+            elements.append(sum(prod(piece.extents) for piece in pieces))
         remainders = runs.totals(len(owners))
-        return tuple(
-            Sum(*owner, remainder, sum(prod(piece.extents) for piece in self.pieces[owner]))
-            for owner, remainder in zip(owners, remainders, strict=True)
-        )
+        found = zip(owners, remainders, elements, strict=True)
+        return tuple(Sum(*owner, remainder, count) for owner, remainder, count in found)
 
 
 def better(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, list[SummedBox]]:
