@@ -85,12 +85,7 @@ class Companion:
         return self.answered < self.sent
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Queue a request and return at once.
-
-        Raises
-        ------
-        CompanionLost
-        """
+        """Queue a request and return at once; raises ``CompanionLost`` if the process has ended."""
         assert self.process.stdin is not None  # noqa: S101
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -112,10 +112,6 @@ def check_memory_limit(more_bytes: int, room_bytes: int, budget_bytes: int) -> N
     """Refuse to allocate ``more_bytes`` for groups if this process would be killed for it.
 
     ``room_bytes`` is the part of the budget that groups may take.
-
-    Raises
-    ------
-    UsageError
     """
     limit = memory_limit()
     if limit is None or more_bytes <= limit.left_bytes:

@@ -72,15 +72,7 @@ class InlineEngine(Engine):
     def reserving_metadata(
         self, tensors: int, pieces: int, peak_bytes: int, spare_bytes: int
     ) -> InlineEngine:
-        """The same engine with the memory that remains next to metadata, for groups of at most ``peak_bytes``.
-
-        ``spare_bytes`` of the footprint are free for metadata.
-
-        Raises
-        ------
-        MemoryBudgetError
-            If metadata and a group do not fit together.
-        """
+        """The same engine with the memory that remains next to metadata."""
         check_metadata(tensors, pieces, peak_bytes, self.memory_bytes, spare_bytes)
         return replace(self, memory_bytes=self.memory_bytes - held_bytes(tensors, pieces, spare_bytes))
 
@@ -90,13 +82,7 @@ class InlineEngine(Engine):
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
     def each(self, works: Works, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
-        """Call ``do`` with every group and a workspace for it.
-
-        Raises
-        ------
-        UsageError
-            If their workspaces exceed the memory limit of the container.
-        """
+        """Call ``do`` with every group and a workspace for it."""
         count = self.groups_at_a_time
         peaks = works.largest_peaks(count)
         spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES, peaks)

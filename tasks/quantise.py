@@ -77,10 +77,7 @@ def e4m3_codes(values: Floats) -> Codes:
 def quantise(weight: Floats, codes: Codes) -> Floats:
     """Fill ``codes`` with those of at most 128 rows of a weight; one scale for each 128 columns.
 
-    Raises
-    ------
-    OverflowError
-        If a value is infinite or not a number.
+    Raises ``OverflowError`` if a value is infinite or not a number.
     """
     columns = weight.shape[1]
     scales = np.empty(-(-columns // BLOCK), np.float32)

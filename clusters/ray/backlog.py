@@ -40,12 +40,7 @@ class Backlog:
         return bool(self._line)
 
     def check_memory(self, memory_bytes: int) -> None:
-        """Refuse a group that does not fit into ``memory_bytes``, the budget of a worker.
-
-        Raises
-        ------
-        MemoryBudgetError
-        """
+        """Refuse a group that does not fit into ``memory_bytes``, the budget of a worker."""
         peaks = self.works.plan.group_peaks
         largest = max((group for groups, _ in self._line for group in groups), key=peaks.__getitem__)
         needed_bytes = int(peaks[largest]) + FOOTPRINT_BYTES

@@ -73,12 +73,7 @@ def most_object_bytes(nodes: Iterable[Resources]) -> int:
 
 
 def check_labels(requested: int | None, demand: Demand, nodes: Sequence[Node], grows: bool) -> None:
-    """Check that there are nodes on which workers may run; only warn if the workers wait for them.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse a demand for which there are no nodes; only warn if the workers wait for them."""
     if not demand.selector or demand.eligible(nodes):
         return
     labels = labels_in_words(node.labels for node in nodes)

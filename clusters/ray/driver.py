@@ -55,13 +55,7 @@ class Driver:
             self.calls.pending.clear()
 
     def _check_cluster(self, idle: bool) -> None:
-        """Find out whether it is worth waiting for an answer; ``idle`` if there was none for long.
-
-        Raises
-        ------
-        ClusterError
-            If this process has lost its cluster. Finished groups are kept, as after a kill.
-        """
+        """End the run if this process has lost its cluster; ``idle`` if there was no answer for long."""
         if lost := lost_cluster(self.head, idle):
             raise ClusterError(
                 f"Ray was lost while groups were being moved ({lost}); finished work is kept: run the same command "

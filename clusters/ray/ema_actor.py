@@ -90,15 +90,7 @@ class ActorCompanion(Companion):
         self.pending.append(self.actor.do.remote(dict(request)))
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all requests are done. Returns whether they are.
-
-        Raises
-        ------
-        CompanionLost
-            If the actor ended before.
-        ReshardError
-            If a request failed, with its message.
-        """
+        """Wait until all requests are done. Returns whether they are."""
         waiting = [*self.pending]
         unfinished = (
             ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)[1] if waiting else []

@@ -37,10 +37,6 @@ class LabelSelector:
 
         >>> print(LabelSelector.parse(["ray.io/region=us-east-1", "ray.io/market-type=!spot"]))
         ray.io/region=us-east-1 and ray.io/market-type=!spot
-
-        Raises
-        ------
-        UsageError
         """
         conditions: dict[str, str] = {}
         for text in texts:
