@@ -324,9 +324,4 @@ def _copy_parts(work: GroupWork, copied: Parts, source: ReadRange, target: Write
     if len(copied) < 2 or target.copies_in_flight < 2:
         return [copy(part) for part in copied]
     with ThreadPoolExecutor(target.copies_in_flight) as pool:
-        futures = [pool.submit(copy, part) for part in copied]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+        return list(pool.map(copy, copied))  # a failure cancels those that wait

@@ -83,7 +83,10 @@ class Head:
 
 
 def check_answers(address: str, seconds: float = CONNECT_SECONDS) -> None:
-    """Check that a process listens at ``host:port``, for which Ray itself would try for minutes, or raise ``OSError``."""
+    """Check that a process listens at ``host:port``, for which Ray itself would try for minutes.
+
+    Raises ``OSError`` if none does.
+    """
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
