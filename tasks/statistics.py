@@ -100,8 +100,10 @@ def _place(part: Statistics) -> tuple[int, ...]:
 
 
 def _sum(totals: Iterable[float]) -> float:
-    values = list(totals)
-    return math.inf if math.inf in values else math.fsum(values)
+    try:
+        return math.fsum(totals)
+    except OverflowError:
+        return math.inf
 
 
 def _of_block(a: npt.NDArray[Any], b: npt.NDArray[Any], tolerance: Tolerance) -> Statistics:

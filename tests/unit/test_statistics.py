@@ -56,3 +56,8 @@ def test_parts_of_a_tensor_are_combined() -> None:
     found = combined(parts)
     assert (found.elements, found.changed, found.outside, found.ulps, found.first) == (8, 3, 1, 9, (2, 9))
     assert (found.largest, found.mean, found.relative) == (2.0, 3.5 / 8, 0.5)
+
+
+def test_differences_whose_sum_no_number_holds_are_infinite() -> None:
+    far = Statistics(1, 1, 1, largest=1e308, total=1e308)
+    assert combined([far, far]).total == math.inf
