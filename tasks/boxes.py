@@ -6,7 +6,7 @@ blocks that fit the processor's cache, so a few blocks are all the extra memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -70,22 +70,34 @@ def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
     OverflowError
         If a finite value is too large for the dtype of ``target``, and must be ``in_range``.
     """
-    source, target = in_order_of(target, source, target)
     room = min(source.size, BLOCK_ELEMENTS)
+    words, halves = np.empty(room, "<u4"), np.empty(room, "<u2")
+
+    def rounded(values: Array, _: Array) -> Array:
+        if (source.dtype, target.dtype) != (FLOAT32, BFLOAT16):
+            return (cast_in_range if in_range else cast)(values, target.dtype)
+        round_words(values, words[: values.size])
+        np.copyto(halves[: values.size], words[: values.size], casting="unsafe")  # the upper halves are zero
+        return halves[: values.size]
+
+    by_blocks(source, target, rounded)
+
+
+def by_blocks(source: Array, target: Array, make: Callable[[Array, Array], Array]) -> None:
+    """Fill a box with what ``make`` returns for each block of a box of the same shape.
+
+    It is given the values of the block, flat, in memory that the next block reuses, and the block of the target.
+    """
+    source, target = in_order_of(target, source, target)
     # Arithmetic on strided or unaligned operands is slow; copying a block first is not.
-    values, words, halves = (np.empty(room, dtype) for dtype in (source.dtype, "<u4", "<u2"))
+    values = np.empty(min(source.size, BLOCK_ELEMENTS), source.dtype)
     order = _memory_order(source)
-    for piece in pieces_of(source):
+    pieces = blocks(source.shape) if _is_in_order(source) else tiles(source.shape, order)
+    for piece in pieces:
         box = source[piece]
         block = values[: box.size]
         block.reshape(box.shape)[...] = _rows_apart(box, order)
-        if (source.dtype, target.dtype) == (FLOAT32, BFLOAT16):
-            round_words(block, words[: box.size])
-            rounded: Array = halves[: box.size]
-            np.copyto(rounded, words[: box.size], casting="unsafe")  # the upper halves are zero
-        else:
-            rounded = (cast_in_range if in_range else cast)(block, target.dtype)
-        target[piece] = rounded.reshape(box.shape)
+        target[piece] = make(block, target[piece]).reshape(box.shape)
 
 
 def blocks(extents: Sequence[int], elements: int = BLOCK_ELEMENTS) -> Iterator[Slices]:
@@ -127,13 +139,6 @@ def tiles(extents: Sequence[int], order_b: Sequence[int], edge: int = TILE_EDGE)
             for extent, step in zip(extents, shape, strict=True)
         )
     )
-
-
-def pieces_of(source: Array) -> Iterator[Slices]:
-    """Cut a box into pieces to work on one at a time; the dims of the second box are in its memory order."""
-    if _is_in_order(source):
-        return blocks(source.shape)
-    return tiles(source.shape, _memory_order(source))
 
 
 def _memory_order(box: Array) -> list[int]:
