@@ -14,7 +14,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,24 +54,23 @@ class EmaWorker:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.scratch: Floats = np.empty(BLOCK_ELEMENTS, dtype=np.float32)
-        self.actions: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
-            "blend": self._blend,
-            "save": lambda request: _save(shared, request),
-        }
         os.nice(POLITENESS)
 
     def do(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a request; the answer has an ``error`` if that failed."""
         answer = {"done": request["do"]}
         try:
-            self.actions[request["do"]](request)
+            if request["do"] == "blend":
+                self._blend(request["decay"])
+            else:
+                _save(self.shared, request)
         except OSError as error:
             answer["error"] = f"{request.get('path', '')}: cannot be written: {error.strerror or error}"
         return answer
 
-    def _blend(self, request: Mapping[str, Any]) -> None:
+    def _blend(self, decay: float) -> None:
         self.shared.counts[0] += 1
-        blend(self.shared.average, self.shared.values, request["decay"], self.scratch)
+        blend(self.shared.average, self.shared.values, decay, self.scratch)
         self.shared.counts[1] += 1
 
 

@@ -89,6 +89,20 @@ def _make(
         mover.release()
     mixed.clear()
     totals = added(chain(sums.found(), sums_of_bands))
+    receipts = _write_parts(work, made, target, mover)
+    return GroupReport(
+        group=work.group,
+        read_bytes=band_bytes(work),
+        written_bytes=sum(receipt.nbytes for receipt in receipts),
+        receipts=tuple(receipts),
+        compared_elements=comparisons.elements,
+        differences=tuple(differences),
+        sums=totals,
+    )
+
+
+def _write_parts(work: GroupWork, made: dict[int, Any], target: WritePart, mover: Mover) -> list[Receipt]:
+    """Write parts with their literal bytes, and discard each when it is written."""
     receipts = []
     literals = iter(work.literals)  # sorted by part
     literal = next(literals, None)
@@ -101,15 +115,7 @@ def _make(
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
             literal = next(literals, None)
         receipts.append(_write(work, int(part["file"]), int(part["start"]), buffer, target))
-    return GroupReport(
-        group=work.group,
-        read_bytes=band_bytes(work),
-        written_bytes=sum(receipt.nbytes for receipt in receipts),
-        receipts=tuple(receipts),
-        compared_elements=comparisons.elements,
-        differences=tuple(differences),
-        sums=totals,
-    )
+    return receipts
 
 
 def _allowed(work: GroupWork, differences: list[DriftError]) -> list[DriftError]:

@@ -80,7 +80,8 @@ def compare_values(
 def combined(parts: Iterable[Statistics]) -> Statistics:
     """The statistics of a tensor, from those of its parts."""
     parts = list(parts)
-    first = min((part for part in parts if part.first is not None), key=_place, default=Statistics(0))
+    changed = (part for part in parts if part.first is not None)
+    first = min(changed, key=lambda part: part.first or (), default=Statistics(0))
     return Statistics(
         elements=sum(part.elements for part in parts),
         changed=sum(part.changed for part in parts),
@@ -93,10 +94,6 @@ def combined(parts: Iterable[Statistics]) -> Statistics:
         first=first.first,
         values=first.values,
     )
-
-
-def _place(part: Statistics) -> tuple[int, ...]:
-    return part.first or ()
 
 
 def _sum(totals: Iterable[float]) -> float:
