@@ -4,6 +4,7 @@ Two nodes on this machine: one with two CPUs and two GPUs that are only said to 
 Workers that need no GPU are spread over both. It listens on 127.0.0.1 only and wants a token.
 """
 
+import os
 import secrets
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ CASE = "mp2pp2sh2_s1v2_meta_ema"
 GROUP_BYTES = 100_000
 OBJECT_STORE_BYTES = 200_000_000
 ZONE = "ray.io/availability-zone"
+IMPORTS = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+"""Where workers and drivers of their own find these tests, and what the tests themselves import."""
 
 
 @pytest.fixture(scope="package")
@@ -42,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
     )  # Cluster writes its address there, wherever its folder is
     folder = tempfile.mkdtemp(prefix="ray")  # sockets want a short path
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(REPO))  # workers import the faults below
+        patch.setenv("PYTHONPATH", IMPORTS)  # workers import the faults below
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         # Ray calls this machine 127.0.0.1 then, and listens nowhere else; nodes read one, this process has read it.

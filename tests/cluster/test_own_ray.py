@@ -23,8 +23,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import gcs_service_pb2 as gcs
 from ray.core.generated import gcs_service_pb2_grpc as gcs_grpc
 
-from tests.cluster.conftest import CASE, GROUP_BYTES, contents
-from tests.conftest import REPO, case_directory
+from tests.cluster.conftest import CASE, GROUP_BYTES, IMPORTS, contents
+from tests.conftest import case_directory
 from tests.sized import in_groups
 
 SOURCE = case_directory(CASE) / "checkpoint-3"
@@ -86,7 +86,7 @@ def slow_conversion(
         stderr=subprocess.PIPE,
         text=True,
         env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        | {"PYTHONPATH": str(REPO), **SOON_MISSED},
+        | {"PYTHONPATH": IMPORTS, **SOON_MISSED},
     )
     try:
         await_true(lambda: notes.exists() or process.poll() is not None)
