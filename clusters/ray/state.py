@@ -73,5 +73,5 @@ class Worker:
 
     def has_room(self, most_bytes: int, batches_at_a_time: int) -> bool:
         """Whether it may run more, if what it holds already takes at most ``most_bytes``."""
-        busy = self.pinged or self.alone or len(self.running) >= batches_at_a_time
+        busy = self.pinged or len(self.running) >= batches_at_a_time or self.alone
         return not busy and self.held_bytes <= most_bytes
