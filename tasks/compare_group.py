@@ -13,7 +13,17 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.errors import DriftError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.sorting import distinct
-from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, ITEMSIZES, MOVE, PROBE, SUM, Ops, op_volumes
+from paddle_reshard.pipeline.planning.ops import (
+    COMPARE,
+    HOLD,
+    ITEMSIZES,
+    MOVE,
+    PROBE,
+    SUM,
+    Ops,
+    hull,
+    op_volumes,
+)
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange
@@ -164,8 +174,8 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
         sides = []
         for side in ("source", "target"):
             bands = locate_bands(ranges, block, side)
-            begins = block[f"{side}_byte"] - ranges["start"][bands]
-            beyond = block[f"{side}_stop"] > ranges["stop"][bands]
+            start, stop = hull(block, side)
+            begins, beyond = start - ranges["start"][bands], stop > ranges["stop"][bands]
             if (begins < 0).any() or beyond.any():
                 raise PlanError("a comparison reaches beyond the bands of its pass")
             sides.append((bands.tolist(), begins.tolist()))

@@ -44,14 +44,11 @@ Rows = npt.NDArray[np.void]
 
 _NUMBER = np.dtype([("value", np.int64)])
 _ROWS = {"op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
+_LENGTHS = {f"{side}_length": f"{side}_stop_after_{side}_byte" for side in ("source", "target")}
 _OPS = {
-    (name, dim): "_".join(
-        [*([name] if name not in Ops.DISTANCES else [name, "after", Ops.DISTANCES[name]]), *dims]
-    )
-    for name, dim in Ops.COLUMNS
-    for dims in [[str(dim)] if OP[name].shape else []]
+    (name, dim): _LENGTHS.get(name, name) + (f"_{dim}" if OP[name].shape else "") for name, dim in Ops.COLUMNS
 }
-"""Column of ops → its name in the file. Of the end of a box, the file holds the distance from its first byte."""
+"""Column of ops → its name in the file."""
 _WIDTHS = (pa.int8(), pa.int16(), pa.int32(), pa.int64())
 _FILE = pa.schema([("path", pa.string()), ("size_bytes", pa.int64())])
 _TABLES = {

@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.planning.ops import (
     Ops,
     hull,
     op_volumes,
-    set_stops,
+    set_lengths,
 )
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.ranges import merge
@@ -218,7 +218,7 @@ def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Op
         sample["offset"] = large["offset"] + skipped
         for side in ("source", "target"):
             sample[f"{side}_byte"] = large[f"{side}_byte"] + (skipped * large[f"{side}_strides"]).sum(axis=1)
-        set_stops(sample)
+        set_lengths(sample)
         samples.append(sample)
     return Ops.joined(samples)
 

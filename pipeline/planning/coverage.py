@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.core.geometry import (
     meeting_pairs,
 )
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops
+from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 
@@ -376,8 +376,7 @@ def _check_groups(plan: Plan, problems: Problems) -> None:
         rows = np.flatnonzero(chosen)
         inside = _within(
             (owners * files + ops[f"{side}_file"])[rows],
-            ops[f"{side}_byte"][rows],
-            ops[f"{side}_stop"][rows],
+            *(end[rows] for end in hull(ops, side)),
             owners_of_ranges * files + ranges["file"],
             ranges["start"],
             ranges["stop"],

@@ -14,7 +14,15 @@ import numpy as np
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull, itemsizes, op_volumes, set_stops, wide_dims
+from paddle_reshard.pipeline.planning.ops import (
+    MOVE,
+    Ops,
+    hull,
+    itemsizes,
+    op_volumes,
+    set_lengths,
+    wide_dims,
+)
 
 
 class Pieces(NamedTuple):
@@ -58,7 +66,7 @@ def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
         ops[f"{side}_byte"] = ops[f"{side}_byte"] + skipped * ops.along_each(f"{side}_strides", dim)
     ops.set_along_each("offset", dim, ops.along_each("offset", dim) + skipped)
     ops.set_along_each("extents", dim, count)
-    set_stops(ops)
+    set_lengths(ops)
     return ops
 
 

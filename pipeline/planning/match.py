@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops, wide_dims
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_lengths, wide_dims
 
 _CASTS = {("float32", "bfloat16")}
 """Casts that formats define: a bfloat16 parameter is its master weight, rounded to nearest even."""
@@ -257,7 +257,7 @@ def _in_common(source: Fragments, target: Fragments) -> Ops:
         ops.set_along("extents", dim, 1)
     for side, start in starts.items():
         ops[f"{side}_byte"] = start
-    set_stops(ops)
+    set_lengths(ops)
     return ops
 
 

@@ -12,8 +12,6 @@ field touches no other, and sorting copies one field at a time.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from paddle_reshard.pipeline.core.columns import Columns
@@ -36,8 +34,8 @@ OP = np.dtype(
         ("target_dtype", np.int8),
         ("source_byte", np.int64),  # of the first element
         ("target_byte", np.int64),
-        ("source_stop", np.int64),  # one past the last byte of the box
-        ("target_stop", np.int64),
+        ("source_length", np.int64),  # bytes from the first element to the end of the last
+        ("target_length", np.int64),
         ("offset", np.int64, (MAX_DIMS,)),  # of the box in the tensor
         ("extents", np.int64, (MAX_DIMS,)),
         ("source_strides", np.int64, (MAX_DIMS,)),
@@ -51,7 +49,6 @@ class Ops(Columns):
     """Ops, with one array for each field of ``OP``. An op takes 35 to 70 bytes, instead of 183 as a row."""
 
     DTYPE = OP
-    DISTANCES: ClassVar = {"source_stop": "source_byte", "target_stop": "target_byte"}
 
     __slots__ = ()
 
@@ -67,15 +64,15 @@ def itemsizes(rows: Columns, field: str) -> Ints | np.int64:
     return ITEMSIZES[rows[field]] if dtype is None else np.int64(ITEMSIZES[dtype])
 
 
-def set_stops(ops: Ops) -> None:
-    """Recompute the ``_stop`` fields from the boxes."""
+def set_lengths(ops: Ops) -> None:
+    """Recompute the ``_length`` fields from the boxes."""
     steps = [(dim, ops.along("extents", dim) - 1) for dim in wide_dims(ops)]
     for side in ("source", "target"):
-        reach = np.zeros(len(ops), dtype=np.int64)
-        reach += itemsizes(ops, f"{side}_dtype")
+        length = np.zeros(len(ops), dtype=np.int64)
+        length += itemsizes(ops, f"{side}_dtype")
         for dim, further in steps:
-            reach += further * ops.along(f"{side}_strides", dim)
-        ops.set_distance(f"{side}_stop", reach)
+            length += further * ops.along(f"{side}_strides", dim)
+        ops[f"{side}_length"] = length
 
 
 def op_volumes(ops: Ops) -> Ints:
@@ -88,4 +85,5 @@ def op_volumes(ops: Ops) -> Ints:
 
 def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:
     """First byte, and one past the last byte, of each op's box on one ``side``."""
-    return ops[f"{side}_byte"], ops[f"{side}_stop"]
+    start = ops[f"{side}_byte"]
+    return start, start + ops[f"{side}_length"]

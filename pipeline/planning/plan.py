@@ -205,8 +205,8 @@ class Plan:
         digest = hashlib.sha256()
         for (name, dim), column in self.ops.narrow():
             if name != "again":  # says something of fingerprints, and nothing of what is written
-                same = column.strides == (0,)
-                digest.update(f"{name} {dim} {column.dtype.str} {len(column)} {same} ".encode())
+                same, called = column.strides == (0,), name.replace("_length", "_stop")  # ids call it so
+                digest.update(f"{called} {dim} {column.dtype.str} {len(column)} {same} ".encode())
                 digest.update(np.ascontiguousarray(column[:1] if same else column).view(np.uint8).data)
         literals = self.literals
         for table in (

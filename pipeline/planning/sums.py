@@ -14,7 +14,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.planning.match import match
-from paddle_reshard.pipeline.planning.ops import COMPARE, SUM, Ops, set_stops
+from paddle_reshard.pipeline.planning.ops import COMPARE, SUM, Ops, set_lengths
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 
@@ -59,5 +59,5 @@ def _sums(fragments: Fragments, tensors: Ints) -> Ops:
         ops[f"{side}_byte"] = fragments["byte_base"]
         for column in ("file", "dtype", "strides"):
             ops[f"{side}_{column}"] = fragments[column]
-    set_stops(ops)
+    set_lengths(ops)
     return ops

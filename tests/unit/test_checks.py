@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.checks import master_checks
-from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, op_volumes
+from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, hull, op_volumes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.storage.s3 import target as s3
@@ -41,7 +41,7 @@ def _looked_at(ops: Ops, side: str, stored: int) -> dict[tuple[int, int], tuple[
     """Tensor and file → bytes of it that are compared, the first of them, and the end of the last."""
     found: dict[tuple[int, int], tuple[int, int, int]] = {}
     nbytes = op_volumes(ops) * ITEMSIZES[stored]
-    columns = (ops["tensor"], ops[f"{side}_file"], nbytes, ops[f"{side}_byte"], ops[f"{side}_stop"])
+    columns = (ops["tensor"], ops[f"{side}_file"], nbytes, *hull(ops, side))
     for tensor, file, size, start, stop in zip(*(column.tolist() for column in columns), strict=True):
         known = found.get((tensor, file), (0, start, stop))
         found[tensor, file] = known[0] + size, min(known[1], start), max(known[2], stop)

@@ -97,8 +97,6 @@ def with_ops(plan: Plan, change: Callable[[np.ndarray, int], None], random: np.r
 def shifted(field: str, by: int) -> Change:
     def change(ops: np.ndarray, row: int) -> None:
         ops[field][row] += by
-        if field.endswith("_byte"):
-            ops[field.replace("_byte", "_stop")][row] += by
 
     return lambda plan, random: with_ops(plan, change, random)
 
@@ -132,7 +130,7 @@ def exchanged(plan: Plan, random: np.random.Generator) -> Plan:
     first = int(random.choice([i for i, found in enumerate(alike) if alike.count(found) > 1]))
     second = next(i for i, found in enumerate(alike) if i != first and found == alike[first])
     pair, turned = moves[[first, second]], moves[[second, first]]
-    for field in ("target_byte", "target_stop", "target_strides"):
+    for field in ("target_byte", "target_length", "target_strides"):
         ops[field][pair] = ops[field][turned]
     return replace(plan, ops=Ops.of_rows(ops))
 
