@@ -468,21 +468,11 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         joins = small_parts(parts, files.total, files.smallest_part)
         if not joins:
             return atoms
-        parent = list(range(int(atoms.max()) + 1))
-        for atom, neighbour in joins:
-            a, b = _root(parent, atom), _root(parent, neighbour)
-            parent[max(a, b)] = min(a, b)
-        joined = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
+        pairs = np.array(joins).ravel(), np.repeat(np.arange(len(joins)), 2)
+        joined = _components(int(atoms.max()) + 1, [[pairs]])[atoms]
         if int(joined.max()) == int(atoms.max()):
             return atoms
         atoms = joined
-
-
-def _root(parent: list[int], atom: int) -> int:
-    """The smallest atom joined with ``atom``: union-find with path halving."""
-    while parent[atom] != atom:
-        parent[atom] = atom = parent[parent[atom]]
-    return atom
 
 
 def _gathered(sizes: Ints, room_bytes: int) -> Ints:
