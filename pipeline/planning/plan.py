@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +72,6 @@ TINY_BYTES = 64 << 10
 """If the store has a minimum part size, a source range up to this size may be read once for each file that needs it."""
 ACCUMULATOR_FACTOR = 2
 """Mixing takes float32: the accumulator of a part with 2-byte values has twice the bytes of the part."""
-REPR_ROWS = 1 << 12
 JOIN_GAP_BYTES = 4096
 """Bands of a file at most this far apart are read as one."""
 
@@ -218,11 +216,16 @@ class Plan:
         for content in literals.contents():
             digest.update(content)
         tables = (self.source_files, self.target_files, self.carried)
-        for text in _repr_in_blocks((_reprs(self.tensors), *(map(repr, table) for table in tables))):
+        for text in _repr_of((_reprs(self.tensors), *(map(repr, table) for table in tables))):
             digest.update(text.encode())
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
+
+    def check_not_run(self) -> None:
+        """Refuse a plan that was run: what its groups do was released then."""
+        if len(self.ops) != len(self.op_groups):
+            raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
 
     def release_ops(self) -> None:
         """Free the ops and literals after the run; figures for reports are computed first."""
@@ -231,14 +234,13 @@ class Plan:
         self.literals.clear()
 
 
-def _repr_in_blocks(tables: Sequence[Iterable[str]]) -> Iterator[str]:
-    """``repr`` of tables as tuples of tuples, from that of each row, in pieces of at most ``REPR_ROWS`` rows."""
+def _repr_of(tables: Sequence[Iterable[str]]) -> Iterator[str]:
+    """``repr`` of tables as tuples of tuples, in pieces, from that of each row."""
     for number, table in enumerate(tables):
         yield ", (" if number else "(("
-        rows, count = iter(table), 0
-        while block := list(islice(rows, REPR_ROWS)):
-            yield ", " * (count > 0) + ", ".join(block)
-            count += len(block)
+        count = 0
+        for count, row in enumerate(table, 1):
+            yield f", {row}" if count > 1 else row
         yield ",)" if count == 1 else ")"
     yield ")"
 

@@ -10,7 +10,6 @@ from typing import TypeVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.literals import Literal, LiteralSlices
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
@@ -81,8 +80,7 @@ class Works(Iterable[GroupWork]):
         PlanError
             If the plan was run before and its ops were released.
         """
-        if len(plan.ops) != len(plan.op_groups):
-            raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
+        plan.check_not_run()
         self.plan, count = plan, plan.groups
         self._op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
         self._band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
