@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, by_tensor, meeting_intervals
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
+from paddle_reshard.pipeline.core.numbers import Ints, hashed, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
@@ -126,13 +126,8 @@ def _first_alike(a: _Side, b: _Side) -> Ints:
     key = np.zeros(count, dtype=np.uint64)
     words = [_packed(list(chain.from_iterable(side.along.values()))) for side in (a, b)]
     for side, columns in zip((a, b), words, strict=True):
-        mixed = np.ones(len(side.tensor), dtype=np.uint64)
-        for column in columns:
-            mixed ^= column
-            mixed *= np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-        total = np.append(np.uint64(0), np.cumsum(mixed))[side.first]
-        key = (key ^ (total[1:] - total[:-1])) * np.uint64(0x9E3779B97F4A7C15)
+        total = np.append(np.uint64(0), np.cumsum(hashed(columns, len(side.tensor))))[side.first]
+        key = hashed((key, total[1:] - total[:-1]), count)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
     alike = first[number.ravel()]
     for side in (a, b):  # tensors with the same key are compared box by box
@@ -228,14 +223,14 @@ def _described(pairs_by_kind: Sequence[tuple[int, _Pairs]]) -> Ops:
     for kind, (source, target, i, j, source_tensor) in pairs_by_kind:
         for first in range(0, len(i), _BLOCK_OPS):
             block = slice(first, first + _BLOCK_OPS)
-            ops = _in_common(source[i[block]], target[j[block]])
+            ops = in_common(source[i[block]], target[j[block]])
             ops["kind"], ops["source_tensor"] = kind, source_tensor[block]
             chunks.append(ops)
     return Ops.joined(chunks)
 
 
-def _in_common(source: Fragments, target: Fragments) -> Ops:
-    """What the two fragments of each pair have in common."""
+def in_common(source: Fragments, target: Fragments) -> Ops:
+    """What the two fragments of each pair have in common, as moves of the target's tensor."""
     ops = Ops.empty(len(source))
     sides = (("source", source), ("target", target))
     ops.share("tensor", target, "tensor")

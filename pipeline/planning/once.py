@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
+from paddle_reshard.pipeline.core.numbers import hashed
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.match import volumes_inside
@@ -24,10 +25,7 @@ def count_once(target: TargetFiles, tensors: Tensors) -> TargetFiles:
     first = np.full(len(tensors) * len(DTYPES), len(target.first_files) + 1)
     np.minimum.at(first, kinds, number)
     again = number != first[kinds]
-    box = np.zeros(len(boxes), dtype=np.uint64)
-    for column in (kinds, *boxes["offset"].T, *boxes["extents"].T):
-        box = (box ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        box ^= box >> np.uint64(29)
+    box = hashed((kinds, *boxes["offset"].T, *boxes["extents"].T), len(boxes))
     order = np.lexsort((again, box))
     again[order[1:]] |= box[order[1:]] == box[order[:-1]]
     counted = np.bincount(kinds[~again], weights=volumes_inside(boxes, tensors)[~again], minlength=len(first))
