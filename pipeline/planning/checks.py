@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, meeting_intervals
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
@@ -34,7 +34,6 @@ from paddle_reshard.pipeline.planning.ops import (
     set_lengths,
 )
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
-from paddle_reshard.pipeline.planning.ranges import merge
 
 RUNS = 4
 """Runs sampled of a box: the first elements, the last, and pseudo-random ones in between."""
@@ -186,18 +185,14 @@ def add_checks(ops: Ops, copied: Parts, checks: MasterChecks) -> Ops:
 def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
     """Whether the storage copies any byte of each box."""
     copied = copied[copied["source_file"] != MADE]
-    if not len(copied):
-        return np.zeros(len(boxes), dtype=bool)
     begin = copied["source_start"].astype(np.int64)
-    file, low, high = merge(copied["source_file"].astype(np.int64), begin, begin + part_sizes(copied))
-    start, stop = hull(boxes, side)
-    span = int(max(high.max(), stop.max())) + 1
-    # Files are laid end to end, ``span`` bytes each. The first copied range that ends after the box begins overlaps the
-    # box if it begins before the box ends: with copies [0, 4) and [8, 12), the box [6, 9) meets [8, 12), [5, 8) none.
-    origin = boxes[f"{side}_file"].astype(np.int64) * span
-    next_copy = np.searchsorted(file * span + high, origin + start, side="right")
-    following = np.r_[file * span + low, np.iinfo(np.int64).max][next_copy]
-    return np.asarray(following < origin + stop)
+    touched = np.zeros(len(boxes), dtype=bool)
+    number, _ = meeting_intervals(
+        Intervals(boxes[f"{side}_file"], {0: hull(boxes, side)}),
+        Intervals(copied["source_file"], {0: (begin, begin + part_sizes(copied))}),
+    )
+    touched[number] = True
+    return touched
 
 
 def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Ops:

@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 from paddle_reshard.pipeline.planning.cut import cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
-from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes, unions
+from paddle_reshard.pipeline.planning.ranges import Ranges, dense_numbers, label, union_bytes, unions
 
 
 class GroupMemory(NamedTuple):
@@ -411,14 +411,9 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
 
 def unit_of(ops: Ops, together: Together) -> Ints:
     """The row of ``together`` that each op writes to, -1 for none."""
-    if not len(together.file):
-        return np.full(len(ops), -1)
-    span = int(max(together.stop.max(), ops["target_byte"].max(initial=0))) + 1
-    keys = ops["target_file"].astype(np.int64) * span + ops["target_byte"]
-    row = np.searchsorted(together.file * span + together.start, keys, side="right") - 1
-    inside = (row >= 0) & (ops["kind"] == MOVE) & (together.file[row] == ops["target_file"])
-    inside &= ops["target_byte"] < together.stop[row]
-    return np.where(inside, row, -1)
+    ranges = Ranges(together.file, together.start, together.stop)
+    row = ranges.holding(ops["target_file"], ops["target_byte"])
+    return np.where(ops["kind"] == MOVE, row, -1)
 
 
 def _kept_together(ops: Ops, atoms: Ints, together: Together) -> Ints:

@@ -53,7 +53,7 @@ from paddle_reshard.pipeline.planning.ops import (
     op_volumes,
 )
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
-from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge
+from paddle_reshard.pipeline.planning.ranges import Ranges, by_owner, dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 
 FOOTPRINT_BYTES = 136 << 20
@@ -517,12 +517,10 @@ def _accumulator_bytes(
         return np.zeros(count, dtype=np.int64)
     start, stop = (side[rows] for side in hull(ops, "target"))
     files = int(made["file"].max()) + 1
-    owners = made["group"].astype(np.int64) * files + made["file"]
-    known, owner = np.unique(owners, return_inverse=True)
-    span = int(made["stop"].max()) + 1
-    of_op = np.searchsorted(known, groups[rows] * files + ops["target_file"][rows])
-    part = np.searchsorted(owner * span + made["start"], of_op * span + start, side="right") - 1
-    low, high = np.full(len(made), span), np.zeros(len(made), dtype=np.int64)
+    of_parts = made["group"].astype(np.int64) * files + made["file"]
+    ranges = Ranges(of_parts, made["start"], made["stop"])
+    part = ranges.holding(groups[rows] * files + ops["target_file"][rows], start)
+    low, high = np.full(len(made), np.iinfo(np.int64).max), np.zeros(len(made), dtype=np.int64)
     np.minimum.at(low, part, start)
     np.maximum.at(high, part, stop)
     sizes = ACCUMULATOR_FACTOR * np.maximum(high - low, 0)
