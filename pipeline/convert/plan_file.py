@@ -374,13 +374,7 @@ def _rows_of(batch: pa.RecordBatch, dtype: np.dtype[Any]) -> Rows:
 
 def _check_numbers(plan: Plan, path: str) -> None:
     """Check that all groups, files and tensors named by rows exist."""
-    for what, numbers, count in (
-        ("group", plan.op_groups, plan.groups),
-        *(("group", rows["group"], plan.groups) for rows in (plan.bands, plan.parts)),
-        ("source file", plan.bands["file"], len(plan.source_files)),
-        ("target file", plan.parts["file"], len(plan.target_files)),
-        ("tensor", plan.ops["tensor"], len(plan.tensors)),
-    ):
+    for what, numbers, count in plan.numbers():
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         if len(wrong):
             raise _malformed(path, f"names the {what} {int(wrong[0])}, but there are {count}")

@@ -174,7 +174,7 @@ def meeting_intervals(left: Intervals, right: Intervals) -> tuple[Ints, Ints]:
     meeting = [
         _kept(block, left, right)
         for number, sweep in enumerate(sweeps)
-        for block in _blocks(sweep, np.flatnonzero(best == number))
+        for block in candidate_pairs(*sweep, np.flatnonzero(best == number))
     ]
     i, j = (np.concatenate([pairs[side] for pairs in meeting]) for side in (0, 1))
     sorted_by_tensor = (left.tensor[1:] >= left.tensor[:-1]).all()
@@ -221,9 +221,9 @@ def _sweep(left: Intervals, right: Intervals, dim: int) -> _Sweep:
     return _Sweep(order, first, np.maximum(first, last))
 
 
-def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Candidate pairs ``(i, j)`` of the right boxes ``rows``, a bounded number at a time."""
-    lengths = (sweep.last - sweep.first)[rows]
+def candidate_pairs(order: Ints, first: Ints, last: Ints, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Pairs ``(i, j)`` of each ``j`` of ``rows`` and the numbers ``order[first[j]:last[j]]``, some at a time."""
+    lengths = (last - first)[rows]
     ends = np.cumsum(lengths)
     start = 0
     while start < len(rows):
@@ -232,7 +232,7 @@ def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
         length = lengths[start:stop]
         within = numbered_within(length)
         j = np.repeat(rows[start:stop], length)
-        yield sweep.order[sweep.first[j] + within], j
+        yield order[first[j] + within], j
         start = stop
 
 

@@ -1,7 +1,8 @@
 """Prove that a plan writes every byte of every target file exactly once, with the values that belong there.
 
-Nothing of the planner is used here, only the columns that it made: ops, parts, bands and literals. They are held
-against what the files say: the fragments of the source, and the layout of the target.
+The columns that the planner made, ops, parts, bands and literals, are held against what the files say: the fragments of
+the source, and the layout of the target. Of the planner itself, only what finds the values in copied parts is used, and
+these boxes are checked like all others.
 
 1. Literals, padding and values, cut into contiguous *runs* of bytes, are swept from the first byte to the last: each
    run must begin where the run before it ends. A run that begins later leaves a gap, one that begins earlier
@@ -18,7 +19,7 @@ boxes in a file, and not on its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,20 +27,22 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments, hulls
+from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
-    Boxes,
     Intervals,
     by_tensor,
+    candidate_pairs,
     meeting_intervals,
-    meeting_pairs,
 )
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
+from paddle_reshard.pipeline.planning.cut import outermost, piece
+from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.planning.ranges import Ranges
 
 LITERAL, PADDING, VALUE, COPIED = range(4)
 KINDS = ("a literal", "padding", "a value", "a value that the storage copies")
@@ -52,8 +55,6 @@ BATCH_BOXES = 1 << 19
 WINDOW_RUNS = 1 << 19
 LARGEST_WINDOW = 1 << 28
 SMALLEST_WINDOW = 1 << 14
-PAIRS = 1 << 18
-"""Number of pairs of boxes and fragments looked at in one go."""
 
 
 @dataclass
@@ -150,68 +151,29 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     parts = plan.parts[plan.parts["source_file"] != MADE]
     if not len(parts):
         return Ops.empty()
-    start, stop, from_ = (parts[name].astype(np.int64) for name in ("start", "stop", "source_start"))
-    read_from = np.arange(len(source.tensors))
-    read_from[list(source.implied)] = list(source.implied.values())
-    of_target, written = _in_ranges(target.fragments, parts["file"], start, stop)
-    of_source, stored = _in_ranges(source.fragments, parts["source_file"], from_, from_ + stop - start)
-    keys = (
-        of_target * len(read_from) + read_from[written["tensor"]],
-        of_source * len(read_from) + stored["tensor"],
+    file, start, stop = (parts[name].astype(np.int64) for name in ("file", "start", "stop"))
+    written = target.fragments[np.isin(target.fragments["file"], file)]
+    stored = source.fragments[np.isin(source.fragments["file"], parts["source_file"])]
+    ops = match(stored, written, source.implied)
+    part, op = meeting_intervals(
+        Intervals(file, {0: (start, stop)}), Intervals(ops["target_file"], {0: hull(ops, "target")})
     )
-    numbers = np.unique(np.concatenate(keys), return_inverse=True)[1].ravel()
-    i, j = meeting_pairs(
-        Boxes(numbers[: len(written)], written["offset"], written["extents"]),
-        Boxes(numbers[len(written) :], stored["offset"], stored["extents"]),
-    )
-    alike = written["dtype"][i] == stored["dtype"][j]
-    i, j = i[alike], j[alike]
-    part = of_target[i]
-    ops, inside = _clipped(_in_common(written[i], stored[j]), start[part], stop[part])
-    part = part[inside]
-    return ops[ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]]
+    ops, part = _clipped(ops[op], part, start, stop)
+    copied = ops["source_file"] == parts["source_file"][part]
+    copied &= ops["source_dtype"] == ops["target_dtype"]
+    copied &= ops["source_byte"] - ops["target_byte"] == (parts["source_start"] - start)[part]
+    return ops[copied]
 
 
-def _in_ranges(fragments: Fragments, file: Ints, start: Ints, stop: Ints) -> tuple[Ints, Fragments]:
-    """The fragments that may have bytes in ranges of files, and the number of the range."""
-    ranges = Intervals(file, {0: (start, stop)})
-    number, row = meeting_intervals(ranges, Intervals(fragments["file"], {0: hulls(fragments)}))
-    return number, fragments[row]
-
-
-def _in_common(target: Fragments, source: Fragments) -> Ops:
-    """What each pair of fragments has in common."""
-    low = np.maximum(target["offset"], source["offset"])
-    ends = (side["offset"] + side["extents"] for side in (target, source))
-    ops = Ops.empty(len(target))
-    ops["kind"], ops["tensor"], ops["source_tensor"] = MOVE, target["tensor"], source["tensor"]
-    ops["offset"], ops["extents"] = low, np.minimum(*ends) - low
-    for side, boxes in (("target", target), ("source", source)):
-        for column in ("file", "dtype", "strides"):
-            ops[f"{side}_{column}"] = boxes[column]
-        ops[f"{side}_byte"] = boxes["byte_base"] + ((low - boxes["offset"]) * boxes["strides"]).sum(axis=1)
-    return ops
-
-
-def _clipped(ops: Ops, start: Ints, stop: Ints) -> tuple[Ops, Flags]:
-    """The slabs of boxes, along the slowest dim of each, whose bytes lie in ``[start, stop)`` of the target.
-
-    And which boxes have any.
-    """
-    extents, strides, byte = ops["extents"].copy(), ops["target_strides"], ops["target_byte"]
-    rows, dim = np.arange(len(ops)), np.where(extents > 1, strides, -1).argmax(axis=1)
-    count, step = extents[rows, dim], np.maximum(strides[rows, dim], 1)
-    extents[rows, dim] = 1
-    length = ITEMSIZES[ops["target_dtype"]] + ((extents - 1) * strides).sum(axis=1)
-    first = np.maximum(0, -((byte - start) // step))
-    kept = np.minimum(count, (stop - byte - length) // step + 1) - first
-    extents[rows, dim] = kept
-    offset = ops["offset"].copy()
-    offset[rows, dim] += first
-    for side in ("source", "target"):
-        ops[f"{side}_byte"] = ops[f"{side}_byte"] + first * ops[f"{side}_strides"][rows, dim]
-    ops["offset"], ops["extents"] = offset, extents
-    return ops[kept > 0], kept > 0
+def _clipped(ops: Ops, part: Ints, start: Ints, stop: Ints) -> tuple[Ops, Ints]:
+    """The slabs of boxes, along the slowest dim of each, that lie in a part of the target; and the part of each."""
+    dim = outermost(ops, "target")
+    count, step = ops.along_each("extents", dim), np.maximum(ops.along_each("target_strides", dim), 1)
+    byte, end = hull(ops, "target")
+    first = np.maximum(0, -((byte - start[part]) // step))
+    kept = np.minimum(count, (stop[part] - end) // step + count) - first
+    some = kept > 0
+    return piece(ops[some], dim[some], first[some], kept[some]), part[some]
 
 
 # -------------------------------------------------------------------------------------------- fragments and boxes
@@ -231,18 +193,8 @@ class _ByTensorAndFile:
         keys = ops[tensor].astype(np.int64) * self._files + ops[f"{side}_file"]
         first, stop = (np.searchsorted(self._keys, keys, side=end) for end in ("left", "right"))
         held = np.zeros(len(ops), dtype=bool)
-        ends = np.cumsum(stop - first)
-        done = 0
-        while done < len(ops):
-            before = int(ends[done - 1]) if done else 0
-            until = max(done + 1, int(np.searchsorted(ends, before + PAIRS, side="right")))
-            rows = slice(done, until)
-            count = (stop - first)[rows]
-            op = np.repeat(np.arange(done, until), count)
-            within = numbered_within(count)
-            fragments = self.fragments[self._order[np.repeat(first[rows], count) + within]]
-            held[op[_part_of(ops[op], fragments, side)]] = True
-            done = until
+        for fragment, op in candidate_pairs(self._order, first, stop, np.arange(len(ops))):
+            held[op[_part_of(ops[op], self.fragments[fragment], side)]] = True
         return held
 
 
@@ -299,24 +251,7 @@ def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
 
 def _check_numbers(plan: Plan, problems: Problems) -> None:
     """Check that everything that the columns name exists, and that workers find it: sorted by group."""
-    ops, moves = plan.ops, plan.ops["kind"] == MOVE
-    sources, targets = len(plan.source_files), len(plan.target_files)
-    copied = plan.parts["source_file"]
-    for what, numbers, count in (
-        ("source file", ops["source_file"], sources),
-        ("source file", ops["target_file"][~moves], sources),
-        ("source file", plan.bands["file"], sources),
-        ("source file", copied[copied != MADE], sources),
-        ("target file", ops["target_file"][moves], targets),
-        ("target file", plan.parts["file"], targets),
-        ("target file", plan.literals.files, targets),
-        ("tensor", ops["tensor"], len(plan.tensors)),
-        ("tensor", ops["source_tensor"], len(plan.tensors)),
-        *(
-            ("group", groups, plan.groups)
-            for groups in (plan.op_groups, plan.bands["group"], plan.parts["group"])
-        ),
-    ):
+    for what, numbers, count in plan.numbers():
         wrong = (numbers < 0) | (numbers >= count)
         if wrong.any():
             number = int(numbers[np.argmax(wrong)])
@@ -393,16 +328,9 @@ def _within(keys: Ints, start: Ints, stop: Ints, of_keys: Ints, low: Ints, high:
     if not len(of_keys):
         return np.zeros(len(keys), dtype=bool)
     order = np.lexsort((low, of_keys))
-    of_keys, low, high = of_keys[order], low[order].astype(np.int64), high[order].astype(np.int64)
-    known = np.unique(of_keys)
-    number = np.searchsorted(known, keys)
-    missing = (number == len(known)) | (known[np.minimum(number, len(known) - 1)] != keys)
-    span = 1 + int(max(high.max(), stop.max(initial=0)))
-    at = (
-        np.searchsorted(np.searchsorted(known, of_keys) * span + low, number * span + start, side="right") - 1
-    )
-    at = np.maximum(at, 0)
-    return np.asarray(~missing & (of_keys[at] == keys) & (low[at] <= start) & (stop <= high[at]))
+    ranges = Ranges(of_keys[order], low[order], high[order])
+    at = ranges.holding(keys, start)
+    return np.asarray((at >= 0) & (stop <= ranges.stop[at]))
 
 
 # ------------------------------------------------------------------------------------------------------ runs
@@ -443,10 +371,6 @@ def _spans(first: Ints, extents: Ints, strides: Ints, unit: Ints, kind: Ints, ow
         counts[joins, dim] = 1
         open_ &= single | joins
     return _Spans(first.astype(np.int64), unit, counts, steps, kind, owner)
-
-
-def _joined(several: Iterable[_Spans]) -> _Spans:
-    return _Spans(*(np.concatenate(columns) for columns in zip(*several, strict=True)))
 
 
 def _ranges(first: Ints, sizes: Ints, kind: int) -> _Spans:
@@ -553,7 +477,8 @@ def _written(values: _Values, laid: _Files, problems: Problems) -> _Spans:
         -1, 3
     )
     padding = _ranges(base[fills[:, 0] - files.start] + fills[:, 1], fills[:, 2], PADDING)
-    return _joined([boxes, written, padding, *_beyond(values.target.fragments, values.source, files, base)])
+    several = (boxes, written, padding, *_beyond(values.target.fragments, values.source, files, base))
+    return _Spans(*(np.concatenate(columns) for columns in zip(*several, strict=True)))
 
 
 class _Files(NamedTuple):

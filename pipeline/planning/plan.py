@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -221,6 +222,23 @@ class Plan:
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
+
+    def numbers(self) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
+        """Every column of numbers of groups, files or tensors: what it names, the column, and how many there are."""
+        moves, copied = self.ops["kind"] == MOVE, self.parts["source_file"] != MADE
+        for groups in (self.op_groups, self.bands["group"], self.parts["group"]):
+            yield "group", groups, self.groups
+        for files in (
+            self.ops["source_file"],
+            self.ops["target_file"][~moves],
+            self.bands["file"],
+            self.parts["source_file"][copied],
+        ):
+            yield "source file", files, len(self.source_files)
+        for files in (self.ops["target_file"][moves], self.parts["file"], self.literals.files):
+            yield "target file", files, len(self.target_files)
+        for tensors in (self.ops["tensor"], self.ops["source_tensor"]):
+            yield "tensor", tensors, len(self.tensors)
 
     def check_not_run(self) -> None:
         """Refuse a plan that was run: what its groups do was released then."""
