@@ -167,16 +167,12 @@ def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
     return {
         "tensors": [
             (key, state, dtype.name, shape, aliases)
-            for key, state, dtype, shape, aliases in _columns_of(plan.tensors).fields()
+            for key, state, dtype, shape, aliases in plan.tensors.fields()
         ],
         "source_files": [(f.path, f.size_bytes) for f in plan.source_files],
         "target_files": [(f.path, f.size_bytes) for f in plan.target_files],
         "carried": [(c.source_path, c.target_path, c.size_bytes) for c in plan.carried],
     }
-
-
-def _columns_of(tensors: Sequence[Tensor]) -> Tensors:
-    return tensors if isinstance(tensors, Tensors) else Tensors(tensors)
 
 
 def _batches(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -101,7 +101,7 @@ class CarriedFile:
 class Plan:
     """Everything a conversion or comparison will do."""
 
-    tensors: Sequence[Tensor]
+    tensors: Tensors
     source_files: tuple[File, ...]
     target_files: tuple[File, ...]
     literals: Literals
@@ -263,11 +263,8 @@ def _repr_of(tables: Sequence[Iterable[str]]) -> Iterator[str]:
     yield ")"
 
 
-def _reprs(tensors: Sequence[Tensor]) -> Iterator[str]:
+def _reprs(tensors: Tensors) -> Iterator[str]:
     """``repr`` of every tensor. All but their keys is the same for very many."""
-    if not isinstance(tensors, Tensors):
-        yield from map(repr, tensors)
-        return
     known: dict[tuple[str, DType, Shape, tuple[str, ...]], str] = {}
     for key, state, dtype, shape, aliases in tensors.fields():
         text = known.get((state, dtype, shape, aliases))
@@ -452,7 +449,7 @@ def _within_limits(draft: _Draft, budget_bytes: int, checks: MasterChecks | None
 
 def plan_comparisons(
     ops: Ops,
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     files: tuple[File, ...],
     settings: PlanSettings,
 ) -> Plan:
