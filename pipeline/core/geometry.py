@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.core.sorting import order_by, order_of
+from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -203,21 +203,13 @@ def _sweep(left: Intervals, right: Intervals, dim: int) -> _Sweep:
     """Sort left boxes by their start along ``dim``; candidates begin with the first box that ends after the start of
     the right box, and stop before the first box that starts at or after its end."""
     (start, stop), (from_, to) = left.along[dim], right.along[dim]
-    tensors = 1 + int(max(left.tensor.max(), right.tensor.max()))
-    span = 1 + int(max(stop.max(), to.max()))
-    if (
-        tensors * span >= 1 << 62
-    ):  # tensor * span + coordinate would overflow: replace coordinates by their ranks
-        coordinates, ranks = np.unique(np.concatenate([start, stop, from_, to]), return_inverse=True)
-        cuts = np.cumsum([len(start), len(stop), len(from_)])
-        start, stop, from_, to = (part.astype(np.int64) for part in np.split(ranks.ravel(), cuts))
-        span = len(coordinates) + 1
-    base, other = left.tensor.astype(np.int64) * span, right.tensor.astype(np.int64) * span
-    begin = base + start
+    # The tensors lie in one line, each beyond the boxes of the one before.
+    line = places(np.r_[left.tensor, left.tensor, right.tensor, right.tensor], np.r_[start, stop, from_, to])
+    begin, end, from_, to = np.split(line, np.cumsum([len(start), len(stop), len(from_)]))
     order = order_of(begin)
-    reach = np.maximum.accumulate((base + stop)[order])
-    first = np.searchsorted(reach, other + from_, side="right")
-    last = np.searchsorted(begin[order], other + to, side="left")
+    reach = np.maximum.accumulate(end[order])
+    first = np.searchsorted(reach, from_, side="right")
+    last = np.searchsorted(begin[order], to, side="left")
     return _Sweep(order, first, np.maximum(first, last))
 
 
