@@ -201,13 +201,7 @@ class Literals(Iterable[Literal]):
 
     @classmethod
     def of_templates(cls, templates: Literals, files: Iterable[tuple[int, int]]) -> Literals:
-        """The inverse of :meth:`templates`; takes over the contents.
-
-        Raises
-        ------
-        ValueError
-            If a template does not exist.
-        """
+        """The inverse of :meth:`templates`; takes over the contents. A template must exist: else a ``ValueError``."""
         known = dict(templates._runs)
         literals = cls()
         literals._content = templates._content

@@ -56,15 +56,7 @@ def plan_comparison(
     states: Collection[str] | None = None,
     subset: bool = False,
 ) -> Comparison:
-    """Plan the comparison of ``a`` and ``b``.
-
-    Parameters
-    ----------
-    states
-        States to compare; ``None`` for all.
-    subset
-        Whether ``b`` may lack tensors that ``a`` has.
-    """
+    """Plan the comparison of ``states`` of ``a`` and ``b``, or of all; as a ``subset``, ``b`` may lack tensors."""
     same = None if states is None else {state: state for state in states}
     common = _in_common(a.tensors, b.tensors, same, subset=subset)
     if not settings.compare_replicas:

@@ -24,16 +24,8 @@ def plan_sums(
 ) -> Plan:
     """Plan the fingerprints of all tensors, or of those with some numbers.
 
-    Parameters
-    ----------
-    copies
-        Also compare the copies of every tensor with the first, unless ``settings`` exclude that. Groups report
-        differences instead of raising them.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If a box that cannot be cut does not fit the budget.
+    With ``copies``, the copies of every tensor are also compared with the first, unless ``settings`` exclude that, and
+    groups report differences instead of raising them.
     """
     chosen = range(len(catalog.tensors) - catalog.borrowed) if tensors is None else sorted(tensors)
     masters = {catalog.implied[number]: number for number in chosen if number in catalog.implied}

@@ -52,7 +52,7 @@ class GroupWork:
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how it is computed, at least for the mixed tensors in ``ops``."""
     summed: Mapping[int, tuple[int, int]] | None = None
-    """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, at least for the tensors in ``ops``."""
+    """As in the plan, at least for the tensors in ``ops``."""
     measured: Mapping[int, DType] | None = None
     """As in the plan."""
 
@@ -73,13 +73,7 @@ class Works(Iterable[GroupWork]):
     """The groups of a plan that are still to be run, in order: one by one, or in batches."""
 
     def __init__(self, plan: Plan, done: Collection[int] = ()) -> None:
-        """``done`` are groups to leave out.
-
-        Raises
-        ------
-        PlanError
-            If the plan was run before and its ops were released.
-        """
+        """``done`` are groups to leave out. A plan that was run before is refused."""
         plan.check_not_run()
         self.plan, count = plan, plan.groups
         self._op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
