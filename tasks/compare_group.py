@@ -11,19 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, volumes
 from paddle_reshard.pipeline.core.errors import DriftError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.sorting import distinct
-from paddle_reshard.pipeline.planning.ops import (
-    COMPARE,
-    HOLD,
-    ITEMSIZES,
-    MOVE,
-    PROBE,
-    SUM,
-    Ops,
-    hull,
-    op_volumes,
-)
+from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, SUM, Ops, hull
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange
@@ -80,7 +71,7 @@ def compare_group(work: GroupWork, source: ReadRange, mover: Mover = HOST) -> Gr
         work.group,
         sum(stops) - sum(starts),
         0,
-        compared_elements=int(op_volumes(ops).sum()),
+        compared_elements=int(volumes(ops).sum()),
         differences=tuple(comparer.differences),
     )
 
@@ -130,7 +121,7 @@ def compare_pass(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffe
     comparer = _Comparer(work)
     comparer.compare(_pairs(ops, ranges), bands, 0)
     read = sum(len(buffer) for buffer in bands)
-    return GroupReport(work.group, read, 0, (), int(op_volumes(ops).sum()), tuple(comparer.differences))
+    return GroupReport(work.group, read, 0, (), int(volumes(ops).sum()), tuple(comparer.differences))
 
 
 def _comparisons(ops: Ops) -> Ops:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, hull
+from paddle_reshard.pipeline.planning.ops import MOVE, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange

@@ -15,24 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, Fragments, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, meeting_intervals
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.planning.match import match, source_side
-from paddle_reshard.pipeline.planning.ops import (
-    CHECK,
-    HOLD,
-    ITEMSIZES,
-    MOVE,
-    PROBE,
-    Ops,
-    hull,
-    op_volumes,
-    set_lengths,
-)
+from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, set_lengths
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 
 RUNS = 4
@@ -56,7 +46,7 @@ class MasterChecks:
 
     def up_to(self, most_bytes: int) -> MasterChecks:
         """The same checks, but only samples if parameter and master weight have more than ``most_bytes`` together."""
-        sizes = op_volumes(self.boxes) * (
+        sizes = volumes(self.boxes) * (
             ITEMSIZES[self.boxes["source_dtype"]] + ITEMSIZES[self.boxes["target_dtype"]]
         )
         total = np.bincount(self.boxes["tensor"], weights=sizes, minlength=len(self.tensors))
@@ -136,7 +126,7 @@ def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
 def _largest_of_arrays(boxes: Ops) -> Ops:
     """The largest box of each pair of arrays."""
     columns = [boxes[column] for column in ("tensor", "source_file", "target_file")]
-    order = np.lexsort((op_volumes(boxes), *columns))
+    order = np.lexsort((volumes(boxes), *columns))
     differs = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
     return boxes[np.sort(order[np.r_[differs, True][: len(order)]])]
 
@@ -197,7 +187,7 @@ def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
 
 def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Ops:
     """A few runs of every box; a box that is no larger than its runs stays whole."""
-    small = op_volumes(boxes) <= len(runs) * RUN_ELEMENTS
+    small = volumes(boxes) <= len(runs) * RUN_ELEMENTS
     large = boxes[~small]
     if not len(large):
         return boxes

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
@@ -39,7 +39,7 @@ from paddle_reshard.pipeline.core.geometry import (
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.planning.cut import outermost, piece
 from paddle_reshard.pipeline.planning.match import match
-from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.ranges import Ranges
@@ -84,13 +84,7 @@ class Swept(NamedTuple):
 
 
 def sweep(plan: Plan, source: Catalog, target: TargetFiles) -> Swept:
-    """Sweep over all target files, as they are planned.
-
-    Parameters
-    ----------
-    source, target
-        The fragments of the source, and the layout of the target, with the tensors and files of ``plan``.
-    """
+    """Sweep over all target files, as they are planned; ``source`` and ``target`` have the tensors of ``plan``."""
     problems = Problems()
     bytes_of = np.zeros(len(KINDS), dtype=np.int64)
     sizes = np.array([file.size_bytes for file in plan.target_files], dtype=np.int64)

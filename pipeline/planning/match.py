@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments, volumes, wide_dims
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, by_tensor, meeting_intervals
@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.numbers import Ints, hashed, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_lengths, wide_dims
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, set_lengths
 
 _CASTS = {("float32", "bfloat16")}
 """Casts that formats define: a bfloat16 parameter is its master weight, rounded to nearest even."""
@@ -267,19 +267,14 @@ def plan_ops(
 
     Further copies of a tensor are compared with the first, unless ``compare_replicas`` is off. ``casts`` are allowed in
     addition to those that formats define. ``omitted`` are tensors that some of several targets omit and others hold.
-
-    Raises
-    ------
-    CoverageError
-        If an element of the target would not be written, or written twice.
-    PlanError
-        If a source tensor would be dropped.
+    Refused is a target with an element that would not be written once, and one that would drop a source tensor.
     """
     first = source.fragments["replica"] == 0
     primary = source.fragments if first.all() else source.fragments[first]
     steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
-    implied = _implied_by_definition(source, sorted({*_difference(primary["tensor"], fed), *omitted}))
+    stored, used = (np.bincount(t, minlength=len(source.tensors)) > 0 for t in (primary["tensor"], fed))
+    implied = _implied_by_definition(source, sorted({*np.flatnonzero(stored & ~used).tolist(), *omitted}))
     copies = source.fragments[~first] if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
@@ -347,26 +342,19 @@ def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[
         last = max(last, int(files.max(initial=-1)))
 
 
-def _difference(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> list[int]:
-    """Numbers in ``a`` that are not in ``b``, sorted."""
-    count = 1 + int(max(a.max(initial=-1), b.max(initial=-1)))
-    only_in_a = np.bincount(a, minlength=count).astype(bool) & (np.bincount(b, minlength=count) == 0)
-    return np.flatnonzero(only_in_a).tolist()
-
-
 def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
     """Elements of each target box that lie within the source's tensor; the rest is zeros, by request."""
     columns = [np.ascontiguousarray(extents) for extents in tensors.shapes.T]
-    volumes = np.ones(len(target), dtype=np.int64)
+    elements = np.ones(len(target), dtype=np.int64)
     done = 0
     for boxes in target.blocks():
-        inside = volumes[done : done + len(boxes)]
+        inside = elements[done : done + len(boxes)]
         for dim, extents in enumerate(columns):
             if (boxes.single("offset", dim), boxes.single("extents", dim)) != (0, 1) or not extents.all():
                 reach = extents[boxes["tensor"]] - boxes.along("offset", dim)
                 inside *= np.clip(reach, 0, boxes.along("extents", dim))
         done += len(boxes)
-    return volumes
+    return elements
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:
@@ -396,7 +384,7 @@ def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast])
 
 def _check_written_once(moves: Ops, wanted: Ints, tensors: Sequence[Tensor]) -> None:
     """Source boxes are disjoint, so equal volumes mean that every target element is written once."""
-    written = np.bincount(moves["tensor"], weights=op_volumes(moves), minlength=len(tensors))
+    written = np.bincount(moves["tensor"], weights=volumes(moves), minlength=len(tensors))
     wrong = np.flatnonzero(written != wanted)
     if len(wrong):
         tensor = int(wrong[0])

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, wide_dims
 from paddle_reshard.pipeline.core.columns import Columns
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.tensors import DTYPES
 
 MOVE, COMPARE, CHECK, HOLD, PROBE, SUM, DIFFER = 0, 1, 2, 3, 4, 5, 6
 
@@ -42,7 +42,6 @@ OP = np.dtype(
         ("target_strides", np.int64, (MAX_DIMS,)),
     ]
 )
-ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
 
 
 class Ops(Columns):
@@ -51,11 +50,6 @@ class Ops(Columns):
     DTYPE = OP
 
     __slots__ = ()
-
-
-def wide_dims(*boxes: Columns) -> list[int]:
-    """The dims along which a box of any of these columns may have more than one element."""
-    return [dim for dim in range(MAX_DIMS) if any(rows.single("extents", dim) != 1 for rows in boxes)]
 
 
 def itemsizes(rows: Columns, field: str) -> Ints | np.int64:
@@ -73,14 +67,6 @@ def set_lengths(ops: Ops) -> None:
         for dim, further in steps:
             length += further * ops.along(f"{side}_strides", dim)
         ops[f"{side}_length"] = length
-
-
-def op_volumes(ops: Ops) -> Ints:
-    """Elements of each op."""
-    elements = np.ones(len(ops), dtype=np.int64)
-    for dim in wide_dims(ops):
-        elements *= ops.along("extents", dim)
-    return elements
 
 
 def hull(ops: Ops, side: str) -> tuple[Ints, Ints]:

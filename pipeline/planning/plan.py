@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
 from paddle_reshard.pipeline.core.geometry import Shape
@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import PartLimits, Together
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import (
@@ -41,18 +41,8 @@ from paddle_reshard.pipeline.planning.groups import (
     source_ranges,
 )
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
-from paddle_reshard.pipeline.planning.once import count_once
-from paddle_reshard.pipeline.planning.ops import (
-    CHECK,
-    HOLD,
-    ITEMSIZES,
-    MOVE,
-    PROBE,
-    Ops,
-    hull,
-    itemsizes,
-    op_volumes,
-)
+from paddle_reshard.pipeline.planning.once import count_once, count_whole, implied_sums
+from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, itemsizes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import Ranges, by_owner, dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
@@ -320,7 +310,7 @@ def plan_conversion(
     draft = _Draft(plan, make_ops, settings.sizes, target.limits(limits), target.together)
     planned, rereads, checks = _with_checks(draft, checks)
     if settings.sums:
-        _sum_whole_tensors(planned)
+        count_whole(planned.ops, planned.tensors)
     _check_budget(planned)
     if not rereads:
         return planned
@@ -353,7 +343,7 @@ def _without_groups(
         allow_master_drift=settings.allow_master_drift,
         compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
-        summed=_implied_sums(source, target) if settings.sums else None,
+        summed=implied_sums(source, target) if settings.sums else None,
         stored=None if target.stored_files == target.files else target.stored_files,
     )
 
@@ -384,27 +374,6 @@ def _check_names(target: TargetFiles, carried: Sequence[CarriedFile]) -> None:
                 f"{path}: {what}; {sources.get(path, 'one of them')} of the source is carried along under it: rename "
                 "it, or move it elsewhere"
             )
-
-
-def _implied_sums(source: Catalog, target: TargetFiles) -> dict[int, tuple[int, int]]:
-    """Master weight → the parameter that it implies, with its dtype, for parameters that no file stores."""
-    stored = np.bincount(target.fragments["tensor"], minlength=len(source.tensors)) > 0
-    dtypes = source.tensors.dtypes.tolist()
-    return {
-        master: (tensor, dtypes[tensor]) for tensor, master in source.implied.items() if not stored[tensor]
-    }
-
-
-def _sum_whole_tensors(plan: Plan) -> None:
-    """Count nothing of tensors that do not pass through memory as a whole, because the storage copies from them."""
-    ops = plan.ops
-    counted = ((ops["kind"] == MOVE) | (ops["kind"] == CHECK)) & (ops["again"] == 0)
-    owner = ops["tensor"].astype(np.int64) * len(DTYPES) + ops["target_dtype"]
-    summed = np.bincount(
-        owner[counted], weights=op_volumes(ops)[counted], minlength=len(plan.tensors) * len(DTYPES)
-    )
-    elements = np.array([tensor.elements for tensor in plan.tensors], dtype=np.float64)
-    ops["again"] = ops["again"] | (counted & (summed[owner] < elements[owner // len(DTYPES)]))
 
 
 def _with_checks(draft: _Draft, checks: MasterChecks | None) -> tuple[Plan, bool, MasterChecks | None]:
@@ -456,12 +425,8 @@ def plan_comparisons(
     """Plan the comparisons ``ops`` between boxes of ``files``; nothing is written.
 
     Two boxes with different dim orders that do not fit the budget together are compared piece by piece, and some bytes
-    are read several times; ``read_once_budget_bytes`` is then a budget that avoids this.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If two boxes that cannot be cut do not fit the budget together.
+    are read several times; ``read_once_budget_bytes`` is then a budget that avoids this. Two that cannot be cut are a
+    :class:`MemoryBudgetError`.
     """
     plan = Plan(
         tensors=tensors,
@@ -631,7 +596,7 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
         finished = source_tensors(ops["tensor"], {t: m.terms[-1].tensor for t, m in source.mixtures.items()})
         moves &= ~np.isin(ops["tensor"], list(source.mixtures)) | (ops["source_tensor"] == finished)
     count = len(target.files)
-    written = op_volumes(ops)
+    written = volumes(ops)
     written *= itemsizes(ops, "target_dtype")
     written *= moves
     covered = np.bincount(np.where(moves, ops["target_file"], 0), weights=written, minlength=count)
