@@ -286,11 +286,5 @@ class LiteralSlices(Iterable[Literal]):
         """Number of the range, offset in it and content of each slice, by a reader that may have blocks already."""
         return ((number, offset, reader.read(start, stop)) for number, offset, start, stop in self._slices)
 
-    def first_beyond(self, most_bytes: int) -> int | None:
-        """The range of the first slice with which they have more than ``most_bytes``; ``None`` if they do not."""
-        ends = list(accumulate(stop - start for *_, start, stop in self._slices))
-        index = bisect_right(ends, most_bytes)
-        return None if index == len(ends) else self._slices[index][0]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
