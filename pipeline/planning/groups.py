@@ -370,14 +370,10 @@ def _cut_evenly(
     Returns the pieces; the new owner of each, as many as there are stretches; the old owner of each new one; and the op
     that each piece was cut from.
     """
-    along = dim[owners]
-    start = ops.along_each("offset", along)
-    low, high = np.full(len(dim), np.iinfo(np.int64).max), np.zeros(len(dim), dtype=np.int64)
-    np.minimum.at(low, owners, start)
-    np.maximum.at(high, owners, start + ops.along_each("extents", along))
+    low, high = (side[np.arange(len(dim)), dim] for side in reach(ops, owners, len(dim)))
     step = np.maximum(1, -(-np.maximum(high - low, 1) // np.maximum(count, 1)))
     step = -(-step // multiple) * multiple
-    pieces = cut(ops, along, low[owners], step[owners])
+    pieces = cut(ops, dim[owners], low[owners], step[owners])
     parents = owners[pieces.origin]
     new = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
     old = np.zeros(int(new.max()) + 1, dtype=np.int64)
