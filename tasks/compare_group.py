@@ -166,9 +166,9 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
         for side in ("source", "target"):
             bands = locate_bands(ranges, block, side)
             start, stop = hull(block, side)
-            begins, beyond = start - ranges["start"][bands], stop > ranges["stop"][bands]
-            if (begins < 0).any() or beyond.any():
+            if (bands < 0).any() or (stop > ranges["stop"][bands]).any():
                 raise PlanError("a comparison reaches beyond the bands of its pass")
+            begins = start - ranges["start"][bands]
             sides.append((bands.tolist(), begins.tolist()))
         (a, a_begins), (b, b_begins) = sides
         yield from map(

@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import Parts
 from paddle_reshard.pipeline.planning.plan import Bands
+from paddle_reshard.pipeline.planning.ranges import Ranges
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange, Receipt
 from paddle_reshard.tasks.device import HOST, Buffer, DeviceBox, Mover
@@ -106,26 +107,16 @@ def summed_up(work: GroupWork, reports: Sequence[GroupReport]) -> GroupReport:
 
 def locate_bands(bands: Bands, ops: Ops, side: str) -> Ints:
     """For each op of a group, the index of the band of its pass that holds its ``side``."""
-    # A band begins at a byte of the stretch of its pass and file; those of all stretches follow each other.
-    files = int(bands["file"].max(initial=0)) + 1
+    files = 1 + max(int(bands["file"].max(initial=0)), int(ops[f"{side}_file"].max(initial=0)))
     stretches = bands["pass"].astype(np.int64) * files + bands["file"]
-    known = stretches[np.r_[True, stretches[1:] != stretches[:-1]][: len(stretches)]]
-    of_ops = np.searchsorted(known, ops["pass"].astype(np.int64) * files + ops[f"{side}_file"])
-    span = int(bands["stop"].max(initial=0)) + 1
-    begins = np.searchsorted(known, stretches) * span + bands["start"]
-    return np.searchsorted(begins, of_ops * span + ops[f"{side}_byte"], side="right") - 1
+    of_ops = ops["pass"].astype(np.int64) * files + ops[f"{side}_file"]
+    return Ranges(stretches, bands["start"], bands["stop"]).holding(of_ops, ops[f"{side}_byte"])
 
 
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
     """For each op, the index of the range that holds its ``side``; ``ranges`` is sorted by file and start."""
-    indices = np.zeros(len(ops), dtype=np.int64)
-    for file in distinct(ops[f"{side}_file"]):
-        low, high = (int(np.searchsorted(ranges["file"], file, end)) for end in ("left", "right"))
-        here = ops[f"{side}_file"] == file
-        indices[here] = (
-            low - 1 + np.searchsorted(ranges["start"][low:high], ops[f"{side}_byte"][here], "right")
-        )
-    return indices
+    by_file = Ranges(ranges["file"].astype(np.int64), ranges["start"], ranges["stop"])
+    return by_file.holding(ops[f"{side}_file"], ops[f"{side}_byte"])
 
 
 def box_of(buffer: Any, start: int, op: np.void, side: str) -> DeviceBox:
