@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import DriftError
+from paddle_reshard.pipeline.core.geometry import Ranges
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import Parts
 from paddle_reshard.pipeline.planning.plan import Bands
-from paddle_reshard.pipeline.planning.ranges import Ranges
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange, Receipt
 from paddle_reshard.tasks.device import HOST, Buffer, DeviceBox, Mover

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 
@@ -236,3 +237,31 @@ def _kept(pairs: tuple[Ints, Ints], left: Intervals, right: Intervals) -> tuple[
         if not meets.all():
             i, j = i[meets], j[meets]
     return i, j
+
+
+class Ranges(NamedTuple):
+    """Ranges of bytes that do not overlap, sorted by key and start."""
+
+    keys: Ints
+    start: Ints
+    stop: Ints
+
+    def holding(self, keys: Ints, byte: Ints) -> Ints:
+        """The number of the range with its key that holds each byte; -1 for none.
+
+        >>> Ranges(np.array([0, 0, 2]), np.array([0, 8, 4]), np.array([8, 9, 6])).holding(
+        ...     np.array([0, 0, 1, 2]), np.array([7, 8, 9, 3])
+        ... ).tolist()
+        [0, 1, -1, -1]
+        """
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        both = places(np.concatenate([self.keys, keys]), np.concatenate([self.start, byte]))
+        last = np.searchsorted(both[: len(self.keys)], both[len(self.keys) :], side="right") - 1
+        holds = (last >= 0) & (self.keys[last] == keys) & (byte < self.stop[last])
+        return np.where(holds, last, -1)
+
+    def cover(self, keys: Ints, start: Ints, stop: Ints) -> Flags:
+        """Whether one of the ranges holds each of some other ranges as a whole."""
+        at = self.holding(keys, start)
+        return (at >= 0) & (stop <= np.append(self.stop, 0)[at])

@@ -1,8 +1,7 @@
 """Prove that a plan writes every byte of every target file exactly once, with the values that belong there.
 
-The columns that the planner made, ops, parts, bands and literals, are held against what the files say: the fragments of
-the source, and the layout of the target. Of the planner itself, only what finds the values in copied parts is used, and
-these boxes are checked like all others.
+Nothing of the planner is used here, only the columns that it made: ops, parts, bands and literals. They are held
+against what the files say: the fragments of the source, and the layout of the target.
 
 1. Literals, padding and values, cut into contiguous *runs* of bytes, are swept from the first byte to the last: each
    run must begin where the run before it ends. A run that begins later leaves a gap, one that begins earlier
@@ -27,22 +26,22 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, Fragments
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, Fragments, hulls
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
+    Boxes,
     Intervals,
+    Ranges,
     by_tensor,
     candidate_pairs,
     meeting_intervals,
+    meeting_pairs,
 )
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.planning.cut import outermost, piece
-from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, Ops, hull
-from paddle_reshard.pipeline.planning.parts import MADE
-from paddle_reshard.pipeline.planning.plan import Plan
-from paddle_reshard.pipeline.planning.ranges import Ranges
+from paddle_reshard.pipeline.planning.parts import MADE, Parts
+from paddle_reshard.pipeline.planning.plan import Bands, Plan
 
 LITERAL, PADDING, VALUE, COPIED = range(4)
 KINDS = ("a literal", "padding", "a value", "a value that the storage copies")
@@ -64,11 +63,17 @@ class Problems:
     count: int = 0
     described: list[str] = field(default_factory=list)
 
-    def add(self, description: str, more: int = 0) -> None:
-        """Add a problem, and count ``more`` of its kind that are not described."""
-        self.count += 1 + more
+    def add(self, description: str) -> None:
+        """Add a problem."""
+        self.count += 1
         if len(self.described) < MOST_PROBLEMS:
             self.described.append(description)
+
+    def first(self, wrong: Flags) -> Iterator[int]:
+        """The first row that is ``wrong``, if any is, to be described; the others are only counted."""
+        if wrong.any():
+            self.count += int(wrong.sum()) - 1
+            yield int(np.argmax(wrong))
 
 
 class Swept(NamedTuple):
@@ -145,29 +150,68 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     parts = plan.parts[plan.parts["source_file"] != MADE]
     if not len(parts):
         return Ops.empty()
-    file, start, stop = (parts[name].astype(np.int64) for name in ("file", "start", "stop"))
-    written = target.fragments[np.isin(target.fragments["file"], file)]
-    stored = source.fragments[np.isin(source.fragments["file"], parts["source_file"])]
-    ops = match(stored, written, source.implied)
-    part, op = meeting_intervals(
-        Intervals(file, {0: (start, stop)}), Intervals(ops["target_file"], {0: hull(ops, "target")})
+    start, stop, from_ = (parts[name].astype(np.int64) for name in ("start", "stop", "source_start"))
+    read_from = np.arange(len(source.tensors))
+    read_from[list(source.implied)] = list(source.implied.values())
+    of_target, written = _in_ranges(target.fragments, parts["file"], start, stop)
+    of_source, stored = _in_ranges(source.fragments, parts["source_file"], from_, from_ + stop - start)
+    keys = (
+        of_target * len(read_from) + read_from[written["tensor"]],
+        of_source * len(read_from) + stored["tensor"],
     )
-    ops, part = _clipped(ops[op], part, start, stop)
-    copied = ops["source_file"] == parts["source_file"][part]
-    copied &= ops["source_dtype"] == ops["target_dtype"]
-    copied &= ops["source_byte"] - ops["target_byte"] == (parts["source_start"] - start)[part]
-    return ops[copied]
+    numbers = np.unique(np.concatenate(keys), return_inverse=True)[1].ravel()
+    i, j = meeting_pairs(
+        Boxes(numbers[: len(written)], written["offset"], written["extents"]),
+        Boxes(numbers[len(written) :], stored["offset"], stored["extents"]),
+    )
+    alike = written["dtype"][i] == stored["dtype"][j]
+    i, j = i[alike], j[alike]
+    part = of_target[i]
+    ops, inside = _clipped(_in_common(written[i], stored[j]), start[part], stop[part])
+    part = part[inside]
+    return ops[ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]]
 
 
-def _clipped(ops: Ops, part: Ints, start: Ints, stop: Ints) -> tuple[Ops, Ints]:
-    """The slabs of boxes, along the slowest dim of each, that lie in a part of the target; and the part of each."""
-    dim = outermost(ops, "target")
-    count, step = ops.along_each("extents", dim), np.maximum(ops.along_each("target_strides", dim), 1)
-    byte, end = hull(ops, "target")
-    first = np.maximum(0, -((byte - start[part]) // step))
-    kept = np.minimum(count, (stop[part] - end) // step + count) - first
-    some = kept > 0
-    return piece(ops[some], dim[some], first[some], kept[some]), part[some]
+def _in_ranges(fragments: Fragments, file: Ints, start: Ints, stop: Ints) -> tuple[Ints, Fragments]:
+    """The fragments that may have bytes in ranges of files, and the number of the range."""
+    ranges = Intervals(file, {0: (start, stop)})
+    number, row = meeting_intervals(ranges, Intervals(fragments["file"], {0: hulls(fragments)}))
+    return number, fragments[row]
+
+
+def _in_common(target: Fragments, source: Fragments) -> Ops:
+    """What each pair of fragments has in common."""
+    low = np.maximum(target["offset"], source["offset"])
+    ends = (side["offset"] + side["extents"] for side in (target, source))
+    ops = Ops.empty(len(target))
+    ops["kind"], ops["tensor"], ops["source_tensor"] = MOVE, target["tensor"], source["tensor"]
+    ops["offset"], ops["extents"] = low, np.minimum(*ends) - low
+    for side, boxes in (("target", target), ("source", source)):
+        for column in ("file", "dtype", "strides"):
+            ops[f"{side}_{column}"] = boxes[column]
+        ops[f"{side}_byte"] = boxes["byte_base"] + ((low - boxes["offset"]) * boxes["strides"]).sum(axis=1)
+    return ops
+
+
+def _clipped(ops: Ops, start: Ints, stop: Ints) -> tuple[Ops, Flags]:
+    """The slabs of boxes, along the slowest dim of each, whose bytes lie in ``[start, stop)`` of the target.
+
+    And which boxes have any.
+    """
+    extents, strides, byte = ops["extents"].copy(), ops["target_strides"], ops["target_byte"]
+    rows, dim = np.arange(len(ops)), np.where(extents > 1, strides, -1).argmax(axis=1)
+    count, step = extents[rows, dim], np.maximum(strides[rows, dim], 1)
+    extents[rows, dim] = 1
+    length = ITEMSIZES[ops["target_dtype"]] + ((extents - 1) * strides).sum(axis=1)
+    first = np.maximum(0, -((byte - start) // step))
+    kept = np.minimum(count, (stop - byte - length) // step + 1) - first
+    extents[rows, dim] = kept
+    offset = ops["offset"].copy()
+    offset[rows, dim] += first
+    for side in ("source", "target"):
+        ops[f"{side}_byte"] = ops[f"{side}_byte"] + first * ops[f"{side}_strides"][rows, dim]
+    ops["offset"], ops["extents"] = offset, extents
+    return ops[kept > 0], kept > 0
 
 
 # -------------------------------------------------------------------------------------------- fragments and boxes
@@ -213,13 +257,9 @@ def _check_sources(values: _Values, problems: Problems) -> None:
     tensor, read = (values.boxes[name].astype(np.int64) for name in ("tensor", "source_tensor"))
     mixed = np.isin(tensor, list(plan.mixtures))
     wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        problems.add(
-            f"{plan.tensors[int(tensor[first])].label} is made from {plan.tensors[int(read[first])].label}, which "
-            "does not define it",
-            int(wrong.sum()) - 1,
-        )
+    for at in problems.first(wrong):
+        made, other = (plan.tensors[int(numbers[at])].label for numbers in (tensor, read))
+        problems.add(f"{made} is made from {other}, which does not define it")
 
 
 def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
@@ -229,14 +269,12 @@ def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
         ("target", "tensor", plan.target_files, values.by_target),
         ("source", "source_tensor", plan.source_files, values.by_source),
     ):
-        held = fragments.holds(ops, tensor, side)
-        if not held.all():
-            row = ops[~held][:1].rows()[0]
+        for at in problems.first(~fragments.holds(ops, tensor, side)):
+            row = ops[at : at + 1].rows()[0]
             path = files[int(row[f"{side}_file"])].path
             problems.add(
                 f"{plan.tensors[int(row[tensor])].label}: elements at {tuple(row['offset'].tolist())} of extents "
-                f"{tuple(row['extents'].tolist())} are not at byte {row[f'{side}_byte']} of {path}",
-                int((~held).sum()) - 1,
+                f"{tuple(row['extents'].tolist())} are not at byte {row[f'{side}_byte']} of {path}"
             )
 
 
@@ -246,10 +284,8 @@ def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
 def _check_numbers(plan: Plan, problems: Problems) -> None:
     """Check that everything that the columns name exists, and that workers find it: sorted by group."""
     for what, numbers, count in plan.numbers():
-        wrong = (numbers < 0) | (numbers >= count)
-        if wrong.any():
-            number = int(numbers[np.argmax(wrong)])
-            problems.add(f"the {what} {number} is named, but there are {count}", int(wrong.sum()) - 1)
+        for at in problems.first((numbers < 0) | (numbers >= count)):
+            problems.add(f"the {what} {numbers[at]} is named, but there are {count}")
     for what, groups in (
         ("ops", plan.op_groups),
         ("bands", plan.bands["group"]),
@@ -267,64 +303,41 @@ def _check_parts(plan: Plan, sizes: Ints, problems: Problems) -> None:
     wrong = start != np.where(opens, 0, np.r_[0, stop[:-1]][: len(stop)])
     closes = np.diff(file, append=len(sizes)) != 0
     wrong |= closes & (stop != sizes[file])
-    bare = np.setdiff1d(np.flatnonzero(sizes), file)
-    for at in np.flatnonzero(wrong)[:1].tolist():
+    for at in problems.first(wrong):
         problems.add(
             f"{plan.target_files[int(file[at])].path}: the part [{start[at]}, {stop[at]}) does not begin where the one "
-            f"before it ends, or the file of {sizes[file[at]]} bytes does not end with it",
-            int(wrong.sum()) - 1,
+            f"before it ends, or the file of {sizes[file[at]]} bytes does not end with it"
         )
-    if len(bare):
-        problems.add(f"{plan.target_files[int(bare[0])].path}: has no part", len(bare) - 1)
+    for bare in problems.first((sizes > 0) & (np.bincount(file, minlength=len(sizes)) == 0)):
+        problems.add(f"{plan.target_files[bare].path}: has no part")
 
 
 def _check_groups(plan: Plan, problems: Problems) -> None:
     """Check that every op writes into a part of its group, and reads from a band of its group and pass."""
     ops, groups = plan.ops, plan.op_groups.astype(np.int64)
-    moves = ops["kind"] == MOVE
-    parts, bands = plan.parts[plan.parts["source_file"] == MADE], plan.bands
     files = max(len(plan.target_files), len(plan.source_files), 1)
-    passes = 1 + max(int(ops["pass"].max(initial=0)), int(bands["pass"].max(initial=0)))
-    of_part, of_band = (
-        parts["group"].astype(np.int64),
-        bands["group"].astype(np.int64) * passes + bands["pass"],
-    )
-    of_pass = groups * passes + ops["pass"]
-    for chosen, side, owners, ranges, owners_of_ranges, what in (
-        (moves, "target", groups, parts, of_part, "writes outside of the parts"),
-        (moves | True, "source", of_pass, bands, of_band, "reads outside of the bands"),
-        (
-            ~moves,
-            "target",
-            of_pass,
-            bands,
-            of_band,
-            "reads outside of the bands",
-        ),  # a comparison has two sources
+    passes = 1 + max(int(ops["pass"].max(initial=0)), int(plan.bands["pass"].max(initial=0)))
+    of_bands = plan.bands["group"].astype(np.int64) * passes + plan.bands["pass"]
+    bands = _owned(plan.bands, of_bands, files)
+    made = plan.parts[plan.parts["source_file"] == MADE]
+    parts = _owned(made, made["group"].astype(np.int64), files)
+    moves, of_pass = ops["kind"] == MOVE, groups * passes + ops["pass"]
+    for chosen, side, owners, ranges, what in (
+        (moves, "target", groups, parts, "writes outside of the parts"),
+        (moves | True, "source", of_pass, bands, "reads outside of the bands"),
+        (~moves, "target", of_pass, bands, "reads outside of the bands"),  # a comparison has two sources
     ):
-        rows = np.flatnonzero(chosen)
-        inside = _within(
-            (owners * files + ops[f"{side}_file"])[rows],
-            *(end[rows] for end in hull(ops, side)),
-            owners_of_ranges * files + ranges["file"],
-            ranges["start"],
-            ranges["stop"],
-        )
-        if not inside.all():
-            row = int(rows[np.argmin(inside)])
-            label = plan.tensors[int(ops["tensor"][row])].label
-            problem = f"{label}: a box of group {groups[row]} {what} of its group"
-            problems.add(problem, int((~inside).sum()) - 1)
+        covered = ranges.cover(owners * files + ops[f"{side}_file"], *hull(ops, side))
+        for at in problems.first(chosen & ~covered):
+            label = plan.tensors[int(ops["tensor"][at])].label
+            problems.add(f"{label}: a box of group {groups[at]} {what} of its group")
 
 
-def _within(keys: Ints, start: Ints, stop: Ints, of_keys: Ints, low: Ints, high: Ints) -> Flags:
-    """Whether each range lies in one of those with the same key, of which none overlap."""
-    if not len(of_keys):
-        return np.zeros(len(keys), dtype=bool)
-    order = np.lexsort((low, of_keys))
-    ranges = Ranges(of_keys[order], low[order], high[order])
-    at = ranges.holding(keys, start)
-    return np.asarray((at >= 0) & (stop <= ranges.stop[at]))
+def _owned(ranges: Bands | Parts, owners: Ints, files: int) -> Ranges:
+    """Parts or bands by owner and file."""
+    keys = owners * files + ranges["file"]
+    order = np.lexsort((ranges["start"], keys))
+    return Ranges(keys[order], ranges["start"][order], ranges["stop"][order])
 
 
 # ------------------------------------------------------------------------------------------------------ runs
@@ -436,10 +449,9 @@ def _sweep_files(values: _Values, files: range, sizes: Ints, problems: Problems)
     size = int(sizes.sum())
     spans = _written(values, laid, problems)
     outside = (spans.first < 0) | (spans.stops > size)
-    if outside.any():
-        what = laid.what(spans, int(np.argmax(outside)))
-        problems.add(f"{what} lies outside of its file", int(outside.sum()) - 1)
-        spans = spans.chosen(~outside)
+    for at in problems.first(outside):
+        problems.add(f"{laid.what(spans, at)} lies outside of its file")
+    spans = spans.chosen(~outside)
     spans = spans.chosen(np.argsort(spans.first, kind="stable"))
     bytes_of = np.zeros(len(KINDS), dtype=np.int64)
     for low, high, runs in _windows(spans, size):

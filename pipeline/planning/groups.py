@@ -15,14 +15,14 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import wide_dims
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ranges
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import Together
 from paddle_reshard.pipeline.core.sorting import distinct, order_by, order_of, places
 from paddle_reshard.pipeline.planning.cut import cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
-from paddle_reshard.pipeline.planning.ranges import Ranges, dense_numbers, label, union_bytes, unions
+from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes, unions
 
 
 class GroupMemory(NamedTuple):

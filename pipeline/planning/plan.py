@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
-from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.geometry import Ranges, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
@@ -44,7 +44,7 @@ from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, vol
 from paddle_reshard.pipeline.planning.once import count_once, count_whole, implied_sums
 from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, itemsizes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
-from paddle_reshard.pipeline.planning.ranges import Ranges, by_owner, dense_numbers, merge
+from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 
 FOOTPRINT_BYTES = 136 << 20

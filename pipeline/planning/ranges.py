@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.columns import BLOCK_ROWS, Flags
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.sorting import in_order, places
+from paddle_reshard.pipeline.core.sorting import in_order
 
 
 def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints, Ints]:
@@ -40,29 +40,6 @@ def by_owner(owners: Ints, rows: int = BLOCK_ROWS) -> Iterator[slice]:
         stop = int(np.searchsorted(owners, last, side="right"))
         yield slice(first, stop)
         first = stop
-
-
-class Ranges(NamedTuple):
-    """Ranges of bytes that do not overlap, sorted by key and start."""
-
-    keys: Ints
-    start: Ints
-    stop: Ints
-
-    def holding(self, keys: Ints, byte: Ints) -> Ints:
-        """The number of the range with its key that holds each byte; -1 for none.
-
-        >>> Ranges(np.array([0, 0, 2]), np.array([0, 8, 4]), np.array([8, 9, 6])).holding(
-        ...     np.array([0, 0, 1, 2]), np.array([7, 8, 9, 3])
-        ... ).tolist()
-        [0, 1, -1, -1]
-        """
-        if not len(self.keys):
-            return np.full(len(keys), -1)
-        both = places(np.concatenate([self.keys, keys]), np.concatenate([self.start, byte]))
-        last = np.searchsorted(both[: len(self.keys)], both[len(self.keys) :], side="right") - 1
-        holds = (last >= 0) & (self.keys[last] == keys) & (byte < self.stop[last])
-        return np.where(holds, last, -1)
 
 
 def label(keys: Ints, start: Ints, stop: Ints) -> Ints:
