@@ -39,7 +39,7 @@ from paddle_reshard.pipeline.core.geometry import (
     meeting_pairs,
 )
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, Ops, hull
+from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
 
@@ -144,7 +144,7 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     """The boxes of values in the parts that the storage copies, which have no op.
 
     Where a fragment of the target in the written range and a fragment of the source in the copied range have elements
-    in common at the same distance from the beginning, the copy moves these elements. What a part copies besides is no
+    in common at the same distances from the beginning, the copy moves these elements. What a part copies besides is no
     value, and remains a gap.
     """
     parts = plan.parts[plan.parts["source_file"] != MADE]
@@ -169,7 +169,9 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     part = of_target[i]
     ops, inside = _clipped(_in_common(written[i], stored[j]), start[part], stop[part])
     part = part[inside]
-    return ops[ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]]
+    copied = ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]
+    in_one_order = (ops["target_strides"] == ops["source_strides"]) | (ops["extents"] == 1)
+    return ops[copied & in_one_order.all(axis=1)]
 
 
 def _in_ranges(fragments: Fragments, file: Ints, start: Ints, stop: Ints) -> tuple[Ints, Fragments]:
@@ -327,7 +329,9 @@ def _check_groups(plan: Plan, problems: Problems) -> None:
         (moves | True, "source", of_pass, bands, "reads outside of the bands"),
         (~moves, "target", of_pass, bands, "reads outside of the bands"),  # a comparison has two sources
     ):
-        covered = ranges.cover(owners * files + ops[f"{side}_file"], *hull(ops, side))
+        start, length = ops[f"{side}_byte"], ITEMSIZES[ops[f"{side}_dtype"]]
+        length = length + ((ops["extents"] - 1) * ops[f"{side}_strides"]).sum(axis=1)
+        covered = ranges.cover(owners * files + ops[f"{side}_file"], start, start + length)
         for at in problems.first(chosen & ~covered):
             label = plan.tensors[int(ops["tensor"][at])].label
             problems.add(f"{label}: a box of group {groups[at]} {what} of its group")
