@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, volumes
 from paddle_reshard.pipeline.core.errors import DriftError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.sorting import distinct
-from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, ITEMSIZES, MOVE, PROBE, SUM, Ops, op_volumes
+from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, SUM, Ops, hull
 from paddle_reshard.pipeline.planning.plan import Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import ReadRange
@@ -106,10 +107,10 @@ def _pairs(ops: Ops, ranges: Bands) -> Iterator[_Pair]:
         sides = []
         for side in ("source", "target"):
             bands = locate(ranges, block, side)
-            begins = block[f"{side}_byte"] - ranges["start"][bands]
-            beyond = block[f"{side}_stop"] > ranges["stop"][bands]
-            if (begins < 0).any() or beyond.any():
+            start, stop = hull(block, side)
+            if (stop > ranges["stop"][bands]).any():
                 raise PlanError("a comparison reaches beyond the bands of its pass")
+            begins = start - ranges["start"][bands]
             sides.append((bands.tolist(), begins.tolist()))
         (a, a_begins), (b, b_begins) = sides
         yield from map(
@@ -159,7 +160,7 @@ class Comparisons:
         kinds = work.ops["kind"]
         compares = (kinds != MOVE) & (kinds != SUM)
         ops = work.ops if compares.all() else work.ops[compares]
-        self.elements = int(op_volumes(ops).sum())
+        self.elements = int(volumes(ops).sum())
         """How many elements are compared."""
         self.known = set[tuple[int, ...]]()
         """Owners of differences that are found, which are not looked for again."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.errors import DriftError
+from paddle_reshard.pipeline.core.errors import DriftError, PlanError
+from paddle_reshard.pipeline.core.geometry import Ranges
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES
@@ -99,17 +100,15 @@ def with_ranges(ops: Ops, *sides: tuple[Bands | Parts, str]) -> Iterator[tuple[A
 
 def locate(ranges: Bands | Parts, ops: Ops, side: str) -> Ints:
     """For each op of a group, the index of the part, or of the band of its pass, that holds its ``side``."""
-    # A range begins at a byte of the stretch of its pass and file; those of all stretches follow each other.
-    files = int(ranges["file"].max(initial=0)) + 1
     stretches, of_ops = ranges["file"].astype(np.int64), ops[f"{side}_file"].astype(np.int64)
     if "pass" in (ranges.dtype.names or ()):
+        files = 1 + max(int(stretches.max(initial=0)), int(of_ops.max(initial=0)))
         stretches += files * ranges["pass"].astype(np.int64)
         of_ops += files * ops["pass"].astype(np.int64)
-    known = distinct(stretches)
-    span = int(ranges["stop"].max(initial=0)) + 1
-    begins = np.searchsorted(known, stretches) * span + ranges["start"]
-    wanted = np.searchsorted(known, of_ops) * span + ops[f"{side}_byte"]
-    return np.searchsorted(begins, wanted, side="right") - 1
+    numbers = Ranges(stretches, ranges["start"], ranges["stop"]).holding(of_ops, ops[f"{side}_byte"])
+    if (numbers < 0).any():
+        raise PlanError(f"the {side} of a box is in no range of its group and pass")
+    return numbers
 
 
 def box_of(buffer: Any, start: int, op: np.void, side: str) -> DeviceBox:

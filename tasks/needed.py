@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE
+from paddle_reshard.pipeline.planning.ops import MOVE, hull
 from paddle_reshard.pipeline.planning.ranges import merge
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange
@@ -45,7 +46,8 @@ class NeededBytes(ReadRange):
         start, stop = band.byte_offset, band.byte_offset + len(band.buffer)
         runs = []
         for side, ops in self._sides:
-            inside = (ops[f"{side}_byte"] >= start) & (ops[f"{side}_stop"] <= stop)
+            low, high = hull(ops, side)
+            inside = (low >= start) & (high <= stop)
             inside &= ops[f"{side}_file"] == self.file_numbers[band.path]
             runs += [self._runs(op, side) for op in ops[inside].rows()]
         if not runs:

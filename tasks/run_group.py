@@ -18,7 +18,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError, PlanError
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops
+from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops, hull
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -142,8 +142,8 @@ def _write(work: GroupWork, file: int, byte_offset: int, buffer: Buffer, target:
 def _read_from(work: GroupWork, file: int, byte_offset: int) -> list[str]:
     """Paths of the source files from which the value at a byte of a target file is moved."""
     ops = work.ops[work.ops["kind"] == MOVE]
-    here = (ops["target_file"] == file) & (ops["target_byte"] <= byte_offset)
-    near = ops[here & (byte_offset < ops["target_stop"])]
+    start, stop = hull(ops, "target")
+    near = ops[(ops["target_file"] == file) & (start <= byte_offset) & (byte_offset < stop)]
     return sorted(
         {work.source_paths[int(op["source_file"])] for op in near.rows() if _holds(op, byte_offset)}
     )
@@ -178,8 +178,9 @@ def _cast_after_mixing(work: GroupWork) -> dict[int, tuple[int, int]]:
     parts = locate(work.parts, ops, "target")
     ranges = {}
     for part in np.unique(parts).tolist():
-        here, start = ops[parts == part], int(work.parts[part]["start"])
-        ranges[part] = int(here["target_byte"].min()) - start, int(here["target_stop"].max()) - start
+        start, stop = hull(ops[parts == part], "target")
+        first = int(work.parts[part]["start"])
+        ranges[part] = int(start.min()) - first, int(stop.max()) - first
     return ranges
 
 

@@ -21,8 +21,6 @@ from paddle_reshard.pipeline.core.columns import narrowed
 from paddle_reshard.pipeline.core.errors import FormatError, PlanError, UsageError
 from paddle_reshard.pipeline.core.extras import require
 from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, Plan
@@ -41,12 +39,9 @@ _FIRST_BYTES = b"\xff\xff\xff\xff"
 
 _NUMBER = np.dtype([("value", np.int64)])
 _ROWS = {"op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
+_LENGTHS = {f"{side}_length": f"{side}_stop_after_{side}_byte" for side in ("source", "target")}
 _OPS = {
-    (name, dim): "_".join(
-        [*([name] if name not in Ops.DISTANCES else [name, "after", Ops.DISTANCES[name]]), *dims]
-    )
-    for name, dim in Ops.COLUMNS
-    for dims in [[str(dim)] if OP[name].shape else []]
+    (name, dim): _LENGTHS.get(name, name) + (f"_{dim}" if OP[name].shape else "") for name, dim in Ops.COLUMNS
 }
 """Column of ops → its name in the file. Of the end of a box, the file holds the distance from its first byte."""
 _TEXT, _WHOLE = pa.string(), pa.int64()
@@ -155,16 +150,12 @@ def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
     return {
         "tensors": [
             (key, state, dtype.name, shape, aliases)
-            for key, state, dtype, shape, aliases in _columns_of(plan.tensors).fields()
+            for key, state, dtype, shape, aliases in plan.tensors.fields()
         ],
         "source_files": [(f.path, f.size_bytes) for f in plan.source_files],
         "target_files": [(f.path, f.size_bytes) for f in plan.target_files],
         "carried": [(c.source_path, c.target_path, c.size_bytes) for c in plan.carried],
     }
-
-
-def _columns_of(tensors: Sequence[Tensor]) -> Tensors:
-    return tensors if isinstance(tensors, Tensors) else Tensors(tensors)
 
 
 def _batches(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, S
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA, PARAM
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.indexing.detect import index_source
@@ -412,7 +411,7 @@ def _recorder(
         return None
     return Recorder(
         conversion.fingerprint,
-        Moved.of(Tensors(plan.tensors), sums),
+        Moved.of(plan.tensors, sums),
         known_of(conversion.store) if conversion.same_values else None,
         PlanSettings(plan.budget_bytes),
         engine,

@@ -44,6 +44,10 @@ FRAGMENT = np.dtype(
 )
 
 
+ITEMSIZES = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+"""Bytes of an element of each of ``DTYPES``."""
+
+
 class Fragments(Columns):
     """Fragments, an array for each field of ``FRAGMENT``. They take 15 to 50 bytes each instead of 115."""
 
@@ -91,12 +95,7 @@ class Catalog:
     def only(self, chosen: Sequence[int]) -> Catalog:
         """The catalog of the ``chosen`` tensors, in this order; ``implied`` keeps pairs of which both are chosen.
 
-        The terms of a chosen mixture must be chosen too.
-
-        Raises
-        ------
-        ValueError
-            If a borrowed tensor comes before one that is not.
+        The terms of a chosen mixture must be chosen too, and borrowed tensors last.
         """
         first_borrowed = len(self.tensors) - self.borrowed
         borrowed = sum(tensor >= first_borrowed for tensor in chosen)
@@ -165,18 +164,23 @@ def fragment_row(
     )
 
 
-def volumes(fragments: Fragments) -> Ints:
+def wide_dims(*boxes: Columns) -> list[int]:
+    """The dims along which a box of any of these columns may have more than one element."""
+    return [dim for dim in range(MAX_DIMS) if any(rows.single("extents", dim) != 1 for rows in boxes)]
+
+
+def volumes(boxes: Columns) -> Ints:
     """Elements of each box."""
-    elements = fragments.along("extents", 0).copy()
-    for dim in range(1, MAX_DIMS):
-        elements *= fragments.along("extents", dim)
-    return np.asarray(elements, dtype=np.int64)
+    elements = np.ones(len(boxes), dtype=np.int64)
+    for dim in wide_dims(boxes):
+        elements *= boxes.along("extents", dim)
+    return elements
 
 
 def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
     """First byte, and one past the last byte, of each strided box in its file."""
-    stop = fragments["byte_base"] + np.array([dtype.itemsize for dtype in DTYPES])[fragments["dtype"]]
-    for dim in range(MAX_DIMS):
+    stop = fragments["byte_base"] + ITEMSIZES[fragments["dtype"]]
+    for dim in wide_dims(fragments):
         stop += (fragments.along("extents", dim) - 1) * fragments.along("strides", dim)
     return fragments["byte_base"], stop
 
@@ -184,10 +188,7 @@ def hulls(fragments: Fragments) -> tuple[Ints, Ints]:
 def check_catalog(catalog: Catalog) -> None:
     """Check that fragments with replica 0 cover every tensor exactly once, and lie within their files.
 
-    Raises
-    ------
-    CoverageError
-        On the first hole, overlap or box out of bounds, naming the tensor, the two numbers and the files.
+    A :class:`CoverageError` names the tensor of the first hole, overlap or box out of bounds, and the files.
     """
     check_bounds(catalog.tensors, catalog.files, catalog.fragments)
     first = catalog.fragments["replica"] == 0
@@ -199,11 +200,6 @@ def check_dtypes(tensors: Tensors) -> None:
     """Check that all tensors of an optimizer state have the same dtype, and that master weights are float32.
 
     Parameters may differ: routers are often float32.
-
-    Raises
-    ------
-    CheckpointError
-        Naming two tensors of one state and their dtypes.
     """
     dtypes = tensors.dtypes
     for state in sorted(tensors.states - {PARAM, EMA_PARAM}):

@@ -33,8 +33,6 @@ class Columns:
     """
 
     DTYPE: ClassVar[np.dtype[Any]]
-    DISTANCES: ClassVar[Mapping[str, str]] = {}
-    """Fields of which only the distance from another is held: they move along when that one is assigned."""
     COLUMNS: ClassVar[tuple[Column, ...]]
 
     __slots__ = ("_columns", "_frozen")
@@ -113,16 +111,14 @@ class Columns:
     def along(self, name: str, dim: int) -> npt.NDArray[Any]:
         """A field of several dims along one of them."""
         column, width = self._columns[name, dim], self.DTYPE[name].base
-        if name in self.DISTANCES:
-            column = self._columns[self.DISTANCES[name], 0].astype(width, copy=False) + column
-        elif _is_constant(column):
+        if _is_constant(column):
             return np.broadcast_to(column[0].astype(width), column.shape)
         return _read_only(column.astype(width, copy=False)[:])
 
     def single(self, name: str, dim: int = 0) -> int | None:
         """The value of a field, of several dims along one of them, where it is held as that of all rows."""
         column = self._columns[name, dim]
-        return int(column[0]) if _is_constant(column) and name not in self.DISTANCES else None
+        return int(column[0]) if _is_constant(column) else None
 
     def along_each(self, name: str, dims: Ints) -> Ints:
         """A field of several dims, of each row along the dim that ``dims`` has for it."""
@@ -133,8 +129,6 @@ class Columns:
 
     def __setitem__(self, name: str, values: npt.ArrayLike) -> None:
         given = np.asarray(values)
-        if name in self.DISTANCES:
-            given = given - self._columns[self.DISTANCES[name], 0]
         several = bool(self.DTYPE[name].shape)
         for dim in range(self._dims(name)):
             self._set(name, dim, given[..., dim] if several else given)
@@ -148,16 +142,10 @@ class Columns:
         """Change a field of several dims along one of them."""
         self._set(name, dim, np.asarray(values))
 
-    def set_distance(self, name: str, values: npt.ArrayLike) -> None:
-        """Set a field of :attr:`DISTANCES`, of which only the distance from another field is held, by that distance."""
-        if name not in self.DISTANCES:
-            raise ValueError(f"{name} is not held as a distance")
-        self._set(name, 0, np.asarray(values))
-
     def share(self, name: str, other: Columns, its_name: str) -> None:
         """Give a field the values of the field ``its_name`` of as many ``other`` rows; the arrays are shared."""
         self._check_open()
-        if len(other) != len(self) or {name, its_name} & {*self.DISTANCES, *other.DISTANCES}:
+        if len(other) != len(self):
             raise ValueError(f"{its_name} of {len(other)} rows cannot be the {name} of {len(self)}")
         for dim in range(self._dims(name)):
             self._columns[name, dim] = other._columns[its_name, dim]

@@ -53,10 +53,7 @@ class CheckpointError(ReshardError):
 
 
 class FormatError(CheckpointError):
-    """A file violates its format.
-
-    ``reason`` is a short machine-readable code, ``byte_offset`` the position in the file or ``None``.
-    """
+    """A file violates its format. ``reason`` is a short code for programs."""
 
     def __init__(self, reason: str, path: str, byte_offset: int | None, detail: str) -> None:
         super().__init__(reason, path, byte_offset, detail)

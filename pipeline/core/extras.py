@@ -8,14 +8,9 @@ from paddle_reshard.pipeline.core.errors import UnsupportedError
 
 
 def require(package: str, extra: str, purpose: str) -> None:
-    """Check that a package is installed, before it is imported.
+    """Refuse unless a package is installed, before it is imported; the error says which command installs it.
 
     >>> require("sys", "s3", "anything")
-
-    Raises
-    ------
-    UnsupportedError
-        If it is not, with the command that installs it.
     """
     if find_spec(package) is None:
         raise UnsupportedError(

@@ -77,7 +77,8 @@ class Fingerprints:
 
     def line(self, number: int) -> bytes:
         """The line of a tensor."""
-        return line_of(self.tensors[number], int(self.checksums[number]))
+        entries = entries_of(self.tensors[number], int(self.checksums[number]))
+        return json.dumps(entries, separators=(",", ":")).encode("ascii")
 
     def find(self, key: str, state: str) -> int | None:
         """The checksum of a tensor, or ``None``."""
@@ -89,11 +90,6 @@ class Fingerprints:
         chosen = set(states)
         kept = [n for n in range(len(self.tensors)) if self.tensors.identity(n)[1] in chosen]
         return Fingerprints(Tensors(self.tensors[n] for n in kept), self.checksums[kept])
-
-
-def line_of(tensor: Tensor, checksum: int) -> bytes:
-    """The line of a tensor."""
-    return json.dumps(entries_of(tensor, checksum), separators=(",", ":")).encode("ascii")
 
 
 def entries_of(tensor: Tensor, checksum: int) -> list[Any]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.core.sorting import order_by, order_of
+from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -174,7 +175,7 @@ def meeting_intervals(left: Intervals, right: Intervals) -> tuple[Ints, Ints]:
     meeting = [
         _kept(block, left, right)
         for number, sweep in enumerate(sweeps)
-        for block in _blocks(sweep, np.flatnonzero(best == number))
+        for block in candidate_pairs(*sweep, np.flatnonzero(best == number))
     ]
     i, j = (np.concatenate([pairs[side] for pairs in meeting]) for side in (0, 1))
     sorted_by_tensor = (left.tensor[1:] >= left.tensor[:-1]).all()
@@ -203,27 +204,19 @@ def _sweep(left: Intervals, right: Intervals, dim: int) -> _Sweep:
     """Sort left boxes by their start along ``dim``; candidates begin with the first box that ends after the start of
     the right box, and stop before the first box that starts at or after its end."""
     (start, stop), (from_, to) = left.along[dim], right.along[dim]
-    tensors = 1 + int(max(left.tensor.max(), right.tensor.max()))
-    span = 1 + int(max(stop.max(), to.max()))
-    if (
-        tensors * span >= 1 << 62
-    ):  # tensor * span + coordinate would overflow: replace coordinates by their ranks
-        coordinates, ranks = np.unique(np.concatenate([start, stop, from_, to]), return_inverse=True)
-        cuts = np.cumsum([len(start), len(stop), len(from_)])
-        start, stop, from_, to = (part.astype(np.int64) for part in np.split(ranks.ravel(), cuts))
-        span = len(coordinates) + 1
-    base, other = left.tensor.astype(np.int64) * span, right.tensor.astype(np.int64) * span
-    begin = base + start
+    # The tensors lie in one line, each beyond the boxes of the one before.
+    line = places(np.r_[left.tensor, left.tensor, right.tensor, right.tensor], np.r_[start, stop, from_, to])
+    begin, end, from_, to = np.split(line, np.cumsum([len(start), len(stop), len(from_)]))
     order = order_of(begin)
-    reach = np.maximum.accumulate((base + stop)[order])
-    first = np.searchsorted(reach, other + from_, side="right")
-    last = np.searchsorted(begin[order], other + to, side="left")
+    reach = np.maximum.accumulate(end[order])
+    first = np.searchsorted(reach, from_, side="right")
+    last = np.searchsorted(begin[order], to, side="left")
     return _Sweep(order, first, np.maximum(first, last))
 
 
-def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Candidate pairs ``(i, j)`` of the right boxes ``rows``, a bounded number at a time."""
-    lengths = (sweep.last - sweep.first)[rows]
+def candidate_pairs(order: Ints, first: Ints, last: Ints, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Pairs ``(i, j)`` of each ``j`` of ``rows`` and the numbers ``order[first[j]:last[j]]``, some at a time."""
+    lengths = (last - first)[rows]
     ends = np.cumsum(lengths)
     start = 0
     while start < len(rows):
@@ -232,7 +225,7 @@ def _blocks(sweep: _Sweep, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
         length = lengths[start:stop]
         within = numbered_within(length)
         j = np.repeat(rows[start:stop], length)
-        yield sweep.order[sweep.first[j] + within], j
+        yield order[first[j] + within], j
         start = stop
 
 
@@ -244,3 +237,31 @@ def _kept(pairs: tuple[Ints, Ints], left: Intervals, right: Intervals) -> tuple[
         if not meets.all():
             i, j = i[meets], j[meets]
     return i, j
+
+
+class Ranges(NamedTuple):
+    """Ranges of bytes that do not overlap, sorted by key and start."""
+
+    keys: Ints
+    start: Ints
+    stop: Ints
+
+    def holding(self, keys: Ints, byte: Ints) -> Ints:
+        """The number of the range with its key that holds each byte; -1 for none.
+
+        >>> Ranges(np.array([0, 0, 2]), np.array([0, 8, 4]), np.array([8, 9, 6])).holding(
+        ...     np.array([0, 0, 1, 2]), np.array([7, 8, 9, 3])
+        ... ).tolist()
+        [0, 1, -1, -1]
+        """
+        if not len(self.keys):
+            return np.full(len(keys), -1)
+        both = places(np.concatenate([self.keys, keys]), np.concatenate([self.start, byte]))
+        last = np.searchsorted(both[: len(self.keys)], both[len(self.keys) :], side="right") - 1
+        holds = (last >= 0) & (self.keys[last] == keys) & (byte < self.stop[last])
+        return np.where(holds, last, -1)
+
+    def cover(self, keys: Ints, start: Ints, stop: Ints) -> Flags:
+        """Whether one of the ranges holds each of some other ranges as a whole."""
+        at = self.holding(keys, start)
+        return (at >= 0) & (stop <= np.append(self.stop, 0)[at])

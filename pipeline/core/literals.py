@@ -10,6 +10,7 @@ import zlib
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from typing import Any, NamedTuple
@@ -25,8 +26,6 @@ BLOCK_BYTES = 1 << 18
 """Size of the blocks that are compressed."""
 CACHED_BLOCKS = 64
 """Blocks that are kept uncompressed while the literals of many groups are read: each group looks into several files."""
-
-
 REPEATED_BLOCKS = 16
 """Blocks that are kept uncompressed while all literals are read: the files of several ranks repeat each other."""
 
@@ -69,32 +68,20 @@ class _Text:
 
 
 class _Reader:
-    """Reads a text and caches the blocks that it read last; not shared between threads."""
+    """Reads a text and keeps the blocks that it read last; not shared between threads."""
 
-    __slots__ = ("_blocks", "_most", "_text")
+    __slots__ = ("_block",)
 
     def __init__(self, text: _Text, most_blocks: int = 1) -> None:
-        self._text = text
-        self._most = most_blocks
-        self._blocks: dict[int, bytes | bytearray] = {}
+        self._block = lru_cache(most_blocks)(text.block)
 
     def read(self, start: int, stop: int) -> bytes:
-        number, first = divmod(start, BLOCK_BYTES)
-        if first + stop - start <= BLOCK_BYTES:
-            return bytes(self._of(number)[first : first + stop - start])
         content = b""
-        while len(content) < stop - start:
-            number, first = divmod(start + len(content), BLOCK_BYTES)
-            content += self._of(number)[first : first + stop - start - len(content)]
+        while start < stop:
+            number, first = divmod(start, BLOCK_BYTES)
+            content += self._block(number)[first : first + stop - start]
+            start = min(stop, (number + 1) * BLOCK_BYTES)
         return content
-
-    def _of(self, number: int) -> bytes | bytearray:
-        block = self._blocks.get(number)
-        if block is None:
-            if len(self._blocks) == self._most:
-                del self._blocks[next(iter(self._blocks))]
-            block = self._blocks[number] = self._text.block(number)
-        return block
 
 
 class Literals(Iterable[Literal]):
@@ -147,8 +134,8 @@ class Literals(Iterable[Literal]):
     def __iter__(self) -> Iterator[Literal]:
         reader = _Reader(self._content)
         for file, template in self._runs:
-            if template.offsets:
-                yield from _of_file(file, template, reader)
+            for offset, *bounds in zip(*template, strict=True):
+                yield file, offset, reader.read(*bounds)
 
     def clear(self) -> None:
         """Remove all literals and free their memory."""
@@ -214,13 +201,7 @@ class Literals(Iterable[Literal]):
 
     @classmethod
     def of_templates(cls, templates: Literals, files: Iterable[tuple[int, int]]) -> Literals:
-        """The inverse of :meth:`templates`; takes over the contents.
-
-        Raises
-        ------
-        ValueError
-            If a template does not exist.
-        """
+        """The inverse of :meth:`templates`; takes over the contents. A template must exist: else a ``ValueError``."""
         known = dict(templates._runs)
         literals = cls()
         literals._content = templates._content
@@ -233,19 +214,6 @@ class Literals(Iterable[Literal]):
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""
         return LiteralsByFile(self._runs, self._content)
-
-
-def _of_file(file: int, template: LiteralTemplate, reader: _Reader) -> Iterator[Literal]:
-    """The literals of a file. Contents that lie together are read at once."""
-    offsets, starts, stops = template
-    begin = starts[0]
-    if stops[-1] - begin <= BLOCK_BYTES and stops[:-1] == starts[1:]:
-        text = reader.read(begin, stops[-1])
-        for offset, start, stop in zip(offsets, starts, stops, strict=True):
-            yield file, offset, text[start - begin : stop - begin]
-        return
-    for offset, start, stop in zip(offsets, starts, stops, strict=True):
-        yield file, offset, reader.read(start, stop)
 
 
 class LiteralsByFile:
@@ -317,12 +285,6 @@ class LiteralSlices(Iterable[Literal]):
     def read_by(self, reader: _Reader) -> Iterator[Literal]:
         """Number of the range, offset in it and content of each slice, by a reader that may have blocks already."""
         return ((number, offset, reader.read(start, stop)) for number, offset, start, stop in self._slices)
-
-    def first_beyond(self, most_bytes: int) -> int | None:
-        """The range of the first slice with which they have more than ``most_bytes``; ``None`` if they do not."""
-        ends = list(accumulate(stop - start for *_, start, stop in self._slices))
-        index = bisect_right(ends, most_bytes)
-        return None if index == len(ends) else self._slices[index][0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)

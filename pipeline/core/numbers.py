@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -22,3 +23,13 @@ def numbered_within(lengths: Ints) -> Ints:
     [0, 1, 0, 1, 2]
     """
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def hashed(columns: Iterable[npt.NDArray[Any]], count: int) -> npt.NDArray[np.uint64]:
+    """A hash of each of ``count`` rows, given as columns of whole numbers."""
+    hashes = np.ones(count, dtype=np.uint64)
+    for column in columns:
+        hashes ^= column.astype(np.uint64, copy=False)
+        hashes *= np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+    return hashes

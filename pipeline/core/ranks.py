@@ -17,11 +17,6 @@ def parse_ranks(given: str | Iterable[int]) -> tuple[int, ...]:
 
     >>> parse_ranks("8-10,2"), parse_ranks(range(2))
     ((2, 8, 9, 10), (0, 1))
-
-    Raises
-    ------
-    UsageError
-        If it names no ranks.
     """
     if not isinstance(given, str):
         given = ",".join(map(str, given))

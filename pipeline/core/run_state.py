@@ -61,11 +61,6 @@ class WorkerState:
         )
 
 
-def no_retries() -> Mapping[str, int]:
-    """The retries of a process that has none."""
-    return {}
-
-
 @dataclass
 class RunState:
     """An observer that adds up events.
@@ -78,7 +73,7 @@ class RunState:
         Seconds, from any start.
     """
 
-    count_retries: Callable[[], Mapping[str, int]] = no_retries
+    count_retries: Callable[[], Mapping[str, int]] = dict
     clock: Callable[[], float] = time.monotonic
     step: str = ""
     """The current step; empty between two steps."""

@@ -98,8 +98,8 @@ class Identities:
 
     def order(self, numbers: Ints) -> Ints:
         """Indices that sort ``numbers`` by key and then by state."""
-        columns = (self._states, self._state), (self._keys, self._key)
-        return np.lexsort([_ranks(values.values)[np.array(of_each)[numbers]] for values, of_each in columns])
+        identities = [self.identity(number) for number in numbers.tolist()]
+        return np.array(sorted(range(len(identities)), key=identities.__getitem__), dtype=np.int64)
 
     @property
     def states(self) -> frozenset[str]:
@@ -111,13 +111,6 @@ class Identities:
         number = self._states.numbers.get(state, -1)
         pairs = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
         return {self._keys.values[self._key[pair]]: pair for pair in pairs}
-
-
-def _ranks(values: Sequence[str]) -> Ints:
-    """Rank of each of several distinct texts in sorted order: ``["b", "c", "a"]`` gives 1, 2, 0."""
-    ranks = np.empty(len(values), dtype=np.int64)
-    ranks[sorted(range(len(values)), key=values.__getitem__)] = np.arange(len(values))
-    return ranks
 
 
 class Tensors(Identities, Sequence[Tensor]):

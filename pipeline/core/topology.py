@@ -76,11 +76,6 @@ class Topology:
 
         >>> Topology.of({"tp": 2, "sharding": 4}) == Topology.of("tp=2,sharding=4")
         True
-
-        Raises
-        ------
-        UsageError
-            If an axis is unknown, or its size is not a whole number from 1.
         """
         if isinstance(given, Topology):
             return given

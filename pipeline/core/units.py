@@ -37,13 +37,7 @@ def parse_size(size_in_words: str | int, option: str = "") -> int:
 
 
 def parse_memory(text: str) -> int:
-    """A memory budget per worker in bytes.
-
-    Raises
-    ------
-    UsageError
-        Below the smallest budget.
-    """
+    """A memory budget per worker in bytes, not below the smallest one."""
     size = parse_size(text, "--memory")
     if size < SMALLEST_BUDGET_BYTES:
         raise UsageError(f"--memory {text} is below the smallest budget of {SMALLEST_BUDGET_BYTES >> 20}MiB")

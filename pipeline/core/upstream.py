@@ -42,13 +42,7 @@ DEFAULT_PADDLE: Final = "3.3"
 
 
 def paddle_release(version: str) -> PaddleRelease:
-    """The form of a version that a target is asked for.
-
-    Raises
-    ------
-    UsageError
-        If it is none of :data:`PADDLE_RELEASES`.
-    """
+    """The form of a version that a target is asked for; it must be one of :data:`PADDLE_RELEASES`."""
     if version not in PADDLE_RELEASES:
         raise UsageError(
             f"--paddle-version {version}: files are written as by {', '.join(PADDLE_RELEASES)}; give the last of them "

@@ -15,20 +15,17 @@ from itertools import product
 from math import log2
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import Listing
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import by_reason, source_in_words
-from paddle_reshard.pipeline.core.catalog import Catalog, volumes
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, readable_seconds
-from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
@@ -361,5 +358,4 @@ def _spelled(name: str, value: Any) -> list[str]:
 
 def _stored_bytes(catalog: Catalog) -> int:
     """Bytes of all arrays in the files."""
-    itemsizes = np.array([dtype.itemsize for dtype in DTYPES])
-    return int((volumes(catalog.fragments) * itemsizes[catalog.fragments["dtype"]]).sum())
+    return int((volumes(catalog.fragments) * ITEMSIZES[catalog.fragments["dtype"]]).sum())

@@ -137,15 +137,9 @@ def prove(plan: ConversionPlan) -> Coverage:
 
 def layout_of(plan: ConversionPlan) -> LaidOut:
     """The targets of a plan, laid out again, with the tensors and files of its columns."""
-    check_not_run(plan)
+    plan.plan.check_not_run()
     laid_out = laid_out_again(plan)
     return join(plan.source.catalog, laid_out, prefixes(len(laid_out)))
-
-
-def check_not_run(plan: ConversionPlan) -> None:
-    """Refuse a plan whose columns are gone, because it was run before."""
-    if len(plan.plan.ops) != len(plan.plan.op_groups):
-        raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
 
 
 def _stored_smaller(plan: ConversionPlan, problems: Problems) -> int:

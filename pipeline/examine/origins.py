@@ -12,7 +12,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.examine.coverage import check_not_run, layout_of
+from paddle_reshard.pipeline.examine.coverage import layout_of
 from paddle_reshard.pipeline.examine.explanation import Origin, Stretch
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.planning.coverage import copied_values
@@ -23,7 +23,7 @@ class Origins:
     """The boxes of values of a plan, which was not run before: its columns were released then."""
 
     def __init__(self, conversion: ConversionPlan) -> None:
-        check_not_run(conversion)
+        conversion.plan.check_not_run()
         self.conversion, self.plan = conversion, conversion.plan
         self._numbers = {file.path: number for number, file in enumerate(self.plan.target_files)}
         self._copied = Ops.empty()

@@ -15,26 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, Fragments, volumes
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, meeting_intervals
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.planning.match import match, source_side
-from paddle_reshard.pipeline.planning.ops import (
-    CHECK,
-    HOLD,
-    ITEMSIZES,
-    MOVE,
-    PROBE,
-    Ops,
-    hull,
-    op_volumes,
-    set_stops,
-)
+from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, set_lengths
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
-from paddle_reshard.pipeline.planning.ranges import merge
 
 RUNS = 4
 """Runs sampled of a box: the first elements, the last, and pseudo-random ones in between."""
@@ -57,7 +46,7 @@ class MasterChecks:
 
     def up_to(self, most_bytes: int) -> MasterChecks:
         """The same checks, but only samples if parameter and master weight have more than ``most_bytes`` together."""
-        sizes = op_volumes(self.boxes) * (
+        sizes = volumes(self.boxes) * (
             ITEMSIZES[self.boxes["source_dtype"]] + ITEMSIZES[self.boxes["target_dtype"]]
         )
         total = np.bincount(self.boxes["tensor"], weights=sizes, minlength=len(self.tensors))
@@ -137,7 +126,7 @@ def _reached(fragments: Fragments, boxes: Fragments) -> Fragments:
 def _largest_of_arrays(boxes: Ops) -> Ops:
     """The largest box of each pair of arrays."""
     columns = [boxes[column] for column in ("tensor", "source_file", "target_file")]
-    order = np.lexsort((op_volumes(boxes), *columns))
+    order = np.lexsort((volumes(boxes), *columns))
     differs = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
     return boxes[np.sort(order[np.r_[differs, True][: len(order)]])]
 
@@ -186,23 +175,19 @@ def add_checks(ops: Ops, copied: Parts, checks: MasterChecks) -> Ops:
 def _touches(boxes: Ops, side: str, copied: Parts) -> Flags:
     """Whether the storage copies any byte of each box."""
     copied = copied[copied["source_file"] != MADE]
-    if not len(copied):
-        return np.zeros(len(boxes), dtype=bool)
     begin = copied["source_start"].astype(np.int64)
-    file, low, high = merge(copied["source_file"].astype(np.int64), begin, begin + part_sizes(copied))
-    start, stop = hull(boxes, side)
-    span = int(max(high.max(), stop.max())) + 1
-    # Files are laid end to end, ``span`` bytes each. The first copied range that ends after the box begins overlaps the
-    # box if it begins before the box ends: with copies [0, 4) and [8, 12), the box [6, 9) meets [8, 12), [5, 8) none.
-    origin = boxes[f"{side}_file"].astype(np.int64) * span
-    next_copy = np.searchsorted(file * span + high, origin + start, side="right")
-    following = np.r_[file * span + low, np.iinfo(np.int64).max][next_copy]
-    return np.asarray(following < origin + stop)
+    touched = np.zeros(len(boxes), dtype=bool)
+    number, _ = meeting_intervals(
+        Intervals(boxes[f"{side}_file"], {0: hull(boxes, side)}),
+        Intervals(copied["source_file"], {0: (begin, begin + part_sizes(copied))}),
+    )
+    touched[number] = True
+    return touched
 
 
 def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Ops:
     """A few runs of every box; a box that is no larger than its runs stays whole."""
-    small = op_volumes(boxes) <= len(runs) * RUN_ELEMENTS
+    small = volumes(boxes) <= len(runs) * RUN_ELEMENTS
     large = boxes[~small]
     if not len(large):
         return boxes
@@ -218,7 +203,7 @@ def _samples(boxes: Ops, seeds: Ints, runs: Collection[int] = range(RUNS)) -> Op
         sample["offset"] = large["offset"] + skipped
         for side in ("source", "target"):
             sample[f"{side}_byte"] = large[f"{side}_byte"] + (skipped * large[f"{side}_strides"]).sum(axis=1)
-        set_stops(sample)
+        set_lengths(sample)
         samples.append(sample)
     return Ops.joined(samples)
 

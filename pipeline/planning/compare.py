@@ -56,15 +56,7 @@ def plan_comparison(
     states: Collection[str] | None = None,
     subset: bool = False,
 ) -> Comparison:
-    """Plan the comparison of ``a`` and ``b``.
-
-    Parameters
-    ----------
-    states
-        States to compare; ``None`` for all.
-    subset
-        Whether ``b`` may lack tensors that ``a`` has.
-    """
+    """Plan the comparison of ``states`` of ``a`` and ``b``, or of all; as a ``subset``, ``b`` may lack tensors."""
     same = None if states is None else {state: state for state in states}
     common = _in_common(a.tensors, b.tensors, same, subset=subset)
     if not settings.compare_replicas:
@@ -168,18 +160,16 @@ def _comparisons(a: Catalog, b: Catalog, common: _Common) -> Ops:
             chunks_of_pair.append(match(*pair, {}, kind=COMPARE))
     ops = Ops.joined([chunk for of_kind in chunks for chunk in of_kind])
     # Parameters that are read from their master weights join its group, so that its bytes are read once.
+    master_of: dict[int, int] = {}
     for catalog, ids in ((a, ids_a), (b, ids_b)):
         number = np.full(len(catalog.tensors), -1)
         number[ids] = np.arange(len(ids))
-        master_of = {
+        master_of |= {
             int(number[tensor]): int(number[master])
             for tensor, master in catalog.implied.items()
             if number[tensor] >= 0 and number[master] >= 0
         }
-        moved = np.isin(ops["tensor"], list(master_of))
-        read_from = ops["source_tensor"].copy()
-        read_from[moved] = source_tensors(ops["tensor"][moved], master_of)
-        ops["source_tensor"] = read_from
+    ops["source_tensor"] = source_tensors(ops["tensor"], master_of)
     return ops
 
 

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.planning.cut import dense, outermost, piece
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, Ops, hull, op_volumes
+from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import NO_GROUP, PART, Parts, divided, part_sizes
 
 CAST_FACTOR = 20
@@ -83,7 +84,7 @@ def _continues(ops: Ops, start: Ints, stop: Ints) -> Flags:
 
 def _unit_bytes(ops: Ops) -> Ints:
     """Bytes of one slab of each op's outermost dim: a cut at a multiple of this yields two boxes."""
-    extents = op_volumes(ops) // ops.along_each("extents", outermost(ops, "target"))
+    extents = volumes(ops) // ops.along_each("extents", outermost(ops, "target"))
     return np.asarray(extents * ITEMSIZES[ops["target_dtype"]], dtype=np.int64)
 
 

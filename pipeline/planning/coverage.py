@@ -18,7 +18,7 @@ boxes in a file, and not on its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,20 +26,22 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments, hulls
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, Fragments, hulls
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import (
     MAX_DIMS,
     Boxes,
     Intervals,
+    Ranges,
     by_tensor,
+    candidate_pairs,
     meeting_intervals,
     meeting_pairs,
 )
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.planning.ops import CHECK, ITEMSIZES, MOVE, Ops
-from paddle_reshard.pipeline.planning.parts import MADE
-from paddle_reshard.pipeline.planning.plan import Plan
+from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, Ops
+from paddle_reshard.pipeline.planning.parts import MADE, Parts
+from paddle_reshard.pipeline.planning.plan import Bands, Plan
 
 LITERAL, PADDING, VALUE, COPIED = range(4)
 KINDS = ("a literal", "padding", "a value", "a value that the storage copies")
@@ -52,8 +54,6 @@ BATCH_BOXES = 1 << 19
 WINDOW_RUNS = 1 << 19
 LARGEST_WINDOW = 1 << 28
 SMALLEST_WINDOW = 1 << 14
-PAIRS = 1 << 18
-"""Number of pairs of boxes and fragments looked at in one go."""
 
 
 @dataclass
@@ -63,11 +63,17 @@ class Problems:
     count: int = 0
     described: list[str] = field(default_factory=list)
 
-    def add(self, description: str, more: int = 0) -> None:
-        """Add a problem, and count ``more`` of its kind that are not described."""
-        self.count += 1 + more
+    def add(self, description: str) -> None:
+        """Add a problem."""
+        self.count += 1
         if len(self.described) < MOST_PROBLEMS:
             self.described.append(description)
+
+    def first(self, wrong: Flags) -> Iterator[int]:
+        """The first row that is ``wrong``, if any is, to be described; the others are only counted."""
+        if wrong.any():
+            self.count += int(wrong.sum()) - 1
+            yield int(np.argmax(wrong))
 
 
 class Swept(NamedTuple):
@@ -83,13 +89,7 @@ class Swept(NamedTuple):
 
 
 def sweep(plan: Plan, source: Catalog, target: TargetFiles) -> Swept:
-    """Sweep over all target files, as they are planned.
-
-    Parameters
-    ----------
-    source, target
-        The fragments of the source, and the layout of the target, with the tensors and files of ``plan``.
-    """
+    """Sweep over all target files, as they are planned; ``source`` and ``target`` have the tensors of ``plan``."""
     problems = Problems()
     bytes_of = np.zeros(len(KINDS), dtype=np.int64)
     sizes = np.array([file.size_bytes for file in plan.target_files], dtype=np.int64)
@@ -144,7 +144,7 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     """The boxes of values in the parts that the storage copies, which have no op.
 
     Where a fragment of the target in the written range and a fragment of the source in the copied range have elements
-    in common at the same distance from the beginning, the copy moves these elements. What a part copies besides is no
+    in common at the same distances from the beginning, the copy moves these elements. What a part copies besides is no
     value, and remains a gap.
     """
     parts = plan.parts[plan.parts["source_file"] != MADE]
@@ -169,7 +169,9 @@ def copied_values(plan: Plan, source: Catalog, target: TargetFiles) -> Ops:
     part = of_target[i]
     ops, inside = _clipped(_in_common(written[i], stored[j]), start[part], stop[part])
     part = part[inside]
-    return ops[ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]]
+    copied = ops["target_byte"] - start[part] == ops["source_byte"] - from_[part]
+    in_one_order = (ops["target_strides"] == ops["source_strides"]) | (ops["extents"] == 1)
+    return ops[copied & in_one_order.all(axis=1)]
 
 
 def _in_ranges(fragments: Fragments, file: Ints, start: Ints, stop: Ints) -> tuple[Ints, Fragments]:
@@ -231,18 +233,8 @@ class _ByTensorAndFile:
         keys = ops[tensor].astype(np.int64) * self._files + ops[f"{side}_file"]
         first, stop = (np.searchsorted(self._keys, keys, side=end) for end in ("left", "right"))
         held = np.zeros(len(ops), dtype=bool)
-        ends = np.cumsum(stop - first)
-        done = 0
-        while done < len(ops):
-            before = int(ends[done - 1]) if done else 0
-            until = max(done + 1, int(np.searchsorted(ends, before + PAIRS, side="right")))
-            rows = slice(done, until)
-            count = (stop - first)[rows]
-            op = np.repeat(np.arange(done, until), count)
-            within = numbered_within(count)
-            fragments = self.fragments[self._order[np.repeat(first[rows], count) + within]]
-            held[op[_part_of(ops[op], fragments, side)]] = True
-            done = until
+        for fragment, op in candidate_pairs(self._order, first, stop, np.arange(len(ops))):
+            held[op[_part_of(ops[op], self.fragments[fragment], side)]] = True
         return held
 
 
@@ -267,13 +259,9 @@ def _check_sources(values: _Values, problems: Problems) -> None:
     tensor, read = (values.boxes[name].astype(np.int64) for name in ("tensor", "source_tensor"))
     mixed = np.isin(tensor, list(plan.mixtures))
     wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        problems.add(
-            f"{plan.tensors[int(tensor[first])].label} is made from {plan.tensors[int(read[first])].label}, which "
-            "does not define it",
-            int(wrong.sum()) - 1,
-        )
+    for at in problems.first(wrong):
+        made, other = (plan.tensors[int(numbers[at])].label for numbers in (tensor, read))
+        problems.add(f"{made} is made from {other}, which does not define it")
 
 
 def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
@@ -283,14 +271,12 @@ def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
         ("target", "tensor", plan.target_files, values.by_target),
         ("source", "source_tensor", plan.source_files, values.by_source),
     ):
-        held = fragments.holds(ops, tensor, side)
-        if not held.all():
-            row = ops[~held][:1].rows()[0]
+        for at in problems.first(~fragments.holds(ops, tensor, side)):
+            row = ops[at : at + 1].rows()[0]
             path = files[int(row[f"{side}_file"])].path
             problems.add(
                 f"{plan.tensors[int(row[tensor])].label}: elements at {tuple(row['offset'].tolist())} of extents "
-                f"{tuple(row['extents'].tolist())} are not at byte {row[f'{side}_byte']} of {path}",
-                int((~held).sum()) - 1,
+                f"{tuple(row['extents'].tolist())} are not at byte {row[f'{side}_byte']} of {path}"
             )
 
 
@@ -299,28 +285,9 @@ def _check_boxes(values: _Values, ops: Ops, problems: Problems) -> None:
 
 def _check_numbers(plan: Plan, problems: Problems) -> None:
     """Check that everything that the columns name exists, and that workers find it: sorted by group."""
-    ops, moves = plan.ops, plan.ops["kind"] == MOVE
-    sources, targets = len(plan.source_files), len(plan.target_files)
-    copied = plan.parts["source_file"]
-    for what, numbers, count in (
-        ("source file", ops["source_file"], sources),
-        ("source file", ops["target_file"][~moves], sources),
-        ("source file", plan.bands["file"], sources),
-        ("source file", copied[copied != MADE], sources),
-        ("target file", ops["target_file"][moves], targets),
-        ("target file", plan.parts["file"], targets),
-        ("target file", plan.literals.files, targets),
-        ("tensor", ops["tensor"], len(plan.tensors)),
-        ("tensor", ops["source_tensor"], len(plan.tensors)),
-        *(
-            ("group", groups, plan.groups)
-            for groups in (plan.op_groups, plan.bands["group"], plan.parts["group"])
-        ),
-    ):
-        wrong = (numbers < 0) | (numbers >= count)
-        if wrong.any():
-            number = int(numbers[np.argmax(wrong)])
-            problems.add(f"the {what} {number} is named, but there are {count}", int(wrong.sum()) - 1)
+    for what, numbers, count in plan.numbers():
+        for at in problems.first((numbers < 0) | (numbers >= count)):
+            problems.add(f"the {what} {numbers[at]} is named, but there are {count}")
     for what, groups in (
         ("ops", plan.op_groups),
         ("bands", plan.bands["group"]),
@@ -338,72 +305,43 @@ def _check_parts(plan: Plan, sizes: Ints, problems: Problems) -> None:
     wrong = start != np.where(opens, 0, np.r_[0, stop[:-1]][: len(stop)])
     closes = np.diff(file, append=len(sizes)) != 0
     wrong |= closes & (stop != sizes[file])
-    bare = np.setdiff1d(np.flatnonzero(sizes), file)
-    for at in np.flatnonzero(wrong)[:1].tolist():
+    for at in problems.first(wrong):
         problems.add(
             f"{plan.target_files[int(file[at])].path}: the part [{start[at]}, {stop[at]}) does not begin where the one "
-            f"before it ends, or the file of {sizes[file[at]]} bytes does not end with it",
-            int(wrong.sum()) - 1,
+            f"before it ends, or the file of {sizes[file[at]]} bytes does not end with it"
         )
-    if len(bare):
-        problems.add(f"{plan.target_files[int(bare[0])].path}: has no part", len(bare) - 1)
+    for bare in problems.first((sizes > 0) & (np.bincount(file, minlength=len(sizes)) == 0)):
+        problems.add(f"{plan.target_files[bare].path}: has no part")
 
 
 def _check_groups(plan: Plan, problems: Problems) -> None:
     """Check that every op writes into a part of its group, and reads from a band of its group and pass."""
     ops, groups = plan.ops, plan.op_groups.astype(np.int64)
-    moves = ops["kind"] == MOVE
-    parts, bands = plan.parts[plan.parts["source_file"] == MADE], plan.bands
     files = max(len(plan.target_files), len(plan.source_files), 1)
-    passes = 1 + max(int(ops["pass"].max(initial=0)), int(bands["pass"].max(initial=0)))
-    of_part, of_band = (
-        parts["group"].astype(np.int64),
-        bands["group"].astype(np.int64) * passes + bands["pass"],
-    )
-    of_pass = groups * passes + ops["pass"]
-    for chosen, side, owners, ranges, owners_of_ranges, what in (
-        (moves, "target", groups, parts, of_part, "writes outside of the parts"),
-        (moves | True, "source", of_pass, bands, of_band, "reads outside of the bands"),
-        (
-            ~moves,
-            "target",
-            of_pass,
-            bands,
-            of_band,
-            "reads outside of the bands",
-        ),  # a comparison has two sources
+    passes = 1 + max(int(ops["pass"].max(initial=0)), int(plan.bands["pass"].max(initial=0)))
+    of_bands = plan.bands["group"].astype(np.int64) * passes + plan.bands["pass"]
+    bands = _owned(plan.bands, of_bands, files)
+    made = plan.parts[plan.parts["source_file"] == MADE]
+    parts = _owned(made, made["group"].astype(np.int64), files)
+    moves, of_pass = ops["kind"] == MOVE, groups * passes + ops["pass"]
+    for chosen, side, owners, ranges, what in (
+        (moves, "target", groups, parts, "writes outside of the parts"),
+        (moves | True, "source", of_pass, bands, "reads outside of the bands"),
+        (~moves, "target", of_pass, bands, "reads outside of the bands"),  # a comparison has two sources
     ):
-        rows = np.flatnonzero(chosen)
-        inside = _within(
-            (owners * files + ops[f"{side}_file"])[rows],
-            ops[f"{side}_byte"][rows],
-            ops[f"{side}_stop"][rows],
-            owners_of_ranges * files + ranges["file"],
-            ranges["start"],
-            ranges["stop"],
-        )
-        if not inside.all():
-            row = int(rows[np.argmin(inside)])
-            label = plan.tensors[int(ops["tensor"][row])].label
-            problem = f"{label}: a box of group {groups[row]} {what} of its group"
-            problems.add(problem, int((~inside).sum()) - 1)
+        start, length = ops[f"{side}_byte"], ITEMSIZES[ops[f"{side}_dtype"]]
+        length = length + ((ops["extents"] - 1) * ops[f"{side}_strides"]).sum(axis=1)
+        covered = ranges.cover(owners * files + ops[f"{side}_file"], start, start + length)
+        for at in problems.first(chosen & ~covered):
+            label = plan.tensors[int(ops["tensor"][at])].label
+            problems.add(f"{label}: a box of group {groups[at]} {what} of its group")
 
 
-def _within(keys: Ints, start: Ints, stop: Ints, of_keys: Ints, low: Ints, high: Ints) -> Flags:
-    """Whether each range lies in one of those with the same key, of which none overlap."""
-    if not len(of_keys):
-        return np.zeros(len(keys), dtype=bool)
-    order = np.lexsort((low, of_keys))
-    of_keys, low, high = of_keys[order], low[order].astype(np.int64), high[order].astype(np.int64)
-    known = np.unique(of_keys)
-    number = np.searchsorted(known, keys)
-    missing = (number == len(known)) | (known[np.minimum(number, len(known) - 1)] != keys)
-    span = 1 + int(max(high.max(), stop.max(initial=0)))
-    at = (
-        np.searchsorted(np.searchsorted(known, of_keys) * span + low, number * span + start, side="right") - 1
-    )
-    at = np.maximum(at, 0)
-    return np.asarray(~missing & (of_keys[at] == keys) & (low[at] <= start) & (stop <= high[at]))
+def _owned(ranges: Bands | Parts, owners: Ints, files: int) -> Ranges:
+    """Parts or bands by owner and file."""
+    keys = owners * files + ranges["file"]
+    order = np.lexsort((ranges["start"], keys))
+    return Ranges(keys[order], ranges["start"][order], ranges["stop"][order])
 
 
 # ------------------------------------------------------------------------------------------------------ runs
@@ -444,10 +382,6 @@ def _spans(first: Ints, extents: Ints, strides: Ints, unit: Ints, kind: Ints, ow
         counts[joins, dim] = 1
         open_ &= single | joins
     return _Spans(first.astype(np.int64), unit, counts, steps, kind, owner)
-
-
-def _joined(several: Iterable[_Spans]) -> _Spans:
-    return _Spans(*(np.concatenate(columns) for columns in zip(*several, strict=True)))
 
 
 def _ranges(first: Ints, sizes: Ints, kind: int) -> _Spans:
@@ -519,10 +453,9 @@ def _sweep_files(values: _Values, files: range, sizes: Ints, problems: Problems)
     size = int(sizes.sum())
     spans = _written(values, laid, problems)
     outside = (spans.first < 0) | (spans.stops > size)
-    if outside.any():
-        what = laid.what(spans, int(np.argmax(outside)))
-        problems.add(f"{what} lies outside of its file", int(outside.sum()) - 1)
-        spans = spans.chosen(~outside)
+    for at in problems.first(outside):
+        problems.add(f"{laid.what(spans, at)} lies outside of its file")
+    spans = spans.chosen(~outside)
     spans = spans.chosen(np.argsort(spans.first, kind="stable"))
     bytes_of = np.zeros(len(KINDS), dtype=np.int64)
     for low, high, runs in _windows(spans, size):
@@ -554,7 +487,8 @@ def _written(values: _Values, laid: _Files, problems: Problems) -> _Spans:
         -1, 3
     )
     padding = _ranges(base[fills[:, 0] - files.start] + fills[:, 1], fills[:, 2], PADDING)
-    return _joined([boxes, written, padding, *_beyond(values.target.fragments, values.source, files, base)])
+    several = (boxes, written, padding, *_beyond(values.target.fragments, values.source, files, base))
+    return _Spans(*(np.concatenate(columns) for columns in zip(*several, strict=True)))
 
 
 class _Files(NamedTuple):

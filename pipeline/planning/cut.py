@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import volumes, wide_dims
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull, itemsizes, op_volumes, set_stops, wide_dims
+from paddle_reshard.pipeline.planning.ops import MOVE, Ops, hull, itemsizes, set_lengths
 
 
 class Pieces(NamedTuple):
@@ -58,7 +59,7 @@ def piece(ops: Ops, dim: Ints, skipped: Ints, count: Ints) -> Ops:
         ops[f"{side}_byte"] = ops[f"{side}_byte"] + skipped * ops.along_each(f"{side}_strides", dim)
     ops.set_along_each("offset", dim, ops.along_each("offset", dim) + skipped)
     ops.set_along_each("extents", dim, count)
-    set_stops(ops)
+    set_lengths(ops)
     return ops
 
 
@@ -80,7 +81,7 @@ def dense(ops: Ops) -> Flags:
         strides = (ops.along(f"{side}_strides", dim) for side in ("source", "target"))
         alike &= (ops.along("extents", dim) == 1) | np.equal(*strides)
     start, stop = hull(ops, "target")
-    whole = stop - start == op_volumes(ops) * itemsizes(ops, "target_dtype")
+    whole = stop - start == volumes(ops) * itemsizes(ops, "target_dtype")
     return np.asarray(alike & whole)
 
 

@@ -8,17 +8,19 @@ the target files are gathered into groups. If the bands of a group do not fit ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from paddle_reshard.pipeline.core.catalog import wide_dims
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ranges
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import Together
-from paddle_reshard.pipeline.core.sorting import order_by, order_of, places
+from paddle_reshard.pipeline.core.sorting import distinct, order_by, order_of, places
 from paddle_reshard.pipeline.planning.cut import cut, outermost, reach, torn
-from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull, wide_dims
+from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull
 from paddle_reshard.pipeline.planning.parts import Parts, plan_parts, small_parts
 from paddle_reshard.pipeline.planning.ranges import dense_numbers, label, union_bytes, unions
 
@@ -162,12 +164,9 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
         file = file * (int(number.max()) + 1) + number
     read = unions(file, start, stop)
     del file, start, stop
-    moves = _rows(ops["kind"] == MOVE)
+    moves = np.flatnonzero(ops["kind"] == MOVE)
     made = unions(ops["target_file"][moves].astype(np.int64), *(side[moves] for side in hull(ops, "target")))
-    first, further = slice(0, len(ops)), op[len(ops) :]
-    reads: list[tuple[Ints | slice, Ints]]
-    reads = [(first, read.number[: len(ops)]), (further, read.number[len(ops) :])]
-    atoms = _components(len(ops), [reads, [(moves, made.number)]])
+    atoms = _components(len(ops), [(op, read.number), (moves, made.number)])
     if apart.any():  # what several files read apart may overlap within an atom
         return _Atoms.measured(ops, atoms)
     # Ranges that overlap are of one atom: it reads and writes what these cover together.
@@ -181,12 +180,6 @@ def _atoms(ops: Ops, tiny_bytes: int) -> _Atoms:
     )
 
 
-def _rows(chosen: Flags) -> Ints | slice:
-    """The rows that are chosen; if these come before all others, as a slice, which copies nothing."""
-    count = np.count_nonzero(chosen)
-    return slice(0, count) if chosen[:count].all() else np.flatnonzero(chosen)
-
-
 def _owners(numbers: Ints, atoms: Ints) -> Ints:
     """The atom of each number; all ranges of a number are of one."""
     owners = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
@@ -197,10 +190,10 @@ def _owners(numbers: Ints, atoms: Ints) -> Ints:
 def _clusters(ops: Ops, groups: Ints) -> Ints:
     """The number of each op's cluster: ops of one group that overlap in a source file share one."""
     op, file, start, stop = source_ranges(ops)
-    return _components(len(ops), [[(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))]])
+    return _components(len(ops), [(op, label(groups[op] * (int(file.max()) + 1) + file, start, stop))])
 
 
-def _components(count: int, links: list[list[tuple[Ints | slice, Ints]]]) -> Ints:
+def _components(count: int, links: Sequence[tuple[Ints, Ints]]) -> Ints:
     """Number ``count`` items from 0 so that linked items share a number.
 
     Each link is columns ``(items, labels)``: items with the same label are linked, directly or through others. With 4
@@ -208,23 +201,15 @@ def _components(count: int, links: list[list[tuple[Ints | slice, Ints]]]) -> Int
     ``[([1, 3], [5, 5])]`` makes it ``[0, 1, 0, 1]``.
     """
     component = np.arange(count)
-    labels = [1 + max(int(common.max(initial=-1)) for _, common in link) for link in links]
     changed = True
     while changed:
         changed = False
-        for link, number in zip(links, labels, strict=True):
-            lowest = np.full(number, count)
-            for things, common in link:
-                np.minimum.at(lowest, common, component[things])
-            for things, common in link:
-                lower = lowest[common]
-                if np.array_equal(lower, component[things]):
-                    continue
+        for items, labels in links:
+            lowest = np.full(1 + int(labels.max(initial=-1)), count)
+            np.minimum.at(lowest, labels, component[items])
+            if not np.array_equal(lowest[labels], component[items]):
                 changed = True
-                if isinstance(things, slice):
-                    component[things] = lower
-                else:
-                    np.minimum.at(component, things, lower)
+                np.minimum.at(component, items, lowest[labels])
         component = component[component]
     return dense_numbers(component)
 
@@ -385,14 +370,10 @@ def _cut_evenly(
     Returns the pieces; the new owner of each, as many as there are stretches; the old owner of each new one; and the op
     that each piece was cut from.
     """
-    along = dim[owners]
-    start = ops.along_each("offset", along)
-    low, high = np.full(len(dim), np.iinfo(np.int64).max), np.zeros(len(dim), dtype=np.int64)
-    np.minimum.at(low, owners, start)
-    np.maximum.at(high, owners, start + ops.along_each("extents", along))
+    low, high = (side[np.arange(len(dim)), dim] for side in reach(ops, owners, len(dim)))
     step = np.maximum(1, -(-np.maximum(high - low, 1) // np.maximum(count, 1)))
     step = -(-step // multiple) * multiple
-    pieces = cut(ops, along, low[owners], step[owners])
+    pieces = cut(ops, dim[owners], low[owners], step[owners])
     parents = owners[pieces.origin]
     new = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
     old = np.zeros(int(new.max()) + 1, dtype=np.int64)
@@ -404,21 +385,15 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
     """Bytes that each atom must write so that every file it writes to gets a part of the minimum size."""
     moves = ops["kind"] == MOVE
     number = max(len(files.total), 1)
-    pairs = np.sort(atoms[moves] * number + ops["target_file"][moves])
-    pairs = pairs[np.r_[True, pairs[1:] != pairs[:-1]][: len(pairs)]]
+    pairs = distinct(atoms[moves] * number + ops["target_file"][moves])
     return _sums(pairs // number, files.smallest_part[pairs % number], count)
 
 
 def unit_of(ops: Ops, together: Together) -> Ints:
     """The row of ``together`` that each op writes to, -1 for none."""
-    if not len(together.file):
-        return np.full(len(ops), -1)
-    span = int(max(together.stop.max(), ops["target_byte"].max(initial=0))) + 1
-    keys = ops["target_file"].astype(np.int64) * span + ops["target_byte"]
-    row = np.searchsorted(together.file * span + together.start, keys, side="right") - 1
-    inside = (row >= 0) & (ops["kind"] == MOVE) & (together.file[row] == ops["target_file"])
-    inside &= ops["target_byte"] < together.stop[row]
-    return np.where(inside, row, -1)
+    ranges = Ranges(together.file, together.start, together.stop)
+    row = ranges.holding(ops["target_file"], ops["target_byte"])
+    return np.where(ops["kind"] == MOVE, row, -1)
 
 
 def _kept_together(ops: Ops, atoms: Ints, together: Together) -> Ints:
@@ -432,7 +407,7 @@ def _kept_together(ops: Ops, atoms: Ints, together: Together) -> Ints:
     low, high = (side[moves] - first for side in hull(ops, "target"))
     low, high = first + low // unit * unit, first - (-high // unit) * unit
     shared = label(ops["target_file"][moves].astype(np.int64), low, high)
-    return _components(len(ops), [[(slice(0, len(ops)), atoms)], [(moves, shared)]])
+    return _components(len(ops), [(np.arange(len(ops)), atoms), (moves, shared)])
 
 
 # ------------------------------------------------------------------------------------- gathering atoms
@@ -468,21 +443,11 @@ def _joined(ops: Ops, atoms: Ints, copied: Parts, files: FileSizes) -> Ints:
         joins = small_parts(parts, files.total, files.smallest_part)
         if not joins:
             return atoms
-        parent = list(range(int(atoms.max()) + 1))
-        for atom, neighbour in joins:
-            a, b = _root(parent, atom), _root(parent, neighbour)
-            parent[max(a, b)] = min(a, b)
-        joined = dense_numbers(np.array([_root(parent, a) for a in range(len(parent))])[atoms])
+        pairs = np.array(joins).ravel(), np.repeat(np.arange(len(joins)), 2)
+        joined = _components(int(atoms.max()) + 1, [pairs])[atoms]
         if int(joined.max()) == int(atoms.max()):
             return atoms
         atoms = joined
-
-
-def _root(parent: list[int], atom: int) -> int:
-    """The smallest atom joined with ``atom``: union-find with path halving."""
-    while parent[atom] != atom:
-        parent[atom] = atom = parent[parent[atom]]
-    return atom
 
 
 def _gathered(sizes: Ints, room_bytes: int) -> Ints:
@@ -491,24 +456,13 @@ def _gathered(sizes: Ints, room_bytes: int) -> Ints:
     >>> _gathered(np.array([40, 20, 60, 5]), 64).tolist()
     [0, 0, 1, 2]
     """
-    ends = np.cumsum(sizes)
-    opens = np.ones(len(ends), dtype=bool)
-    # A group surely ends between neighbours that exceed the room together. Only stretches between two such ends that
-    # are still too large need the sequential loop below; they are rare.
-    np.greater(sizes[1:] + sizes[:-1], room_bytes, out=opens[1:])
-    first = np.flatnonzero(opens)
-    stop = np.append(first[1:], len(ends))
-    before = ends - sizes
-    long = (stop - first > 1) & (ends[stop - 1] - before[first] > room_bytes)
-    rows = np.flatnonzero(np.repeat(long, stop - first))
-    # For each size that could be the first of a group, the first of the next group.
-    following = np.searchsorted(ends[rows], before[rows] + room_bytes, side="right").tolist()
-    begins, begin = [], 0
-    while begin < len(following):
-        begins.append(begin)
-        begin = following[begin]
-    opens[rows[begins]] = True
-    return np.cumsum(opens) - 1
+    groups, group, filled_bytes = [], -1, 0
+    for size in sizes.tolist():
+        if group < 0 or filled_bytes + size > room_bytes:
+            group, filled_bytes = group + 1, 0
+        filled_bytes += size
+        groups.append(group)
+    return np.array(groups, dtype=np.int64)
 
 
 # ---------------------------------------------------------------------------------------------- passes

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments, volumes, wide_dims
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Intervals, by_tensor, meeting_intervals
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
+from paddle_reshard.pipeline.core.numbers import Ints, hashed, numbered_within
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, Cast, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, op_volumes, set_stops, wide_dims
+from paddle_reshard.pipeline.planning.ops import CHECK, COMPARE, MOVE, Ops, set_lengths
 
 _CASTS = {("float32", "bfloat16")}
 """Casts that formats define: a bfloat16 parameter is its master weight, rounded to nearest even."""
@@ -126,13 +126,8 @@ def _first_alike(a: _Side, b: _Side) -> Ints:
     key = np.zeros(count, dtype=np.uint64)
     words = [_packed(list(chain.from_iterable(side.along.values()))) for side in (a, b)]
     for side, columns in zip((a, b), words, strict=True):
-        mixed = np.ones(len(side.tensor), dtype=np.uint64)
-        for column in columns:
-            mixed ^= column
-            mixed *= np.uint64(0x9E3779B97F4A7C15)
-            mixed ^= mixed >> np.uint64(29)
-        total = np.append(np.uint64(0), np.cumsum(mixed))[side.first]
-        key = (key ^ (total[1:] - total[:-1])) * np.uint64(0x9E3779B97F4A7C15)
+        total = np.append(np.uint64(0), np.cumsum(hashed(columns, len(side.tensor))))[side.first]
+        key = hashed((key, total[1:] - total[:-1]), count)
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
     alike = first[number.ravel()]
     for side in (a, b):  # tensors with the same key are compared box by box
@@ -228,14 +223,14 @@ def _described(pairs_by_kind: Sequence[tuple[int, _Pairs]]) -> Ops:
     for kind, (source, target, i, j, source_tensor) in pairs_by_kind:
         for first in range(0, len(i), _BLOCK_OPS):
             block = slice(first, first + _BLOCK_OPS)
-            ops = _in_common(source[i[block]], target[j[block]])
+            ops = in_common(source[i[block]], target[j[block]])
             ops["kind"], ops["source_tensor"] = kind, source_tensor[block]
             chunks.append(ops)
     return Ops.joined(chunks)
 
 
-def _in_common(source: Fragments, target: Fragments) -> Ops:
-    """What the two fragments of each pair have in common."""
+def in_common(source: Fragments, target: Fragments) -> Ops:
+    """What the two fragments of each pair have in common, as moves of the target's tensor."""
     ops = Ops.empty(len(source))
     sides = (("source", source), ("target", target))
     ops.share("tensor", target, "tensor")
@@ -257,7 +252,7 @@ def _in_common(source: Fragments, target: Fragments) -> Ops:
         ops.set_along("extents", dim, 1)
     for side, start in starts.items():
         ops[f"{side}_byte"] = start
-    set_stops(ops)
+    set_lengths(ops)
     return ops
 
 
@@ -272,19 +267,14 @@ def plan_ops(
 
     Further copies of a tensor are compared with the first, unless ``compare_replicas`` is off. ``casts`` are allowed in
     addition to those that formats define. ``omitted`` are tensors that some of several targets omit and others hold.
-
-    Raises
-    ------
-    CoverageError
-        If an element of the target would not be written, or written twice.
-    PlanError
-        If a source tensor would be dropped.
+    Refused is a target with an element that would not be written once, and one that would drop a source tensor.
     """
     first = source.fragments["replica"] == 0
     primary = source.fragments if first.all() else source.fragments[first]
     steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
-    implied = _implied_by_definition(source, sorted({*_difference(primary["tensor"], fed), *omitted}))
+    stored, used = (np.bincount(t, minlength=len(source.tensors)) > 0 for t in (primary["tensor"], fed))
+    implied = _implied_by_definition(source, sorted({*np.flatnonzero(stored & ~used).tolist(), *omitted}))
     copies = source.fragments[~first] if compare_replicas else primary[:0]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
@@ -352,26 +342,19 @@ def _check_steps(moves: Ops, mixtures: Mapping[int, Mixture], tensors: Sequence[
         last = max(last, int(files.max(initial=-1)))
 
 
-def _difference(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> list[int]:
-    """Numbers in ``a`` that are not in ``b``, sorted."""
-    count = 1 + int(max(a.max(initial=-1), b.max(initial=-1)))
-    only_in_a = np.bincount(a, minlength=count).astype(bool) & (np.bincount(b, minlength=count) == 0)
-    return np.flatnonzero(only_in_a).tolist()
-
-
 def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
     """Elements of each target box that lie within the source's tensor; the rest is zeros, by request."""
     columns = [np.ascontiguousarray(extents) for extents in tensors.shapes.T]
-    volumes = np.ones(len(target), dtype=np.int64)
+    elements = np.ones(len(target), dtype=np.int64)
     done = 0
     for boxes in target.blocks():
-        inside = volumes[done : done + len(boxes)]
+        inside = elements[done : done + len(boxes)]
         for dim, extents in enumerate(columns):
             if (boxes.single("offset", dim), boxes.single("extents", dim)) != (0, 1) or not extents.all():
                 reach = extents[boxes["tensor"]] - boxes.along("offset", dim)
                 inside *= np.clip(reach, 0, boxes.along("extents", dim))
         done += len(boxes)
-    return volumes
+    return elements
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:
@@ -401,7 +384,7 @@ def _check_casts(moves: Ops, tensors: Sequence[Tensor], casts: Collection[Cast])
 
 def _check_written_once(moves: Ops, wanted: Ints, tensors: Sequence[Tensor]) -> None:
     """Source boxes are disjoint, so equal volumes mean that every target element is written once."""
-    written = np.bincount(moves["tensor"], weights=op_volumes(moves), minlength=len(tensors))
+    written = np.bincount(moves["tensor"], weights=volumes(moves), minlength=len(tensors))
     wrong = np.flatnonzero(written != wanted)
     if len(wrong):
         tensor = int(wrong[0])

@@ -48,12 +48,8 @@ def check_metadata(
     """Refuse if metadata and groups of at most ``peak_bytes`` do not fit the budget together.
 
     ``pieces`` is the number of boxes of the target, or of comparisons; ``None`` if not known yet, which counts as one
-    for each tensor. ``benchmarks/many.py`` compares this estimate with measured memory.
-
-    Raises
-    ------
-    MemoryBudgetError
-        With a sufficient budget.
+    for each tensor. The :class:`MemoryBudgetError` names a sufficient budget. ``benchmarks/many.py`` compares this
+    estimate with measured memory.
     """
     needed = needed_bytes(tensors, tensors if pieces is None else pieces, peak_bytes, spare_bytes)
     if needed > budget_bytes:

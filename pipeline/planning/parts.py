@@ -54,16 +54,9 @@ def plan_parts(
         owners   ······ 0000000 ····· 11111 ···
         parts    [──────────── 0 ────)[── 1 ───)
 
-    Parameters
-    ----------
-    sizes, smallest, largest_fill
-        For every file its size, minimum part size, and largest part without values, in bytes; the last is at least
-        twice the minimum part size.
-
-    Raises
-    ------
-    UnsupportedError
-        If values of two groups interleave in a file.
+    ``sizes``, ``smallest`` and ``largest_fill`` are for every file its size, minimum part size, and largest part
+    without values, in bytes; the last is at least twice the minimum part size. Values of two owners that interleave in
+    a file are refused.
     """
     blocks = _blocks(ops, owners, copied, smallest, largest_fill)
     file = blocks["file"].astype(np.int64)

@@ -14,23 +14,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, volumes
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
-from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.geometry import Ranges, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.part_limits import PartLimits, Together
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
 from paddle_reshard.pipeline.planning.groups import (
@@ -41,18 +41,8 @@ from paddle_reshard.pipeline.planning.groups import (
     source_ranges,
 )
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
-from paddle_reshard.pipeline.planning.once import count_once
-from paddle_reshard.pipeline.planning.ops import (
-    CHECK,
-    HOLD,
-    ITEMSIZES,
-    MOVE,
-    PROBE,
-    Ops,
-    hull,
-    itemsizes,
-    op_volumes,
-)
+from paddle_reshard.pipeline.planning.once import count_once, count_whole, implied_sums
+from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, itemsizes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
@@ -73,7 +63,6 @@ TINY_BYTES = 64 << 10
 """If the store has a minimum part size, a source range up to this size may be read once for each file that needs it."""
 ACCUMULATOR_FACTOR = 2
 """Mixing takes float32: the accumulator of a part with 2-byte values has twice the bytes of the part."""
-REPR_ROWS = 1 << 12
 JOIN_GAP_BYTES = 4096
 """Bands of a file at most this far apart are read as one."""
 
@@ -102,7 +91,7 @@ class CarriedFile:
 class Plan:
     """Everything a conversion or comparison will do."""
 
-    tensors: Sequence[Tensor]
+    tensors: Tensors
     source_files: tuple[File, ...]
     target_files: tuple[File, ...]
     literals: Literals
@@ -205,8 +194,8 @@ class Plan:
         digest = hashlib.sha256()
         for (name, dim), column in self.ops.narrow():
             if name != "again":  # says something of fingerprints, and nothing of what is written
-                same = column.strides == (0,)
-                digest.update(f"{name} {dim} {column.dtype.str} {len(column)} {same} ".encode())
+                same, called = column.strides == (0,), name.replace("_length", "_stop")  # ids call it so
+                digest.update(f"{called} {dim} {column.dtype.str} {len(column)} {same} ".encode())
                 digest.update(np.ascontiguousarray(column[:1] if same else column).view(np.uint8).data)
         literals = self.literals
         for table in (
@@ -218,11 +207,33 @@ class Plan:
         for content in literals.contents():
             digest.update(content)
         tables = (self.source_files, self.target_files, self.carried)
-        for text in _repr_in_blocks((_reprs(self.tensors), *(map(repr, table) for table in tables))):
+        for text in _repr_of((_reprs(self.tensors), *(map(repr, table) for table in tables))):
             digest.update(text.encode())
         if self.mixtures:
             digest.update(repr(self.mixtures).encode())
         return digest.hexdigest()[:16]
+
+    def numbers(self) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
+        """Every column of numbers of groups, files or tensors: what it names, the column, and how many there are."""
+        moves, copied = self.ops["kind"] == MOVE, self.parts["source_file"] != MADE
+        for groups in (self.op_groups, self.bands["group"], self.parts["group"]):
+            yield "group", groups, self.groups
+        for files in (
+            self.ops["source_file"],
+            self.ops["target_file"][~moves],
+            self.bands["file"],
+            self.parts["source_file"][copied],
+        ):
+            yield "source file", files, len(self.source_files)
+        for files in (self.ops["target_file"][moves], self.parts["file"], self.literals.files):
+            yield "target file", files, len(self.target_files)
+        for tensors in (self.ops["tensor"], self.ops["source_tensor"]):
+            yield "tensor", tensors, len(self.tensors)
+
+    def check_not_run(self) -> None:
+        """Refuse a plan that was run: what its groups do was released then."""
+        if len(self.ops) != len(self.op_groups):
+            raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
 
     def release_ops(self) -> None:
         """Free the ops and literals after the run; figures for reports are computed first."""
@@ -231,23 +242,19 @@ class Plan:
         self.literals.clear()
 
 
-def _repr_in_blocks(tables: Sequence[Iterable[str]]) -> Iterator[str]:
-    """``repr`` of tables as tuples of tuples, from that of each row, in pieces of at most ``REPR_ROWS`` rows."""
+def _repr_of(tables: Sequence[Iterable[str]]) -> Iterator[str]:
+    """``repr`` of tables as tuples of tuples, in pieces, from that of each row."""
     for number, table in enumerate(tables):
         yield ", (" if number else "(("
-        rows, count = iter(table), 0
-        while block := list(islice(rows, REPR_ROWS)):
-            yield ", " * (count > 0) + ", ".join(block)
-            count += len(block)
+        count = 0
+        for count, row in enumerate(table, 1):
+            yield f", {row}" if count > 1 else row
         yield ",)" if count == 1 else ")"
     yield ")"
 
 
-def _reprs(tensors: Sequence[Tensor]) -> Iterator[str]:
+def _reprs(tensors: Tensors) -> Iterator[str]:
     """``repr`` of every tensor. All but their keys is the same for very many."""
-    if not isinstance(tensors, Tensors):
-        yield from map(repr, tensors)
-        return
     known: dict[tuple[str, DType, Shape, tuple[str, ...]], str] = {}
     for key, state, dtype, shape, aliases in tensors.fields():
         text = known.get((state, dtype, shape, aliases))
@@ -303,7 +310,7 @@ def plan_conversion(
     draft = _Draft(plan, make_ops, settings.sizes, target.limits(limits), target.together)
     planned, rereads, checks = _with_checks(draft, checks)
     if settings.sums:
-        _sum_whole_tensors(planned)
+        count_whole(planned.ops, planned.tensors)
     _check_budget(planned)
     if not rereads:
         return planned
@@ -336,7 +343,7 @@ def _without_groups(
         allow_master_drift=settings.allow_master_drift,
         compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
-        summed=_implied_sums(source, target) if settings.sums else None,
+        summed=implied_sums(source, target) if settings.sums else None,
         stored=None if target.stored_files == target.files else target.stored_files,
     )
 
@@ -367,27 +374,6 @@ def _check_names(target: TargetFiles, carried: Sequence[CarriedFile]) -> None:
                 f"{path}: {what}; {sources.get(path, 'one of them')} of the source is carried along under it: rename "
                 "it, or move it elsewhere"
             )
-
-
-def _implied_sums(source: Catalog, target: TargetFiles) -> dict[int, tuple[int, int]]:
-    """Master weight → the parameter that it implies, with its dtype, for parameters that no file stores."""
-    stored = np.bincount(target.fragments["tensor"], minlength=len(source.tensors)) > 0
-    dtypes = source.tensors.dtypes.tolist()
-    return {
-        master: (tensor, dtypes[tensor]) for tensor, master in source.implied.items() if not stored[tensor]
-    }
-
-
-def _sum_whole_tensors(plan: Plan) -> None:
-    """Count nothing of tensors that do not pass through memory as a whole, because the storage copies from them."""
-    ops = plan.ops
-    counted = ((ops["kind"] == MOVE) | (ops["kind"] == CHECK)) & (ops["again"] == 0)
-    owner = ops["tensor"].astype(np.int64) * len(DTYPES) + ops["target_dtype"]
-    summed = np.bincount(
-        owner[counted], weights=op_volumes(ops)[counted], minlength=len(plan.tensors) * len(DTYPES)
-    )
-    elements = np.array([tensor.elements for tensor in plan.tensors], dtype=np.float64)
-    ops["again"] = ops["again"] | (counted & (summed[owner] < elements[owner // len(DTYPES)]))
 
 
 def _with_checks(draft: _Draft, checks: MasterChecks | None) -> tuple[Plan, bool, MasterChecks | None]:
@@ -432,19 +418,15 @@ def _within_limits(draft: _Draft, budget_bytes: int, checks: MasterChecks | None
 
 def plan_comparisons(
     ops: Ops,
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     files: tuple[File, ...],
     settings: PlanSettings,
 ) -> Plan:
     """Plan the comparisons ``ops`` between boxes of ``files``; nothing is written.
 
     Two boxes with different dim orders that do not fit the budget together are compared piece by piece, and some bytes
-    are read several times; ``read_once_budget_bytes`` is then a budget that avoids this.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If two boxes that cannot be cut do not fit the budget together.
+    are read several times; ``read_once_budget_bytes`` is then a budget that avoids this. Two that cannot be cut are a
+    :class:`MemoryBudgetError`.
     """
     plan = Plan(
         tensors=tensors,
@@ -515,12 +497,10 @@ def _accumulator_bytes(
         return np.zeros(count, dtype=np.int64)
     start, stop = (side[rows] for side in hull(ops, "target"))
     files = int(made["file"].max()) + 1
-    owners = made["group"].astype(np.int64) * files + made["file"]
-    known, owner = np.unique(owners, return_inverse=True)
-    span = int(made["stop"].max()) + 1
-    of_op = np.searchsorted(known, groups[rows] * files + ops["target_file"][rows])
-    part = np.searchsorted(owner * span + made["start"], of_op * span + start, side="right") - 1
-    low, high = np.full(len(made), span), np.zeros(len(made), dtype=np.int64)
+    of_parts = made["group"].astype(np.int64) * files + made["file"]
+    ranges = Ranges(of_parts, made["start"], made["stop"])
+    part = ranges.holding(groups[rows] * files + ops["target_file"][rows], start)
+    low, high = np.full(len(made), np.iinfo(np.int64).max), np.zeros(len(made), dtype=np.int64)
     np.minimum.at(low, part, start)
     np.maximum.at(high, part, stop)
     sizes = ACCUMULATOR_FACTOR * np.maximum(high - low, 0)
@@ -616,7 +596,7 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
         finished = source_tensors(ops["tensor"], {t: m.terms[-1].tensor for t, m in source.mixtures.items()})
         moves &= ~np.isin(ops["tensor"], list(source.mixtures)) | (ops["source_tensor"] == finished)
     count = len(target.files)
-    written = op_volumes(ops)
+    written = volumes(ops)
     written *= itemsizes(ops, "target_dtype")
     written *= moves
     covered = np.bincount(np.where(moves, ops["target_file"], 0), weights=written, minlength=count)

@@ -14,12 +14,7 @@ from paddle_reshard.pipeline.planning.match import match, source_side, source_te
 def source_of(catalog: Catalog, boxes: Fragments) -> Catalog:
     """The catalog with what ``boxes`` of a target are made of; copies only where they hold the same elements.
 
-    Tensors keep their numbers.
-
-    Raises
-    ------
-    UnsupportedError
-        If tensors are computed from several others.
+    Tensors keep their numbers. A catalog with tensors that are computed from several others is refused.
     """
     if catalog.mixtures:
         raise UnsupportedError(

@@ -18,14 +18,8 @@ def merge(keys: Ints, start: Ints, stop: Ints, gap: int = 0) -> tuple[Ints, Ints
     >>> merge(np.array([1, 0, 1]), np.array([4, 0, 0]), np.array([6, 9, 4]))
     (array([0, 1]), array([0, 0]), array([9, 6]))
     """
-    if not len(start):
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty
-    swept = _sweep(keys, start, stop, gap)
-    begin = np.flatnonzero(swept.opens)
-    first = swept.order[begin]
-    # The union is as long in the line of all keys as in its own.
-    nbytes = swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin]
+    order, opens, nbytes = _sweep(keys, start, stop, gap)
+    first = order[opens]
     return keys[first].astype(np.int64), start[first], start[first] + nbytes
 
 
@@ -72,51 +66,21 @@ def unions(keys: Ints, start: Ints, stop: Ints) -> Unions:
     >>> unions(np.array([0, 0, 0, 1]), np.array([0, 5, 3, 0]), np.array([5, 9, 4, 9])).nbytes
     array([5, 4, 9])
     """
-    if not len(start):
-        return Unions(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    swept = _sweep(keys, start, stop, -1)
-    begin = np.flatnonzero(swept.opens)
-    nbytes = swept.reach[np.r_[begin[1:], len(start)] - 1] - swept.begin[begin]
-    # The memory of what was swept serves the numbers too: new pages cost more than a pass over known ones.
-    number, labels = swept.reach, swept.end
-    np.copyto(number, swept.opens)
-    np.cumsum(number, out=number)
-    number -= 1
-    labels[swept.order] = number
-    return Unions(labels, nbytes)
+    order, opens, nbytes = _sweep(keys, start, stop, -1)
+    number = np.empty(len(order), dtype=np.int64)
+    number[order] = np.cumsum(opens) - 1
+    return Unions(number, nbytes)
 
 
 def union_bytes(owners: Ints, files: Ints, start: Ints, stop: Ints, count: int) -> Ints:
     """How many bytes the ranges of each of ``count`` owners cover together.
 
-    Overlapping ranges nearly always have one owner; a single sweep along the files then finds the bytes that each adds.
-
     >>> union_bytes(np.array([0, 0, 1]), np.array([3, 3, 4]), np.array([0, 5, 0]), np.array([7, 9, 2]), 3)
     array([9, 2, 0])
     """
-    if not len(start):
-        return np.zeros(count, dtype=np.int64)
-    order, opens, begin, end, reach = _sweep(files, start, stop, -1)
-    # A range adds what lies beyond those before it.
-    added = begin
-    np.maximum(begin[1:], reach[:-1], out=added[1:])
-    np.subtract(end, added, out=added)
-    np.maximum(added, 0, out=added)
-    del begin, end, reach
-    owner = owners[order]
-    changes = ~opens[1:] & (owner[1:] != owner[:-1])
-    if not changes.any():
-        return np.bincount(owner, weights=added, minlength=count).astype(np.int64)
-    run = np.cumsum(opens) - 1
-    mixed = np.zeros(int(run[-1]) + 1, dtype=bool)
-    mixed[run[1:][changes]] = True
-    apart = mixed[run]
-    total = np.bincount(owner[~apart], weights=added[~apart], minlength=count)
-    number = int(files.max()) + 1
-    chosen = order[apart]
-    keys, low, high = merge(owner[apart] * number + files[chosen], start[chosen], stop[chosen])
-    total = total + np.bincount(keys // number, weights=high - low, minlength=count)
-    return np.asarray(total, dtype=np.int64)
+    number = int(files.max(initial=0)) + 1
+    keys, low, high = merge(owners * number + files, start, stop)
+    return np.bincount(keys // number, weights=high - low, minlength=count).astype(np.int64)
 
 
 def dense_numbers(values: Ints) -> Ints:
@@ -133,29 +97,18 @@ def dense_numbers(values: Ints) -> Ints:
     return (np.cumsum(occurs) - 1)[values]
 
 
-class _Swept(NamedTuple):
-    """Ranges sorted by key and start. The keys lie in one line, each beyond the ranges of the one before."""
-
-    order: Ints
-    opens: Flags
-    """Whether each range opens a new union."""
-    begin: Ints
-    """First byte in this line."""
-    end: Ints
-    """One past the last byte in this line."""
-    reach: Ints
-    """The furthest end so far."""
-
-
-def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> _Swept:
-    # One sort and one running maximum serve all keys.
+def _sweep(keys: Ints, start: Ints, stop: Ints, gap: int) -> tuple[Ints, Flags, Ints]:
+    """The order of ranges by key and start, whether each opens a new union, and the bytes that every union covers."""
+    if not len(start):
+        none = np.zeros(0, dtype=np.int64)
+        return none, none.astype(bool), none
+    # The keys lie in one line, each beyond the ranges of the one before: one sort and one running maximum serve all.
     span = int(stop.max()) + 2 + abs(gap)
     fits = (int(keys.max()) + 1) * span < 1 << 63
     shift = (keys if fits else dense_numbers(keys)) * span
     order, begin = in_order(start + shift)
-    shift += stop
-    end = shift[order]
-    reach = np.maximum.accumulate(end, out=shift)
+    reach = np.maximum.accumulate((stop + shift)[order])
     opens = np.ones(len(order), dtype=bool)
     np.greater(begin[1:] - gap, reach[:-1], out=opens[1:])
-    return _Swept(order, opens, begin, end, reach)
+    first = np.flatnonzero(opens)
+    return order, opens, reach[np.r_[first[1:], len(order)] - 1] - begin[first]

@@ -68,11 +68,6 @@ def parse_rates(text: str) -> Rates:
 
     >>> parse_rates("read=2GB,total-write=20GB,latency=0.1").read_bytes_per_second
     2000000000.0
-
-    Raises
-    ------
-    UsageError
-        If a name is unknown or a value is not a rate.
     """
     rates: dict[str, float] = {}
     for entry in text.split(","):
@@ -123,13 +118,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, workers: Sequence[int], rates: Rates) -> list[Simulation]:
-    """Simulate a plan for each number of workers.
-
-    Raises
-    ------
-    UsageError
-        If a number of workers is below 1.
-    """
+    """Simulate a plan for each number of workers, of at least 1."""
     if bad := [count for count in workers if count < 1]:
         raise UsageError(f"{bad[0]} workers cannot run a plan")
     work = _work(plan, rates)

@@ -13,8 +13,8 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.planning.match import match
-from paddle_reshard.pipeline.planning.ops import COMPARE, SUM, Ops, set_stops
+from paddle_reshard.pipeline.planning.match import in_common, match
+from paddle_reshard.pipeline.planning.ops import COMPARE, SUM, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 
@@ -24,16 +24,8 @@ def plan_sums(
 ) -> Plan:
     """Plan the fingerprints of all tensors, or of those with some numbers.
 
-    Parameters
-    ----------
-    copies
-        Also compare the copies of every tensor with the first, unless ``settings`` exclude that. Groups report
-        differences instead of raising them.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If a box that cannot be cut does not fit the budget.
+    With ``copies``, the copies of every tensor are also compared with the first, unless ``settings`` exclude that, and
+    groups report differences instead of raising them.
     """
     chosen = range(len(catalog.tensors) - catalog.borrowed) if tensors is None else sorted(tensors)
     masters = {catalog.implied[number]: number for number in chosen if number in catalog.implied}
@@ -52,12 +44,6 @@ def plan_sums(
 
 def _sums(fragments: Fragments, tensors: Ints) -> Ops:
     """Add the bytes of each fragment to one of the ``tensors``."""
-    ops = Ops.empty(len(fragments))
+    ops = in_common(fragments, fragments)
     ops["kind"], ops["tensor"], ops["source_tensor"] = SUM, tensors, fragments["tensor"]
-    ops["offset"], ops["extents"] = fragments["offset"], fragments["extents"]
-    for side in ("source", "target"):
-        ops[f"{side}_byte"] = fragments["byte_base"]
-        for column in ("file", "dtype", "strides"):
-            ops[f"{side}_{column}"] = fragments[column]
-    set_stops(ops)
     return ops

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -10,7 +9,6 @@ from typing import TypeVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.literals import Literal, LiteralSlices
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
@@ -53,7 +51,7 @@ class GroupWork:
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how it is computed, at least for the mixed tensors in ``ops``."""
     summed: Mapping[int, tuple[int, int]] | None = None
-    """As in :class:`~paddle_reshard.pipeline.planning.plan.Plan`, at least for the tensors in ``ops``."""
+    """As in the plan, at least for the tensors in ``ops``."""
     measured: Mapping[int, DType] | None = None
     """As in the plan."""
 
@@ -74,15 +72,8 @@ class Works(Iterable[GroupWork]):
     """The groups of a plan that are still to be run, in order: one by one, or in batches."""
 
     def __init__(self, plan: Plan, done: Collection[int] = ()) -> None:
-        """``done`` are groups to leave out.
-
-        Raises
-        ------
-        PlanError
-            If the plan was run before and its ops were released.
-        """
-        if len(plan.ops) != len(plan.op_groups):
-            raise PlanError("this plan was run before, and its ops were released; plan the conversion again")
+        """``done`` are groups to leave out. A plan that was run before is refused."""
+        plan.check_not_run()
         self.plan, count = plan, plan.groups
         self._op_first = np.searchsorted(plan.op_groups, np.arange(count + 1))
         self._band_first = np.searchsorted(plan.bands["group"], np.arange(count + 1))
@@ -110,7 +101,7 @@ class Works(Iterable[GroupWork]):
 
     def work(self, group: int) -> GroupWork:
         """One group."""
-        return self._as_one(group, group + 1, self._literals_of(group, group + 1))
+        return self._as_one(group, group + 1, self._literals_of(group))
 
     def _as_one(self, first: int, stop: int, literals: Iterable[Literal]) -> GroupWork:
         """The groups from ``first`` up to ``stop``, whose parts have these literals, as if they were one."""
@@ -137,39 +128,35 @@ class Works(Iterable[GroupWork]):
             measured=plan.measured,
         )
 
-    def _literals_of(self, first: int, stop: int) -> LiteralSlices:
-        parts = self.plan.parts[self._part_first[first] : self._part_first[stop]]
+    def _literals_of(self, group: int) -> LiteralSlices:
+        parts = self.plan.parts[self._part_first[group] : self._part_first[group + 1]]
         columns = (parts[name].tolist() for name in ("file", "start", "stop"))
         return self._literals.of_ranges(zip(*columns, strict=True))
-
-    def _end_of_batch(self, groups: range) -> tuple[int, LiteralSlices]:
-        """One past the last group of a batch that begins with ``groups``, and the literals of its parts."""
-        first = groups.start
-        stop = min(
-            groups.stop,
-            int(np.searchsorted(self._op_first, self._op_first[first] + MOST_OPS, side="right")) - 1,
-            int(np.searchsorted(self._part_first, self._part_first[first] + MOST_PARTS, side="right")) - 1,
-        )
-        stop = max(stop, first + 1)
-        literals = self._literals_of(first, stop)
-        if (too_much := literals.first_beyond(MOST_LITERAL_BYTES)) is None or stop == first + 1:
-            return stop, literals
-        # The group of the first literal that is too much waits for the next batch.
-        part = self._part_first[first] + too_much
-        stop = max(first + 1, int(np.searchsorted(self._part_first, part, side="right")) - 1)
-        return stop, self._literals_of(first, stop)
 
     def batch(self, groups: range) -> WorkBatch:
         """The first of ``groups`` as one value: all of them, unless that would be a large message."""
         first = groups.start
-        stop, literals = self._end_of_batch(groups)
-        whole = self._as_one(first, stop, tuple(self._literals.read(literals)))
+        most = min(
+            groups.stop,
+            int(np.searchsorted(self._op_first, self._op_first[first] + MOST_OPS, side="right")) - 1,
+            int(np.searchsorted(self._part_first, self._part_first[first] + MOST_PARTS, side="right")) - 1,
+        )
+        literals: list[tuple[Literal, ...]] = []
+        nbytes = 0
+        for group in range(first, max(most, first + 1)):
+            of_group = tuple(self._literals.read(self._literals_of(group)))
+            nbytes += sum(len(content) for _, _, content in of_group)
+            if literals and nbytes > MOST_LITERAL_BYTES:
+                break
+            literals.append(of_group)
+        stop = first + len(literals)
         firsts = tuple(
             tuple((at[first : stop + 1] - at[first]).tolist())
             for at in (self._op_first, self._band_first, self._part_first)
         )
         peaks = tuple(self.plan.group_peaks[first:stop].tolist())
-        return WorkBatch(range(first, stop), whole.to_send(), firsts, peaks)
+        whole = self._as_one(first, stop, ()).to_send()
+        return WorkBatch(range(first, stop), whole, firsts, peaks, tuple(literals))
 
 
 @dataclass(frozen=True)
@@ -178,26 +165,25 @@ class WorkBatch(Iterable[GroupWork]):
 
     groups: range
     whole: GroupWork
-    """All of them as if they were one."""
+    """All of them as if they were one, without literals."""
     firsts: tuple[tuple[int, ...], ...]
     """Index of the first op, band and part of each group, and one past the last of all."""
     peaks: tuple[int, ...]
+    literals: tuple[tuple[Literal, ...], ...]
 
     def __iter__(self) -> Iterator[GroupWork]:
-        whole, all_literals = self.whole, tuple(self.whole.literals)
-        literal_parts = [part for part, _, _ in all_literals]
+        whole = self.whole
         for index, group in enumerate(self.groups):
             (op, op_stop), (band, band_stop), (part, part_stop) = (
                 at[index : index + 2] for at in self.firsts
             )
-            literals = all_literals[bisect_left(literal_parts, part) : bisect_left(literal_parts, part_stop)]
             yield replace(
                 whole,
                 group=group,
                 bands=whole.bands[band:band_stop],
                 parts=whole.parts[part:part_stop],
                 ops=whole.ops[op:op_stop],
-                literals=tuple((number - part, offset, content) for number, offset, content in literals),
+                literals=self.literals[index],
                 peak_bytes=self.peaks[index],
             )
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.catalog import Fragments, volumes
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Fragments, volumes
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
-from paddle_reshard.pipeline.planning.ops import ITEMSIZES, MOVE, op_volumes
+from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.planning.parts import MADE, part_sizes
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.report.places import Side
@@ -215,7 +215,7 @@ def _moves(plan: Plan, source: Side, target: Side) -> Moves:
         moved = ops[ops["kind"] == MOVE]
         source_places = from_place[moved["source_file"].astype(np.int64)]
         target_places = to_place[moved["target_file"].astype(np.int64)]
-        nbytes = op_volumes(moved) * ITEMSIZES[moved["target_dtype"]]
+        nbytes = volumes(moved) * ITEMSIZES[moved["target_dtype"]]
         moved_bytes.append(_summed(source_places, target_places, nbytes))
     memory = [np.concatenate(column) for column in zip(*moved_bytes, strict=True)]
     parts = plan.parts[plan.parts["source_file"] != MADE]

@@ -7,7 +7,14 @@ import pytest
 
 from benchmarks.synthetic import LLAMA_7B, catalog_of
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.catalog import (
+    ITEMSIZES,
+    Catalog,
+    File,
+    fragment_row,
+    fragment_rows,
+    volumes,
+)
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -16,7 +23,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import SMALLEST_BUDGET_BYTES
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.checks import master_checks
-from paddle_reshard.pipeline.planning.ops import HOLD, ITEMSIZES, MOVE, PROBE, Ops, op_volumes
+from paddle_reshard.pipeline.planning.ops import HOLD, MOVE, PROBE, Ops, hull
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.storage.s3 import target as s3
@@ -40,8 +47,8 @@ def _planned(source: HybridTarget, target: HybridTarget, check: str | None, limi
 def _looked_at(ops: Ops, side: str, stored: int) -> dict[tuple[int, int], tuple[int, int, int]]:
     """Tensor and file → bytes of it that are compared, the first of them, and the end of the last."""
     found: dict[tuple[int, int], tuple[int, int, int]] = {}
-    nbytes = op_volumes(ops) * ITEMSIZES[stored]
-    columns = (ops["tensor"], ops[f"{side}_file"], nbytes, ops[f"{side}_byte"], ops[f"{side}_stop"])
+    nbytes = volumes(ops) * ITEMSIZES[stored]
+    columns = (ops["tensor"], ops[f"{side}_file"], nbytes, *hull(ops, side))
     for tensor, file, size, start, stop in zip(*(column.tolist() for column in columns), strict=True):
         known = found.get((tensor, file), (0, start, stop))
         found[tensor, file] = known[0] + size, min(known[1], start), max(known[2], stop)
@@ -99,7 +106,7 @@ def test_what_is_loaded_is_compared_in_full_and_read_once(limits: PartLimits) ->
     plan, alone = (_planned(source, target, check, limits) for check in ("sample", None))
     checks = plan.ops[plan.ops["kind"] == HOLD]
     assert not (plan.ops["kind"] == PROBE).any()
-    assert op_volumes(checks).sum() == LLAMA_7B.parameters
+    assert volumes(checks).sum() == LLAMA_7B.parameters
     assert plan.read_amplification <= 1.05
     assert plan.read_bytes <= 1.01 * alone.read_bytes
     assert plan.peak_bytes <= (SMALLEST_BUDGET_BYTES - FOOTPRINT_BYTES) // 2
@@ -109,7 +116,7 @@ def test_in_full_means_everything() -> None:
     source, target = _job("tp=2,pp=4"), _job("tp=2,pp=2")
     plan = _planned(source, target, "full")
     checks = plan.ops[plan.ops["kind"] == HOLD]
-    assert op_volumes(checks).sum() == LLAMA_7B.parameters
+    assert volumes(checks).sum() == LLAMA_7B.parameters
     assert plan.copied_bytes == _planned(source, target, None).copied_bytes
 
 
@@ -137,4 +144,4 @@ def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
     assert plan.read_once_budget_bytes is None
     assert plan.read_amplification <= 1.05
     probes = plan.ops[plan.ops["kind"] == PROBE]
-    assert op_volumes(probes).sum() * 2 >= SAMPLE_BYTES
+    assert volumes(probes).sum() * 2 >= SAMPLE_BYTES

@@ -97,8 +97,6 @@ def with_ops(plan: Plan, change: Callable[[np.ndarray, int], None], random: np.r
 def shifted(field: str, by: int) -> Change:
     def change(ops: np.ndarray, row: int) -> None:
         ops[field][row] += by
-        if field.endswith("_byte"):
-            ops[field.replace("_byte", "_stop")][row] += by
 
     return lambda plan, random: with_ops(plan, change, random)
 
@@ -132,7 +130,7 @@ def exchanged(plan: Plan, random: np.random.Generator) -> Plan:
     first = int(random.choice([i for i, found in enumerate(alike) if alike.count(found) > 1]))
     second = next(i for i, found in enumerate(alike) if i != first and found == alike[first])
     pair, turned = moves[[first, second]], moves[[second, first]]
-    for field in ("target_byte", "target_stop", "target_strides"):
+    for field in ("target_byte", "target_length", "target_strides"):
         ops[field][pair] = ops[field][turned]
     return replace(plan, ops=Ops.of_rows(ops))
 
@@ -185,6 +183,20 @@ def shorter_band(plan: Plan, random: np.random.Generator) -> Plan:
     return replace(plan, bands=bands)
 
 
+def shorter_box_and_band(plan: Plan, random: np.random.Generator) -> Plan:
+    """A box that is said to end before it does, as its band does."""
+    ops, bands = plan.ops.rows(), plan.bands.copy()
+    ends = ops["source_byte"] + ops["source_length"]
+    for band in random.permutation(len(bands)):
+        reads = (plan.op_groups == bands["group"][band]) & (ops["pass"] == bands["pass"][band])
+        last = reads & (ops["source_file"] == bands["file"][band]) & (ends == bands["stop"][band])
+        if last.any():
+            ops["source_length"][last] -= 1
+            bands["stop"][band] -= 1
+            return replace(plan, ops=Ops.of_rows(ops), bands=bands)
+    raise AssertionError("no band ends with a box")
+
+
 CHANGES: dict[str, Change] = {
     "values written further on": shifted("target_byte", 2),
     "values written too early": shifted("target_byte", -4),
@@ -207,6 +219,7 @@ CHANGES: dict[str, Change] = {
     "a part of another group": part("group", 1),
     "a band dropped": without_band,
     "a shorter band": shorter_band,
+    "a shorter band of a box that is said to be shorter": shorter_box_and_band,
 }
 
 
@@ -287,6 +300,34 @@ def test_plans_of_hand_made_files(monkeypatch: pytest.MonkeyPatch, name: str, wi
         parts = plan.parts.copy()
         parts[field][row] += by
         assert coverage.sweep(replace(plan, parts=parts), catalog, target).problems.count
+
+
+def test_a_copy_of_values_in_another_order_is_not_complete() -> None:
+    """Stored row by row and wanted column by column: the bytes are as many, and begin with the same element."""
+    one, other = Files(whole(SHAPE)), Files(whole(SHAPE, "F"))
+    catalog = Catalog(
+        Tensors([Tensor("w", "moment1", FLOAT32, SHAPE)]), tuple(one.files), fragment_rows(one.rows), {}
+    )
+    target = TargetFiles(
+        tuple(other.files), Literals(other.literals), tuple(other.fills), fragment_rows(other.rows)
+    )
+    plan = plan_conversion(catalog, target, [], PlanSettings(FOOTPRINT_BYTES + (64 << 20), sizes=SMALL))
+    (row,) = fragment_rows(one.rows).rows()
+    (column,) = fragment_rows(other.rows).rows()
+    parts = np.repeat(plan.parts[:1], 3)
+    start, stop = int(column["byte_base"]), int(column["byte_base"]) + 4 * 300 * 500
+    parts["group"], parts["start"] = (0, 1, 2), (0, start, stop)
+    parts["stop"] = start, stop, other.files[0].size_bytes
+    parts[1]["source_file"], parts[1]["source_start"] = row["file"], row["byte_base"]
+    copied = replace(
+        plan,
+        ops=Ops.empty(),
+        op_groups=plan.op_groups[:0],
+        bands=plan.bands[:0],
+        parts=parts,
+        group_peaks=np.zeros(3, dtype=np.int64),
+    )
+    assert coverage.sweep(copied, catalog, target).problems.count
 
 
 # --------------------------------------------------------------------------------------------- command line

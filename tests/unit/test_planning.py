@@ -324,7 +324,7 @@ def comparison_of(a: Files, b: Files, shape: tuple[int, ...], settings: PlanSett
         for name, side in (("A", a), ("B", b))
         for file in side.files
     )
-    tensors = (Tensor("w0", "moment1", FLOAT32, shape),)
+    tensors = Tensors([Tensor("w0", "moment1", FLOAT32, shape)])
     return plan_comparisons(match(*fragments, {}, kind=COMPARE), tensors, files, settings)
 
 

@@ -13,6 +13,7 @@ from benchmarks.synthetic import Dims, catalog_of
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.literals import Literals
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.ops import Ops
@@ -40,7 +41,7 @@ def plan_of(groups: list[tuple[int, int, int]]) -> Plan:
         for part, source, nbytes in ((2 * group, MADE, written), (2 * group + 1, 0, copied)):
             parts[part]["group"], parts[part]["stop"], parts[part]["source_file"] = group, nbytes, source
     return Plan(
-        tensors=(),
+        tensors=Tensors(),
         source_files=(File("source", 1 << 40),),
         target_files=(File("target", 1 << 40),),
         ops=Ops.empty(),
