@@ -1,10 +1,10 @@
-"""Recognise entries of a ``.metadata`` file that have the layout of an earlier one, without walking over them.
+"""Recognise entries of a ``.metadata`` file that have the layout of an earlier one, many at a time.
 
 Entries repeat each other: the same opcodes at the same bytes, with other numbers, texts and references between them. A
-*stencil* is what entries of one layout share. It is made of an entry that a walk found, and covers it byte for byte, so
-that an entry that fits has the same opcodes and the same arguments, except those of its values (in hex, texts quoted)::
+*stencil* is what entries of one layout share. It is made of one entry and covers it byte for byte, so that an entry
+that fits has the same opcodes and the same arguments, except those of its values (in hex, texts quoted)::
 
-    entry of a walk   94 7d 94 28 68 05 │ 8c 03 "a.w" 94 │ 68 06 │ 4b 00 │ 75 62 … 29 81
+    an entry          94 7d 94 28 68 05 │ 8c 03 "a.w" 94 │ 68 06 │ 4b 00 │ 75 62 … 29 81
     mask              ff ff ff ff ff ff   ff ff 00 00 00 ff  ff ff   ff 00   ff ff … ff ff
     fits              94 7d 94 28 68 05 │ 8c 03 "b.w" 94 │ 68 06 │ 4b 07 │ 75 62 … 29 81
     does not          94 7d 94 28 68 05 │ 8c 04 "ab.w …    the length of a text is not masked
@@ -21,29 +21,19 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.storage.files.dist_metadata_walk import (
-    BYTES_OF,
-    LONG,
-    LONGEST_REFERENCE_BYTES,
-    TEXT,
-    WORD_BYTES,
-    Flags,
-    Words,
-)
+Longs = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
 
-ROWS_AT_ONCE: Final = 1 << 13
-"""Entries that are compared together: they stay in the cache."""
-_TILE: Final = 16
-"""Entries in a row of a comparison, because NumPy is slow with short rows."""
-_FOUR_EQUAL: Final = 0x01010101
-"""Four flags that are set."""
-_BYTES: Final = ord("C")
-_COUNTED: Final = (TEXT, LONG, _BYTES)
+WORD_BYTES: Final = 8
+MASKS: Final = np.array([(1 << 8 * n) - 1 for n in range(WORD_BYTES + 1)], dtype=np.uint64)
+"""By number of bytes: the first of a word."""
+TEXT: Final = 0x8C
+_COUNTED: Final = (TEXT, 0x8A, ord("C"))
+"""Opcodes whose argument follows its length of one byte."""
 _NUMBERS: Final = b"KMJ"
-
-
-REFERENCE, NUMBER, SPELLED = range(3)
-"""What a value is: a reference to the memo, a number of one or two bytes, or any other."""
+_NBYTES: Final = {ord("h"): 2, ord("K"): 2, ord("M"): 3, ord("j"): 5, ord("J"): 5}
+"""Bytes of an opcode and its argument; others have no argument."""
 
 
 class Hole(NamedTuple):
@@ -53,8 +43,8 @@ class Hole(NamedTuple):
     """First byte in the entry."""
     nbytes: int
     """Length of the value."""
-    kind: int
-    """:data:`REFERENCE`, :data:`NUMBER` or :data:`SPELLED`."""
+    refers: bool
+    """It is a reference to the memo."""
     code: int | None
     """What all these entries have there, if none of its bytes may differ."""
 
@@ -62,72 +52,58 @@ class Hole(NamedTuple):
 class Stencil:
     """The bytes that all entries of one layout share, and where the others are."""
 
-    __slots__ = ("_mask", "_shared", "_width", "fits", "holes", "kind", "nbytes")
+    __slots__ = ("_mask", "_shared", "fits", "holes", "kind", "nbytes")
 
     def __init__(
         self, entry: bytes, values: Sequence[tuple[int, int]], codes: Sequence[int], kind: int
     ) -> None:
         """``values`` are the first byte and the length of each value of the entry, and ``codes`` what they are.
 
-        A value of no bytes is one that these entries do not have. ``kind`` is that of the tail of the entry.
+        A value of no bytes is one that these entries do not have. ``kind`` says how the entry ends.
         """
         mask = bytearray(b"\xff" * len(entry))
         holes = []
         for (at, nbytes), code in zip(values, codes, strict=True):
-            value = entry[at : at + nbytes]
-            form = _form(value)
-            varying = [range(1, nbytes)] if form == REFERENCE else list(_arguments(value))
+            refers = is_reference(entry[at : at + nbytes])
+            varying = [range(at + 1, at + nbytes)] if refers else list(_arguments(entry, at, at + nbytes))
             for argument in varying:
-                mask[at + argument.start : at + argument.stop] = bytes(len(argument))
-            holes.append(Hole(at, nbytes, form, None if any(varying) else code))
-        self._width = width_of(len(entry))
-        self._mask = self._tiled(bytes(mask))
-        self._shared = self._tiled(entry) & self._mask
+                mask[argument.start : argument.stop] = bytes(len(argument))
+            holes.append(Hole(at, nbytes, refers, None if any(varying) else code))
+        padded_bytes = -(-len(entry) // WORD_BYTES) * WORD_BYTES
+        self._mask = np.frombuffer(mask.ljust(padded_bytes, b"\0"), "<u8")
+        self._shared = np.frombuffer(entry.ljust(padded_bytes, b"\0"), "<u8") & self._mask
         self.nbytes, self.holes, self.kind = len(entry), tuple(holes), kind
         self.fits = 0
+        """Entries that fitted."""
 
     def fitting(self, rows: Words) -> Flags:
-        """Which entries fit. ``rows`` has a row of :func:`width_of` words per entry; a multiple of ``_TILE`` rows."""
-        same = (rows.reshape(-1, _TILE * self._width) & self._mask) == self._shared
-        parts = same.view(np.uint32).reshape(len(rows), -1).T
-        fits = parts[0] == _FOUR_EQUAL
-        for part in parts[1:]:
-            fits &= part == _FOUR_EQUAL
+        """Which entries fit; ``rows`` are those of :func:`rows_at`."""
+        fits = np.ones(len(rows), dtype=bool)
+        for column, mask, shared in zip(rows.T, self._mask, self._shared, strict=False):
+            fits &= (column & mask) == shared
         return fits
 
-    def _tiled(self, data: bytes) -> Words:
-        return np.tile(np.frombuffer(data.ljust(self._width * WORD_BYTES, b"\0"), "<u8"), _TILE)
 
-
-def width_of(nbytes: int) -> int:
-    """Words per row of entries of this length: the eight bytes from each byte onwards are inside the row."""
-    return -(-(nbytes + WORD_BYTES - 1) // (4 * WORD_BYTES)) * 4
-
-
-def rows_at(data: bytes, begins: npt.NDArray[np.int64], nbytes: int) -> Words:
-    """The entries of ``nbytes`` bytes that begin at these positions, as rows; the last one is repeated."""
-    width_bytes = width_of(nbytes) * WORD_BYTES
+def rows_at(data: bytes, begins: Longs, nbytes: int) -> Words:
+    """The ``nbytes`` bytes from each position on, in words; those from each byte on are inside the row."""
+    width_bytes = (nbytes // WORD_BYTES + 2) * WORD_BYTES
     every = np.ndarray(len(data) - width_bytes + 1, f"V{width_bytes}", data, strides=(1,))
-    padded = begins.take(np.arange(-(-len(begins) // _TILE) * _TILE), mode="clip")
-    return every[padded].view("<u8").reshape(len(padded), -1)
+    return every[begins].view("<u8").reshape(len(begins), -1)
 
 
-def _form(value: bytes) -> int:
-    if value[:1] in (b"h", b"j") and len(value) <= LONGEST_REFERENCE_BYTES:
-        return REFERENCE
-    return NUMBER if value[:1] in (b"K", b"M") and len(value) == BYTES_OF[value[0]] else SPELLED
+def is_reference(value: bytes) -> bool:
+    """Whether this value is only a reference to the memo."""
+    return value[:1] in (b"h", b"j") and len(value) == _NBYTES[value[0]]
 
 
-def _arguments(value: bytes) -> Iterator[range]:
-    """Where the numbers, texts and bytes of a spelled value are, without opcodes, lengths and references."""
-    at = 0
-    while at < len(value):
-        opcode = value[at]
+def _arguments(entry: bytes, at: int, stop: int) -> Iterator[range]:
+    """Where the numbers, texts and bytes of a value are, without opcodes, lengths and references."""
+    while at < stop:
+        opcode = entry[at]
         if opcode in _COUNTED:
-            stop = at + 2 + value[at + 1]
-            yield range(at + 2, stop)
+            begin, at = at + 2, at + 2 + entry[at + 1]
+            yield range(begin, at)
         else:
-            stop = at + max(int(BYTES_OF[opcode]), 1)
+            begin, at = at + 1, at + _NBYTES.get(opcode, 1)
             if opcode in _NUMBERS:
-                yield range(at + 1, stop)
-        at = stop
+                yield range(begin, at)
