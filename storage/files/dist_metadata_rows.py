@@ -302,8 +302,9 @@ class _EntryRuns:
         """
         columns = dict(zip(names, ids, strict=True))
         missing = np.full(ids.shape[1], NONE, dtype=np.int32)
-        flat = columns.get("flattened_range", missing)
-        columns["is_flattened"] = np.where(flat == NONE, FALSE, TRUE).astype(np.int32)
+        columns["is_flattened"] = np.full(ids.shape[1], FALSE, dtype=np.int32)
+        if "is_flattened" in self._order:
+            columns["is_flattened"][columns["flattened_range"] != NONE] = TRUE
         return {
             name: np.concatenate([columns.get(name, missing), column])
             for name, column in zip(self.fields, more, strict=False)

@@ -361,6 +361,17 @@ def _outside(module, pieces, places):
     pieces["k200"] = [replace(pieces["k200"][0], global_shape=(3,))]
 
 
+def _unflagged(module, pieces, places):
+    """Nothing says whether it is flattened, so nothing is; but one piece and its index have a range."""
+    pieces["k200"] = [replace(pieces["k200"][0], flattened_range=(0, 2))]
+    _lost(module, pieces, places)
+    places[module.LocalTensorIndex("k200", (0,), False, (0, 2), None, (4,))] = "200_0.distcp"
+    for index in list(places)[:100]:  # what comes last is taken opcode by opcode
+        places[index] = places.pop(index)
+    for value in (*places, *(piece for (piece,) in pieces.values())):
+        del value.__dict__["is_flattened"]
+
+
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
@@ -375,3 +386,9 @@ def test_one_bad_entry_among_many_is_found_and_named(edit, reason):
         parse(many(edit))
     assert caught.value.reason == reason
     assert parse(many(lambda *_: None)).pieces.size == 300
+
+
+def test_a_range_without_a_flag_is_refused_among_many_entries_too():
+    with pytest.raises(FormatError) as caught:
+        parse(many(_unflagged))
+    assert caught.value.reason == "bad_range"
