@@ -54,7 +54,7 @@ from paddle_reshard.storage.files.dist_metadata_values import (
     PIECE_FIELDS,
     Memo,
 )
-from paddle_reshard.storage.files.framed_pickle import FramedPickle, get_opcode
+from paddle_reshard.storage.files.framed_pickle import BATCH, TUPLE_ENDS, FramedPickle, get_opcode
 from paddle_reshard.storage.files.paddle_pickle import (
     ARRAY_GLOBALS,
     Global,
@@ -771,8 +771,6 @@ class _FramedMetadataEncoder:
 
 
 _SHARED: Final = ("global_offset", "local_shape", "flattened_range")
-_BATCH: Final = 1000
-"""Items per MARK..SETITEMS, as in CPython: a reader's stack stays small."""
 
 
 class _MetadataEncoder:
@@ -818,7 +816,7 @@ class _MetadataEncoder:
         """Write a dict; each step of ``items`` writes one item."""
         self.out += b"}("
         for number, _ in enumerate(items, start=1):
-            if number % _BATCH == 0:
+            if number % BATCH == 0:
                 self.out += b"u("
         self.out += b"u"
 
@@ -876,4 +874,4 @@ def _named(piece: tuple[int, ...]) -> dict[str, int]:
 
 def _tuple_opcodes(shape: Shape) -> bytes:
     items = b"".join(plain_opcodes(extent) for extent in shape)
-    return items + (b")", b"\x85", b"\x86", b"\x87")[len(shape)] if len(shape) < 4 else b"(" + items + b"t"
+    return items + TUPLE_ENDS[len(shape)] if len(shape) < 4 else b"(" + items + b"t"

@@ -29,6 +29,9 @@ _ONE_OBJECT_EACH: Final = 256
 
 T = TypeVar("T")
 
+TUPLE_ENDS: Final = (b")", b"\x85", b"\x86", b"\x87")
+"""Opcodes that make a tuple of up to three items; longer ones have a MARK before and ``t`` after them."""
+
 
 def get_opcode(index: int) -> bytes:
     """The opcode that refers to a memo index, as CPython writes it."""
@@ -57,6 +60,19 @@ def simple_opcodes(value: object) -> bytes:
     return b"\x8a" + bytes((width_bytes,)) + value.to_bytes(width_bytes, "little", signed=True)
 
 
+def sized_opcodes(data: bytes, short: bytes, long: bytes) -> bytes:
+    """Opcode, length and data; ``long`` is the opcode for 256 bytes and more."""
+    nbytes = len(data)
+    return (short + bytes((nbytes,)) if nbytes < 256 else long + nbytes.to_bytes(4, "little")) + data
+
+
+def batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
+    """The items in the pickler's batches of :data:`BATCH`."""
+    remaining = iter(items)
+    while batch := tuple(islice(remaining, BATCH)):
+        yield batch
+
+
 class FramedPickle:
     """A file that is being written, opcode by opcode."""
 
@@ -77,12 +93,10 @@ class FramedPickle:
         self._literal = literal
         self._at = 0  # of the first byte of ``_open``
         self._open = bytearray(b"\x80\x05")
-        self._pending: list[
-            tuple[int, bytearray]
-        ] = []  # complete but for the length of the frame they are in
-        self._frame: tuple[bytearray, int, int] | None = (
-            None  # where its header is: in which bytes, and in the file
-        )
+        self._pending: list[tuple[int, bytearray]] = []
+        """Complete but for the length of the frame they are in."""
+        self._frame: tuple[bytearray, int, int] | None = None
+        """Where its header is: in which bytes, where in them, and where in the file."""
         self._memo = 0
         self._singletons: dict[str | bytes, int] = {}
         self._modules: dict[str, int] = {}
@@ -168,28 +182,27 @@ class FramedPickle:
             self.emit(b"(")
         for item in items:
             save(item)
-        self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) < 4 else b"t")
+        self.emit(TUPLE_ENDS[len(items)] if len(items) < 4 else b"t")
         return self.memoize() if items else None
 
     def dict_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
         """A dict, of which ``save`` writes each key and its value."""
         self._container(b"}")
-        batches = _batches(items)
-        first = next(batches, ())
-        if len(first) == 1:
-            save(first[0])
+        remaining = batches(items)
+        batch: tuple[T, ...] | None = next(remaining, None)
+        if batch is not None and len(batch) == 1:
+            save(batch[0])
             self.emit(b"s")
-        elif first:
-            batch: tuple[T, ...] | None = first
-            while batch is not None:
-                full = len(batch) == BATCH
-                self._batch(batch, save, b"u")
-                batch = next(batches, ()) if full else None  # after a full one comes another, if an empty one
+            return
+        while batch is not None:
+            self._batch(batch, save, b"u")
+            # After a full batch comes another one, even if it is empty.
+            batch = next(remaining, ()) if len(batch) == BATCH else None
 
     def list_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
         """A list, each item of which ``save`` writes."""
         self._container(b"]")
-        for index, batch in enumerate(_batches(items)):
+        for index, batch in enumerate(batches(items)):
             if index == 0 and len(batch) == 1:
                 save(batch[0])
                 self.emit(b"a")
@@ -223,13 +236,12 @@ class FramedPickle:
             self.recall(self._singletons[value])
             return self._singletons[value]
         self._begin()
-        nbytes = len(data)
-        header = short + bytes((nbytes,)) if nbytes < 256 else long + nbytes.to_bytes(4, "little")
-        if nbytes < FRAME_BYTES:
-            self.emit(header + data)
+        opcodes = sized_opcodes(data, short, long)
+        if len(data) < FRAME_BYTES:
+            self.emit(opcodes)
         else:
             self._close()
-            self._open += header + data
+            self._open += opcodes
         number = self.memoize()
         if len(value) == 0 or (len(value) == 1 and ord(value) < _ONE_OBJECT_EACH):
             self._singletons[value] = number
@@ -252,10 +264,3 @@ class FramedPickle:
         for byte_offset, data in self._pending:
             self._literal(byte_offset, bytes(data))
         self._pending.clear()
-
-
-def _batches(items: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    """The items in the pickler's batches of :data:`BATCH`."""
-    remaining = iter(items)
-    while batch := tuple(islice(remaining, BATCH)):
-        yield batch

@@ -7,13 +7,19 @@
 from __future__ import annotations
 
 from array import array as numbers_of
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import prod
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
-from paddle_reshard.storage.files.framed_pickle import FramedPickle, simple_opcodes
+from paddle_reshard.storage.files.framed_pickle import (
+    TUPLE_ENDS,
+    FramedPickle,
+    batches,
+    simple_opcodes,
+    sized_opcodes,
+)
 from paddle_reshard.storage.files.paddle_pickle import (
     ITEM_BYTES,
     MAX_INTEGER_KEY,
@@ -102,8 +108,6 @@ def write_pickle(
     return encoder.finish(), encoder.slots
 
 
-_BATCH: Final = 1000
-"""Items per MARK..SETITEMS, as CPython: a reader's stack stays small."""
 _COLLECTED_BYTES: Final = 1 << 16
 """Literals are handed over once they have so many bytes."""
 
@@ -153,7 +157,7 @@ class _Encoder:
             entries = value.entries if isinstance(value, DictEntries) else value.items()
             self._entries(entries, depth)
         elif isinstance(value, list):
-            self._items(b"]", b"e", ((item,) for item in value), depth)
+            self._list(value, depth)
         elif isinstance(value, tuple):
             self._tuple(value, depth)
         else:
@@ -161,8 +165,7 @@ class _Encoder:
 
     def _entries(self, entries: Iterable[tuple[object, object]], depth: int) -> None:
         self.emit(b"}")
-        remaining = iter(entries)
-        while batch := tuple(islice(remaining, _BATCH)):
+        for batch in batches(entries):
             self.emit(b"(")
             for key, item in batch:
                 opcodes = plain_opcodes(_checked_key(key))
@@ -173,20 +176,19 @@ class _Encoder:
                     self.value(item, depth + 1)
             self.emit(b"u")
 
-    def _items(self, empty: bytes, add: bytes, items: Iterator[tuple[object, ...]], depth: int) -> None:
-        self.emit(empty)
-        while batch := tuple(islice(items, _BATCH)):
+    def _list(self, items: list[object], depth: int) -> None:
+        self.emit(b"]")
+        for batch in batches(items):
             self.emit(b"(")
             for item in batch:
-                for value in item:
-                    self.value(value, depth + 1)
-            self.emit(add)
+                self.value(item, depth + 1)
+            self.emit(b"e")
 
     def _tuple(self, items: tuple[object, ...], depth: int) -> None:
         self.emit(b"(" if len(items) > 3 else b"")
         for item in items:
             self.value(item, depth + 1)
-        self.emit((b")", b"\x85", b"\x86", b"\x87")[len(items)] if len(items) <= 3 else b"t")
+        self.emit(TUPLE_ENDS[len(items)] if len(items) <= 3 else b"t")
 
     def _array(self, slot: ArraySlot, called: bytes | None = None) -> None:
         """Write an array; ``called`` are the opcodes of its name, if they are known."""
@@ -407,14 +409,12 @@ def plain_opcodes(value: object) -> bytes:
     """Opcodes of one plain value: None, a bool, int, float, text or bytes."""
     if type(value) is str:
         data = value.encode()
-        return _SHORT_TEXT[len(data)] + data if len(data) < 256 else _sized(data, b"\x8c", b"X")
-    return _sized(value, b"C", b"B") if type(value) is bytes else simple_opcodes(value)
-
-
-def _sized(data: bytes, short: bytes, long: bytes) -> bytes:
-    if len(data) < 256:
-        return short + bytes((len(data),)) + data
-    return long + len(_of_length(data)).to_bytes(4, "little") + data
+        return (
+            _SHORT_TEXT[len(data)] + data
+            if len(data) < 256
+            else sized_opcodes(_of_length(data), b"\x8c", b"X")
+        )
+    return sized_opcodes(_of_length(value), b"C", b"B") if type(value) is bytes else simple_opcodes(value)
 
 
 _SHORT_TEXT: Final = tuple(b"\x8c" + bytes((length,)) for length in range(256))
