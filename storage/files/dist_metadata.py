@@ -158,15 +158,8 @@ class DistMetadata:
 def parse_dist_metadata(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> DistMetadata:
     """Read one ``.metadata`` file of any form without executing it.
 
-    Parameters
-    ----------
-    read
-        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes. Called for up to :data:`READ_AHEAD_BYTES` at a
-        time, once for each byte of the file.
-    size_bytes
-        Size of the file.
-    path
-        The file's name, for error messages only.
+    ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes. It is called for up to :data:`READ_AHEAD_BYTES` at a
+    time, once for each byte of the file. ``path`` is for messages only.
 
     Raises
     ------
@@ -630,13 +623,8 @@ def _printable(value: object) -> str:
 def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3", protocol: int = 4) -> bytes:
     """Bytes of a ``.metadata`` file for Paddle. :func:`parse_dist_metadata` reads them back as the same value.
 
-    Parameters
-    ----------
-    generation
-        The form, a key of :data:`GENERATIONS`: ``"3.3"`` for the current Paddle.
-    protocol
-        Pickle protocol. 4: without frames. 5: as ``pickle`` writes these objects for a single process, in frames of
-        which Paddle 3.4 can read the first ones alone.
+    ``generation`` is the form, a key of :data:`GENERATIONS`. Protocol 4 is written without frames; 5 as ``pickle``
+    writes these objects for a single process, in frames of which Paddle 3.4 can read the first ones alone.
 
     Raises
     ------

@@ -124,15 +124,8 @@ class PicklePayload:
 def parse_pickle(read: Callable[[int, int], bytes], size_bytes: int, path: str) -> PicklePayload:
     """Index one file without executing it and without reading the payloads of its arrays.
 
-    Parameters
-    ----------
-    read
-        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes: a ranged read. Called for
-        :data:`READ_AHEAD_BYTES` at a time; payloads that extend beyond a read are skipped.
-    size_bytes
-        Size of the file.
-    path
-        The file's name, for error messages only.
+    ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes. It is called for :data:`READ_AHEAD_BYTES` at a time;
+    payloads that extend beyond a read are skipped. ``path`` is for messages only.
 
     Raises
     ------
@@ -196,7 +189,7 @@ class Window:
         return self.byte() if width_bytes == 1 else int.from_bytes(self.take(width_bytes), "little")
 
     def length(self, width_bytes: int) -> int:
-        """Read a length field; the bytes that it announces must be inside the file."""
+        """Take a length; the bytes that it announces must be inside the file."""
         nbytes = self.unsigned(width_bytes)
         self.require(nbytes)
         return nbytes
@@ -450,7 +443,7 @@ _Step: TypeAlias = Callable[[Machine], None]
 
 
 def shown_text(value: str) -> str:
-    """A text of a file for a message, cut where it is long."""
+    """A text for a message, cut where it is long."""
     return repr(value if len(value) <= 100 else value[:100] + "...")
 
 

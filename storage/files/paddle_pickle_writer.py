@@ -71,14 +71,8 @@ def encode_pickle(root: Mapping[str, object], protocol: int = 4) -> EncodedFile:
 
     numpy goes by its old name ``numpy.core``, which numpy 1 and 2 both resolve. Dict order is kept. With protocol 4
     there are no frames (they are optional, PEP 3154); with protocol 5 the file is byte for byte what ``paddle.save``
-    writes under Paddle 3.4, each array as a buffer that is loaded without a copy.
-
-    Parameters
-    ----------
-    root
-        Nested dict, list, tuple, str, bytes, int, float, bool and None with :class:`ArraySlot` leaves.
-    protocol
-        4 or 5.
+    writes under Paddle 3.4, each array as a buffer that is loaded without a copy. ``root`` is made of dicts, lists,
+    tuples and plain values, with :class:`ArraySlot` leaves.
 
     Raises
     ------

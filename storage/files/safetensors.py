@@ -54,9 +54,9 @@ numpy has no code for them (see :data:`FP8_TAG`).
 FP8_TAG: Final = "F8_E4M3"
 """Tag of 8-bit floats with 4 bits of exponent, which only a source that dequantises them understands."""
 _ITEM_BYTES: Final[Mapping[str, int]] = {**{tag: int(code[1:]) for tag, code in TAGS.items()}, FP8_TAG: 1}
-_BEFORE_FP8: Final = tuple(TAGS).index("I8")
-_RANK_OF_TAG: Final[Mapping[str, int]] = {
-    tag: rank for rank, tag in enumerate((*tuple(TAGS)[:_BEFORE_FP8], FP8_TAG, *tuple(TAGS)[_BEFORE_FP8:]))
+_RANK_OF_TAG: Final[Mapping[str, float]] = {
+    **{tag: rank for rank, tag in enumerate(TAGS)},
+    FP8_TAG: tuple(TAGS).index("I8") - 0.5,
 }
 """The library lays out 8-bit floats before 8-bit integers."""
 
@@ -112,16 +112,8 @@ def parse_safetensors(
 ) -> SafetensorsPayload:
     """Index one file by reading its header.
 
-    Parameters
-    ----------
-    read
-        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes; called twice.
-    size_bytes
-        Size of the file.
-    path
-        The file's name, for error messages only.
-    fp8
-        Whether tensors may be 8-bit floats, :data:`FP8_TAG`; their arrays then have the code ``u1``.
+    ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes, and is called twice; ``path`` is for messages only.
+    ``fp8`` allows 8-bit floats, :data:`FP8_TAG`, whose arrays then have the code ``u1``.
 
     Raises
     ------
@@ -172,7 +164,6 @@ def _read(read: Callable[[int, int], bytes], byte_offset: int, nbytes: int, path
 
 def _json_object(data: bytes, path: str, byte_offset: int) -> dict[str, Any]:
     """Parse JSON whose root is an object."""
-
     if data[:1] != b"{":
         raise FormatError("bad_json", path, byte_offset, "the JSON does not begin with {")
     try:
@@ -257,14 +248,8 @@ def encode_safetensors(slots: Sequence[TensorSlot], metadata: Mapping[str, str])
 
     Tensors stand by dtype (the order of :data:`TAGS`, with FP8 before 8-bit integers, so every payload is aligned to
     its item size), then by key. The header is compact JSON, filled with spaces up to a multiple of 8 bytes. One
-    literal, the header; slots in file order.
-
-    Parameters
-    ----------
-    slots
-        The tensors, in any order.
-    metadata
-        ``__metadata__``, as ``{"format": "pt"}``; omitted from the file if empty.
+    literal, the header; slots in file order. ``metadata`` is ``__metadata__``, as ``{"format": "pt"}``; if empty, the
+    file has none.
 
     Raises
     ------

@@ -39,12 +39,7 @@ def parse_trainer_state(
 ) -> Mapping[str, Any] | None:
     """Field → value; ``None`` for a pickle that names other classes, of which nothing is known.
 
-    Parameters
-    ----------
-    read
-        ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes.
-    size_bytes, path
-        Size and name of the file; the name distinguishes JSON from a pickle.
+    ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes; ``path`` distinguishes JSON from a pickle.
 
     Raises
     ------
