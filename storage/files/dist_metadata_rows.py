@@ -55,12 +55,12 @@ _REACH_BYTES: Final = 2 * WORD_BYTES
 """More than a row of an entry may reach beyond it: entries that end so near to the end of a window have no row."""
 _ROWS_AT_ONCE: Final = 1 << 13
 """Entries that are compared together: they stay in the cache."""
-_MOST_STENCILS: Final = 64
+_MOST_STENCILS: Final = 32
 """Stencils of entries of one length."""
 _FEWEST_ENTRIES: Final = 8
 """Entries of one length for which a stencil pays."""
-_LONGEST_ENTRY_BYTES: Final = (1 << 16) - 2
-"""Longest entry that is looked for: lengths, and one for all longer ones, take two bytes."""
+_LONGEST_ENTRY_BYTES: Final = 1 << 10
+"""Longest entry of which a stencil is made: so there are few, whatever a file has."""
 
 _REFERENCE: Final = rb"h.|j.{4}"
 _TEXT: Final = rb"\x8c.[\x00-\x7f]{0,255}\x94"
@@ -217,16 +217,17 @@ class _EntryRuns:
         return found
 
     def _recognise(self, found: _Entries, entries: Longs) -> None:
-        """Work out the codes of entries of one length."""
+        """Work out the codes of entries of one length, or of entries that are all too long for stencils."""
         nbytes = int(found.ends[entries[0]] - found.begins[entries[0]])
         stencils = self._stencils.setdefault(nbytes, [])
+        most = _MOST_STENCILS if nbytes <= _LONGEST_ENTRY_BYTES else 0
         for stencil in stencils:
             if len(entries):
                 entries = self._fit(found, entries, stencil)
         while len(entries):
             entry, entries = int(entries[0]), entries[1:]
             values = self._take_apart(found, entry)
-            if values and len(entries) >= _FEWEST_ENTRIES and len(stencils) < _MOST_STENCILS:
+            if values and len(entries) >= _FEWEST_ENTRIES and len(stencils) < most:
                 begin, end = int(found.begins[entry]), int(found.ends[entry])
                 codes, kind = found.codes[:, entry].tolist(), int(found.kinds[entry])
                 stencils.append(Stencil(found.data[begin:end], values, codes, kind))
