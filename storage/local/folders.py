@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,6 +36,8 @@ def _entry(entry: os.DirEntry[str], path: str) -> Entry:
 
 def temporary_folder(purpose: str) -> Path:
     """The folder of this user for temporary files of one purpose, the same for every process that names it."""
+    import tempfile  # conversions on a disk do without, and without what it loads
+
     digest = hashlib.sha256(purpose.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"paddle_reshard-{os.getuid()}-{digest}"
 

@@ -40,6 +40,7 @@ OWN_VALUES = {
     "Plan.literals",
     "Plan.mixtures",
     "Plan.ops",
+    "Plan.tensors",
     "PlannedTarget.files",
     "PlannedTarget.spec",
     "PlannedTarget.wanted",
