@@ -95,20 +95,9 @@ class JoinedSource(ReadRange):
         for mount in self.mounts:
             mount.source.check_unchanged()
 
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` bytes of a file."""
-        if path in self.made:
-            return self.made[path][byte_offset : byte_offset + nbytes]
-        number = self._number(path)
-        return self.mounts[number].source.read(self._inner(number, path), byte_offset, nbytes)
-
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        if path in self.made:
-            buffer[:] = self.read(path, byte_offset, len(buffer))
-            return
-        number = self._number(path)
-        self.mounts[number].source.read_into(self._inner(number, path), byte_offset, buffer)
+        self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; each store gets all of its reads at once."""
@@ -125,10 +114,12 @@ class JoinedSource(ReadRange):
         owned: list[list[Read]] = [[] for _ in stores]
         for read in reads:
             if read.path in self.made:
-                self.read_into(read.path, read.byte_offset, read.buffer)
+                stop = read.byte_offset + len(read.buffer)
+                read.buffer[:] = self.made[read.path][read.byte_offset : stop]
                 continue
             number = self._number(read.path)
-            owned[number].append(Read(self._inner(number, read.path), read.byte_offset, read.buffer))
+            inner = read.path.removeprefix(self.mounts[number].prefix)
+            owned[number].append(Read(inner, read.byte_offset, read.buffer))
         for store, own in zip(stores, owned, strict=True):
             if own:
                 store.read_many(own)
@@ -139,9 +130,6 @@ class JoinedSource(ReadRange):
             if mount.prefix and path.startswith(mount.prefix):
                 return number
         return next(number for number, mount in enumerate(self.mounts) if not mount.prefix)
-
-    def _inner(self, number: int, path: str) -> str:
-        return path.removeprefix(self.mounts[number].prefix)
 
 
 @dataclass(frozen=True, slots=True)
