@@ -23,13 +23,10 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES, S3_SCHEMES
-from paddle_reshard.storage.store import Permission, Source
+from paddle_reshard.storage.store import Permission, Source, TargetStore
 
 if TYPE_CHECKING:
-    from paddle_reshard.storage.local.target import LocalTarget
     from paddle_reshard.storage.remote.folder import FsspecFolder
-    from paddle_reshard.storage.remote.target import StagedTarget
-    from paddle_reshard.storage.s3.target import S3Target
 
 StorageOptions = Mapping[str, Any]
 _LOCAL_SCHEMES = ("file", "local")
@@ -115,9 +112,7 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
     return store, name
 
 
-def open_target(
-    location: str, access: Access, permission: Permission = Permission()
-) -> LocalTarget | StagedTarget | S3Target:
+def open_target(location: str, access: Access, permission: Permission = Permission()) -> TargetStore:
     """Check that a new checkpoint can be written to a location; nothing is written yet.
 
     Raises

@@ -1,4 +1,4 @@
-"""The protocols of storage: one small protocol per capability.
+"""What a store can do: protocols for reading and writing, and the base of all targets.
 
 A *source* is read in ranges. A *target* is made in four steps, so that an unfinished target never looks finished:
 ``begin`` (every file with its size and the byte offsets of its parts), parts written in any order by any worker,
@@ -7,6 +7,7 @@ A *source* is read in ranges. A *target* is made in four steps, so that an unfin
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -192,41 +193,39 @@ class WritePart(Protocol):
         """
 
 
-class TargetStore(Protocol):
+class TargetStore(ABC):
     """A checkpoint to be made.
 
     As a context manager, it ends the session after an error. Finished work is kept for a later run to resume; if there
     is none, or the checkpoint itself was refused, everything is rolled back.
     """
 
-    @property
-    def location(self) -> str:
-        """Final location, for messages; contains no secret."""
-
-    @property
-    def smallest_part_bytes(self) -> int:
-        """Minimum size of every part but the last of a file, in bytes."""
-
-    @property
-    def most_parts(self) -> int | None:
-        """Maximum number of parts of a file."""
-
-    @property
-    def unfinished(self) -> Identity | None:
-        """The unfinished conversion at this location when it was opened, or ``None``."""
+    location: str
+    """Final location, for messages; contains no secret."""
+    smallest_part_bytes: int = 1
+    """Minimum size of every part but the last of a file, in bytes."""
+    most_parts: int | None = None
+    """Maximum number of parts of a file."""
+    unfinished: Identity | None
+    """The unfinished conversion at this location when it was opened, or ``None``."""
 
     def room(self) -> Room | None:
         """Free space of the disk in bytes; ``None`` for a store without a limit."""
+        return None
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """The ranges of a source that the storage can copy by itself, determined by a trial request if necessary."""
+        return None
 
+    @abstractmethod
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if there is a complete checkpoint and no conversion in progress."""
 
+    @abstractmethod
     def reopen(self) -> Source:
         """Open the published checkpoint for reading."""
 
+    @abstractmethod
     def begin(
         self,
         files: Sequence[NewFile],
@@ -243,20 +242,30 @@ class TargetStore(Protocol):
             If the location holds something, another run is in progress, or the unfinished conversion is another one.
         """
 
+    @abstractmethod
     def note(self, records: Sequence[Record]) -> None:
         """Record completed units in the ledger."""
 
+    @abstractmethod
     def finish(self, receipts: Iterable[Receipt]) -> Source:
         """Complete the files after all parts are written, so that they can be read back."""
 
     def etags(self) -> Mapping[str, str]:
         """The store's identifiers of the contents of the files, as far as they are known. Call it after ``finish``."""
+        return {}
 
+    @abstractmethod
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Publish the target, writing the manifest last."""
 
-    def __enter__(self) -> TargetStore: ...
+    @abstractmethod
+    def clean(self) -> list[str]:
+        """Remove what an unfinished conversion left behind, and nothing else. Returns its locations."""
 
+    def __enter__(self) -> TargetStore:
+        return self
+
+    @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...

@@ -282,7 +282,7 @@ def find_session(store: SessionStore) -> SessionRecord | None:
     return None if stored is None else SessionRecord.parse(stored[0], store.location)
 
 
-def refuse_busy(record: SessionRecord, location: str, permission: Permission, now: float) -> None:
+def refuse_busy(record: SessionRecord, location: str, permission: Permission) -> None:
     """Refuse while another run holds the lock; a lock of another machine can be taken over.
 
     Raises
@@ -290,7 +290,7 @@ def refuse_busy(record: SessionRecord, location: str, permission: Permission, no
     TargetError
         Naming the holder.
     """
-    me = this_process()
+    me, now = this_process(), time.time()
     lock = record.lock
     ended_here = lock.holder == me and lock.nonce not in Session.running
     owner = blocker(lock, ended_here or is_gone(lock.holder, me, process_start), now)
@@ -311,18 +311,14 @@ def refuse_busy(record: SessionRecord, location: str, permission: Permission, no
         )
 
 
-def refuse_unfinished(record: SessionRecord, location: str) -> None:
-    """Refuse to begin where there is an unfinished conversion.
-
-    Raises
-    ------
-    TargetError
-        Always.
-    """
-    raise TargetError(
-        f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
-        f"continues it, {shlex.join(['paddle-reshard', 'clean', location])} removes it"
-    )
+def refuse_unfinished(record: SessionRecord, location: str, permission: Permission) -> None:
+    """Refuse an unfinished conversion that another run holds, or that nobody has asked to resume."""
+    refuse_busy(record, location, permission)
+    if not permission.resume:
+        raise TargetError(
+            f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
+            f"continues it, {shlex.join(['paddle-reshard', 'clean', location])} removes it"
+        )
 
 
 def acquire_lock(store: SessionStore, location: str, permission: Permission) -> bool:
@@ -337,7 +333,7 @@ def acquire_lock(store: SessionStore, location: str, permission: Permission) -> 
     if stored is None:
         return False
     record, lock = SessionRecord.parse(stored[0], store.location), _new_lock()
-    refuse_busy(record, location, permission, lock.renewed_at)
+    refuse_busy(record, location, permission)
     if store.write(replace(record, lock=lock).data(), stored[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
@@ -386,9 +382,7 @@ class Session:
         else:
             earlier = SessionRecord.parse(stored[0], store.location)
             version = stored[1]
-            refuse_busy(earlier, location, permission, lock.renewed_at)
-            if not permission.resume:
-                refuse_unfinished(earlier, location)
+            refuse_unfinished(earlier, location, permission)
             if (reason := difference(earlier.identity, identity)) is not None:
                 raise StaleSessionError(
                     f"{location}: the unfinished conversion here cannot be resumed: {reason}; paddle-reshard clean "

@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -290,7 +289,7 @@ class Staging:
         with self.session_store.locked():
             left = self.find()
             if left is not None:
-                refuse_busy(left, self.location, permission, time.time())
+                refuse_busy(left, self.location, permission)
             yield left
 
     def begin(
