@@ -195,17 +195,15 @@ def open_folder(location: str, options: StorageOptions, failure: type[ReshardErr
     """The folder that a URL names. The drivers are imported here, because local work does not need them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
 
-    if "::" in location:  # fsspec finds the options of each link by its scheme
-        return _checked(FsspecFolder(location, dict(options), failure))
     scheme = _scheme(location)
-    if scheme not in S3_SCHEMES:
-        return _checked(FsspecFolder(location, choose_options(scheme, options), failure))
-    from paddle_reshard.storage.s3.folder import S3Folder
+    if "::" in location:  # fsspec finds the options of each link by its scheme
+        folder = FsspecFolder(location, dict(options), failure)
+    elif scheme not in S3_SCHEMES:
+        folder = FsspecFolder(location, choose_options(scheme, options), failure)
+    else:
+        from paddle_reshard.storage.s3.folder import S3Folder
 
-    return _checked(S3Folder(location, choose_options(scheme, options), failure))
-
-
-def _checked(folder: FsspecFolder) -> FsspecFolder:
+        folder = S3Folder(location, choose_options(scheme, options), failure)
     folder.check_options()
     return folder
 

@@ -98,13 +98,15 @@ job_options = all_of(
 class Request:
     """The parsed arguments of ``convert``."""
 
-    command: click.Command
     context: click.Context
-    values: Mapping[str, Any]
-    """Option or argument → value."""
     defaults: Mapping[str, Any]
     given: Mapping[str, Any]
     """The options that were given, as keyword arguments of :func:`paddle_reshard.convert`."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Option or argument → value."""
+        return self.context.params
 
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
@@ -121,7 +123,7 @@ class Request:
             if values[name] is not None:
                 raise UsageError(f"{flag} is not for the conversions of submit and watch")
         plain = command.make_context("convert", ["SRC", "DST"], obj=WITHOUT_VARIABLES)
-        request = cls(command, context, values, plain.params, given(context))
+        request = cls(context, plain.params, given(context))
         read_settings(cast(ConvertOptions, request.given))
         locations = (value for option, value in request.options() if decides(option) is Decides.LOCATION)
         for location in (values["source"], values["target"], *locations):
@@ -130,7 +132,7 @@ class Request:
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
         """Every option with a value other than its default."""
-        for option in self.command.params:
+        for option in self.context.command.params:
             if isinstance(option, click.Option) and option.name is not None:
                 value = self.values[option.name]
                 if value != self.defaults[option.name]:
