@@ -17,11 +17,6 @@ def check_apart(source: str, target: str) -> None:
 
     On a disk, the folder in which the target is staged counts as part of it, and every file of the source is resolved
     to its real path. ``source`` may be a single file.
-
-    Raises
-    ------
-    UsageError
-        Naming both.
     """
     what = "source and target"
     _refuse_nested(comparable_path(source), comparable_path(target), what)
@@ -35,13 +30,7 @@ def check_apart(source: str, target: str) -> None:
 
 
 def check_targets_apart(first: str, second: str) -> None:
-    """Refuse two targets if they are the same, one is inside the other, or one is the staging folder of the other.
-
-    Raises
-    ------
-    UsageError
-        Naming both.
-    """
+    """Refuse two targets if they are the same, one is inside the other, or one is the staging folder of the other."""
     what = "two targets"
     _refuse_nested(comparable_path(first), comparable_path(second), what)
     if is_local(first) and is_local(second):

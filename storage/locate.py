@@ -71,14 +71,8 @@ def open_source(
 ) -> Source:
     """Open a checkpoint: list its files and their sizes.
 
-    ``options``, ``schemes`` and ``links`` are those of :class:`Access`.
-
-    Raises
-    ------
-    CheckpointError
-        If it does not exist, or cannot be read with these options.
-    UnsupportedError, UsageError
-        If the scheme of a URL is not allowed, or the URL is malformed.
+    ``options``, ``schemes`` and ``links`` are those of :class:`Access`. A ``CheckpointError`` if it does not exist or
+    cannot be read with these options; URLs are refused as in :func:`check_scheme`.
     """
     check_scheme(location, schemes)
     if is_local(location):
@@ -89,13 +83,7 @@ def open_source(
 
 
 def open_file(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> tuple[Source, str]:
-    """Open a single file: a store that lists nothing else, and the file's name in it.
-
-    Raises
-    ------
-    CheckpointError
-        If it does not exist, or cannot be read with these options.
-    """
+    """Open a single file as :func:`open_source` does: a store that lists nothing else, and the file's name in it."""
     check_scheme(location, schemes)
     folder, _, name = location.rpartition("/")
     if is_local(location):
@@ -115,12 +103,8 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
 def open_target(location: str, access: Access, permission: Permission = Permission()) -> TargetStore:
     """Check that a new checkpoint can be written to a location; nothing is written yet.
 
-    Raises
-    ------
-    TargetError
-        If the location holds something already, or cannot be written with these options.
-    UnsupportedError, UsageError
-        If the scheme of a URL is not allowed or cannot be written, or the URL is malformed.
+    A ``TargetError`` if the location holds something already, or cannot be written with these options; URLs are refused
+    as in :func:`check_scheme`.
     """
     _refuse_hub(location)
     check_scheme(location, access.schemes)

@@ -186,10 +186,7 @@ class WritePart(Protocol):
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the storage copy one whole part from a source that ``TargetStore.copies_from`` has agreed to.
 
-        Raises
-        ------
-        CheckpointError
-            If the source file is no longer the one that was seen.
+        A ``CheckpointError`` if the source file is no longer the one that was seen.
         """
 
 
@@ -234,12 +231,8 @@ class TargetStore(ABC):
     ) -> tuple[WritePart, Sequence[Record]]:
         """Prepare all files except the manifest, or resume an earlier run; the finished units.
 
-        On a file system, nothing gets more permissions than ``openness``.
-
-        Raises
-        ------
-        TargetError
-            If the location holds something, another run is in progress, or the unfinished conversion is another one.
+        On a file system, nothing gets more permissions than ``openness``. A ``TargetError`` if the location holds
+        something, another run is in progress, or the unfinished conversion is another one.
         """
 
     @abstractmethod

@@ -33,10 +33,7 @@ class JoinedSource(ReadRange):
         SRC0/model_state.pdparams    of the second, whose prefix is SRC0/
         ema.json                     made here, whatever the first has by this name
 
-    Raises
-    ------
-    CheckpointError
-        If a file of a store without a prefix has the prefix of another.
+    Refused if a file of a store without a prefix has the prefix of another.
     """
 
     mounts: tuple[Mount, ...]

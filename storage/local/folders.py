@@ -55,11 +55,6 @@ def check_free(root: Path, overwrite: bool) -> bool:
     """Refuse a target that is not empty or, with ``overwrite``, that holds more than a checkpoint.
 
     Returns whether a checkpoint exists there.
-
-    Raises
-    ------
-    TargetError
-        Naming the entries in the way.
     """
     if root.is_symlink():
         raise TargetError(f"{root}: is a link to {os.readlink(root)}; give the folder itself")

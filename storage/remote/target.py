@@ -282,13 +282,7 @@ class FsspecTarget(TargetStore):
 
 
 def refuse_replacing(session: SessionRecord | None, location: str) -> None:
-    """Refuse to remove a checkpoint that has begun to replace an old one: that would leave neither.
-
-    Raises
-    ------
-    TargetError
-        If the replacement has begun.
-    """
+    """Refuse to remove a checkpoint that has begun to replace an old one: that would leave neither."""
     if session is not None and session.replaces:
         raise TargetError(_only_forward(location))
 

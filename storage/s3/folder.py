@@ -217,13 +217,7 @@ class S3Folder(FsspecFolder):
 
 
 def found_below(prefix: str, page: Mapping[str, Any]) -> Listing:
-    """The files and folders that a page of a listing names, all of them below a prefix.
-
-    Raises
-    ------
-    DamagedBody
-        If one is elsewhere, or has no size.
-    """
+    """The files and folders that a page of a listing names; refused if one is not below the prefix, or has no size."""
     files: dict[str, ObjectStamp] = {}
     for entry in page.get("Contents", []):
         if name := _below(prefix, text_of(entry, "Key")):

@@ -310,16 +310,9 @@ class Leftovers:
 def find_leftovers(
     session: SessionRecord | None, files: Collection[str], strays: Sequence[tuple[str, str]]
 ) -> Leftovers:
-    """Which files and uploads at a target belong to an unfinished conversion.
+    """Which of the visible files and uncompleted uploads (``strays``) at a target belong to an unfinished conversion.
 
-    Parameters
-    ----------
-    session
-        Its record; ``None`` if there is none. Then only uploads and files with our own names belong to it.
-    files
-        All files visible at the target.
-    strays
-        ``(file, upload id)`` of every upload that has not been completed.
+    Without the record of a session, only those with our own names do.
     """
     own = tuple(name for name in files if name.startswith(OWN_PREFIX))
     if session is None:
@@ -369,13 +362,7 @@ def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) ->
 
 
 def check_limits(new: NewFile) -> None:
-    """Refuse a file beyond the limits of S3.
-
-    Raises
-    ------
-    TargetError
-        If the file or a part is too large, a part too small, or the parts too many.
-    """
+    """Refuse a file beyond the limits of S3: it or a part too large, a part too small, or the parts too many."""
     if new.size_bytes > LARGEST_OBJECT_BYTES:
         raise TargetError(
             f"{new.path}: has {new.size_bytes} bytes, an S3 object may have {LARGEST_OBJECT_BYTES}; "

@@ -149,13 +149,7 @@ class SessionRecord:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> SessionRecord:
-        """The record in JSON.
-
-        Raises
-        ------
-        TargetError
-            If the text is not the record of a conversion.
-        """
+        """The record in JSON; a ``TargetError`` if the text is none."""
         try:
             return typed(parse_json(data), cls)
         except JsonError as error:
@@ -283,13 +277,7 @@ def find_session(store: SessionStore) -> SessionRecord | None:
 
 
 def refuse_busy(record: SessionRecord, location: str, permission: Permission) -> None:
-    """Refuse while another run holds the lock; a lock of another machine can be taken over.
-
-    Raises
-    ------
-    TargetError
-        Naming the holder.
-    """
+    """Refuse, naming the holder, while another run holds the lock; a lock of another machine can be taken over."""
     me, now = this_process(), time.time()
     lock = record.lock
     ended_here = lock.holder == me and lock.nonce not in Session.running
@@ -322,13 +310,7 @@ def refuse_unfinished(record: SessionRecord, location: str, permission: Permissi
 
 
 def acquire_lock(store: SessionStore, location: str, permission: Permission) -> bool:
-    """Take the lock of a session in order to remove it; False if there is no session.
-
-    Raises
-    ------
-    TargetError
-        If another run holds it.
-    """
+    """Take the lock of a session in order to remove it, unless another run holds it; False if there is no session."""
     stored = store.read()
     if stored is None:
         return False
@@ -368,12 +350,8 @@ class Session:
     def take(cls, store: SessionStore, location: str, identity: Identity, permission: Permission) -> Session:
         """Begin a session, or resume the existing one.
 
-        Raises
-        ------
-        StaleSessionError
-            If it belongs to another conversion.
-        TargetError
-            If another run holds it, or if it exists and may not be resumed.
+        A ``StaleSessionError`` if it belongs to another conversion, another ``TargetError`` if another run holds it or
+        it may not be resumed.
         """
         lock = _new_lock()
         stored = store.read()
@@ -416,13 +394,7 @@ class Session:
         self.check()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the record, and renew the lock with it.
-
-        Raises
-        ------
-        TargetError
-            If another run has taken over.
-        """
+        """Change fields of the record, and renew the lock with it; refused if another run has taken over."""
         self.check()
         self._write(lambda record: replace(record, **changes))
 

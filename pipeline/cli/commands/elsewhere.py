@@ -176,10 +176,7 @@ class Request:
     def spell(self, source: str, target: str, *further_flags: str) -> tuple[str, ...]:
         """The command line of a job: local files by name alone, and the job's own cluster by default.
 
-        Raises
-        ------
-        UsageError
-            If an option holds credentials.
+        Refused if an option holds credentials.
         """
         spelled = [absolute(source), absolute(target)]
         for option, value in self.options():
