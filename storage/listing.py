@@ -206,7 +206,7 @@ class RemoteRoot:
         manifest = self.read(f"{folder}/{_REMOVING if resumed else MANIFEST}")
         if manifest is None or not is_ours(manifest):
             return _NOT_OURS
-        entries = listing.entries(OWN_PREFIX)
+        entries = listing.entries()
         reason = objection(entries, manifest) or (None if resumed else changed(entries, manifest))
         if reason is not None:
             return reason

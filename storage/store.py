@@ -121,10 +121,14 @@ class Read:
 
 @runtime_checkable
 class ReadRange(Protocol):
-    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
+    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads.
+
+    A class defines ``read_into`` or ``read_many``; each is made of the other.
+    """
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill all of ``buffer`` with the bytes of ``path``, starting at ``byte_offset``, or raise."""
+        self.read_many([Read(path, byte_offset, buffer)])
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Read exactly ``nbytes`` bytes of a file."""

@@ -92,10 +92,6 @@ class JoinedSource(ReadRange):
         for mount in self.mounts:
             mount.source.check_unchanged()
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
-
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; each store gets all of its reads at once."""
         self.read_from([mount.source for mount in self.mounts], reads)
@@ -135,10 +131,6 @@ class _KeptOpen(ReadRange):
 
     joined: JoinedSource
     stores: Sequence[ReadRange]
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; each store gets all of its reads at once."""

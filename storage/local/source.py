@@ -110,10 +110,6 @@ class LocalSource(ReadRange):
         """Name of every file → size in bytes, as seen at the start."""
         return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
-
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; consecutive reads of one file share its handle."""
         for path, of_file in groupby(reads, key=lambda read: read.path):
@@ -182,10 +178,6 @@ class _OpenFiles(ReadRange):
     def __init__(self, source: LocalSource) -> None:
         self.source = source
         self.open: dict[str, tuple[ExitStack, int]] = {}
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers."""

@@ -26,6 +26,7 @@ from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
 from paddle_reshard.storage.replaceable import Entry, EntryKind
 from paddle_reshard.storage.schemes import S3_SCHEMES
+from paddle_reshard.storage.store import OWN_PREFIX
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,12 +91,12 @@ class Listing:
     files: Mapping[str, ObjectStamp]
     folders: tuple[str, ...]
 
-    def entries(self, hidden: str) -> list[Entry]:
-        """The contents without files whose names start with ``hidden``."""
+    def entries(self) -> list[Entry]:
+        """The contents without the records of this tool."""
         files = [
             Entry(name, EntryKind.FILE, stamp.size_bytes)
             for name, stamp in self.files.items()
-            if not name.startswith(hidden)
+            if not name.startswith(OWN_PREFIX)
         ]
         return [*files, *(Entry(name, EntryKind.FOLDER) for name in self.folders)]
 

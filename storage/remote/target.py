@@ -57,6 +57,11 @@ PROBE_PREFIX = f"{OWN_PREFIX}probe-"
 logger = logging.getLogger(__name__)
 
 
+def probe_name() -> str:
+    """A name that no file has, for a trial."""
+    return PROBE_PREFIX + secrets.token_hex(8)
+
+
 def is_marker(name: str) -> bool:
     """Whether a file marks a checkpoint as finished, for a trainer or for this package."""
     return name == MANIFEST or trainer_files.is_marker(name)
@@ -81,7 +86,7 @@ class FsspecTarget(TargetStore):
             refuse_unfinished(found, self.location, permission)
         elif not permission.resume:
             self.check_free(listing)
-        folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=permission.overwrite)
+        folder.probe(probe_name(), deleting=permission.overwrite)
 
     @abstractmethod
     def open_session_store(self) -> SessionStore:
@@ -116,7 +121,7 @@ class FsspecTarget(TargetStore):
                 f"{self.location}: is not empty; choose another target, or --overwrite to replace it"
             )
         manifest = self._read(MANIFEST, listing) if MANIFEST in listing.files else None
-        if (reason := objection(listing.entries(OWN_PREFIX), manifest)) is not None:
+        if (reason := objection(listing.entries(), manifest)) is not None:
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, "
                 "or choose another target"

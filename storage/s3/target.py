@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import Listing
 from paddle_reshard.storage.remote.source import FsspecSource
-from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
+from paddle_reshard.storage.remote.target import FsspecTarget, is_marker, probe_name, refuse_replacing
 from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.session import S3SessionStore
@@ -131,7 +130,7 @@ class S3Target(FsspecTarget):
             return None
         try:
             wanted = source.read(largest, 1, PROBE_COPY_BYTES)
-            probe = CopyRange(PROBE_PREFIX + secrets.token_hex(8), 0, PROBE_COPY_BYTES, largest, 1)
+            probe = CopyRange(probe_name(), 0, PROBE_COPY_BYTES, largest, 1)
             taken = self._probe_copy(probe, source, source.folder)
         except ReshardError as error:
             logger.info("%s does not copy from %s: %s", self.location, source.location, error)
@@ -195,7 +194,7 @@ class S3Target(FsspecTarget):
         return S3Writer(self.s3, begun, check, bool(checked)), records
 
     def _part_check(self, with_checksums: bool) -> PartCheck:
-        return part_check(self.s3, PROBE_PREFIX + secrets.token_hex(8), with_checksums)
+        return part_check(self.s3, probe_name(), with_checksums)
 
     def _begin(self, algorithm: str, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:
