@@ -80,8 +80,19 @@ class LocalRoot:
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file atomically."""
-        staged = self._stage(path, data)
-        os.replace(staged, self.root / path)
+        folder = (self.root / path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, staged = tempfile.mkstemp(prefix=".", dir=folder)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                os.fsync(file.fileno())
+            os.replace(staged, self.root / path)
+        except BaseException:
+            os.unlink(staged)
+            raise
 
     def append(self, path: str, line: bytes) -> None:
         """Add a line to the log ``<path>.jsonl``, in one write."""
@@ -92,17 +103,6 @@ class LocalRoot:
             os.write(descriptor, line + b"\n")
         finally:
             os.close(descriptor)
-
-    def _stage(self, path: str, data: bytes) -> Path:
-        folder = (self.root / path).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, staged = tempfile.mkstemp(prefix=".", dir=folder)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        return Path(staged)
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Remove a converted checkpoint; the reason if this is refused. Can be repeated.
