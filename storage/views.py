@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import CheckpointError
@@ -64,10 +65,7 @@ class JoinedSource(ReadRange):
     @property
     def openness(self) -> Openness:
         """Permissions that all stores allow."""
-        openness = self.mounts[0].source.openness
-        for mount in self.mounts[1:]:
-            openness &= mount.source.openness
-        return openness
+        return reduce(and_, (mount.source.openness for mount in self.mounts))
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""

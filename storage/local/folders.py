@@ -35,14 +35,9 @@ def _entry(entry: os.DirEntry[str], path: str) -> Entry:
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
     """The manifest in a folder; ``None`` if there is no plain file of this name."""
-    for entry in entries:
-        if (
-            entry.path == MANIFEST
-            and entry.kind is EntryKind.FILE
-            and entry.size_bytes <= LARGEST_MANIFEST_BYTES
-        ):
-            return (folder / MANIFEST).read_bytes()
-    return None
+    found = (entry for entry in entries if entry.path == MANIFEST and entry.kind is EntryKind.FILE)
+    is_there = any(entry.size_bytes <= LARGEST_MANIFEST_BYTES for entry in found)
+    return (folder / MANIFEST).read_bytes() if is_there else None
 
 
 def object_to(folder: Path) -> tuple[list[Entry], str | None]:

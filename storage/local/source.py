@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -47,11 +47,7 @@ class FileStamp:
         number alone means nothing there.
         """
         now = FileStamp.of(status)
-        if (self.size_bytes, self.modified_ns, self.changed_ns) != (
-            now.size_bytes,
-            now.modified_ns,
-            now.changed_ns,
-        ):
+        if replace(now, inode=self.inode) != self:
             return (
                 f"size {self.size_bytes} then, {now.size_bytes} now; modified {self.modified_ns} ns then, "
                 f"{now.modified_ns} now; changed {self.changed_ns} ns then, {now.changed_ns} now"
