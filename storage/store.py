@@ -30,7 +30,7 @@ class Permission(NamedTuple):
     resume: bool = False
     """An unfinished conversion, which is continued."""
     take_over: bool = False
-    """One whose process, on another machine, may still be running."""
+    """An unfinished conversion whose process, on another machine, may still be running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Receipt:
     md5: str = ""
     """MD5 reported by the store, or empty."""
     aside: str = ""
-    """What the writer found in the part for a file of its own that is written last; bytes in hexadecimal."""
+    """Bytes, in hexadecimal, that the writer derived from the part for another file: the scales of FP8 weights."""
 
 
 @dataclass(frozen=True, slots=True)

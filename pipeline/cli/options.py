@@ -285,7 +285,7 @@ answer_options = all_of(
         "stderr, also on a terminal. json: events on stderr, one JSON object a line. Both, whatever else is printed.",
     ),
 )
-"""What a command that takes a while prints."""
+"""How a command prints its answer and its progress."""
 report_option = execution_option(
     "--report",
     "report_path",

@@ -116,7 +116,7 @@ class S3Target(FsspecTarget):
         return S3SessionStore(self.s3)
 
     def find_session(self, listing: Listing) -> SessionRecord | None:
-        """The same, without a request if the listing names none. Who takes the session looks again."""
+        """The session at this target, without a request if the listing names none; whoever takes it looks again."""
         return super().find_session(listing) if SESSION in listing.files else None
 
     def copies_from(self, source: Source) -> CopyLimits | None:

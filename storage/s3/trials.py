@@ -39,7 +39,7 @@ def part_check(folder: S3Folder, name: str, with_checksums: bool) -> PartCheck:
 
 
 def _try(folder: S3Folder, name: str, algorithm: str) -> PartCheck:
-    """The same for uploads with or without checksums."""
+    """How the store refuses altered parts of uploads with or without checksums."""
     attempt = partial(folder.attempt, "", policy=retry.HURRIED)
     crc = checksum(_BYTES) if algorithm else ""
     upload_id = attempt(uploads.create_upload, folder, name, algorithm)

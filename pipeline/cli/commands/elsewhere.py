@@ -45,7 +45,7 @@ class ForConvert(click.Command):
     ignore_unknown_options = True
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """What may stand here."""
+        """Completions of this command and of ``convert``."""
         own = super().shell_complete(ctx, incomplete)
         of_convert = convert.make_context("convert", [], parent=ctx, resilient_parsing=True)
         apart = {"--target", *OF_ONE_PROCESS.values(), *(item.value for item in own)}
