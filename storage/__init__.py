@@ -1,1 +1,1 @@
-"""Bytes: stores, and (in ``formats``) the pure parsing and encoding of files."""
+"""Bytes: stores, sessions, and the pure parsing and encoding of files and documents."""

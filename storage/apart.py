@@ -17,38 +17,22 @@ def check_apart(source: str, target: str) -> None:
 
     On a disk, the folder in which the target is staged counts as part of it, and every file of the source is resolved
     to its real path. ``source`` may be a single file.
-
-    Raises
-    ------
-    UsageError
-        Naming both.
     """
     what = "source and target"
     _refuse_nested(comparable_path(source), comparable_path(target), what)
     if is_local(source) and is_local(target):
         folders = _folders_of_target(target)
-        for folder in folders:
-            _refuse_nested(comparable_path(source), _real(folder), what)
-            _refuse_same_folder(local_path(source), folder, what)
+        _refuse_overlap([local_path(source)], folders, what)
         if existing := [folder for folder in folders if os.path.lexists(folder)]:
             _refuse_shared_files(local_path(source), existing)
 
 
 def check_targets_apart(first: str, second: str) -> None:
-    """Refuse two targets if they are the same, one is inside the other, or one is the staging folder of the other.
-
-    Raises
-    ------
-    UsageError
-        Naming both.
-    """
+    """Refuse two targets if they are the same, one is inside the other, or one is the staging folder of the other."""
     what = "two targets"
     _refuse_nested(comparable_path(first), comparable_path(second), what)
     if is_local(first) and is_local(second):
-        for a in _folders_of_target(first):
-            for b in _folders_of_target(second):
-                _refuse_nested(_real(a), _real(b), what)
-                _refuse_same_folder(a, b, what)
+        _refuse_overlap(_folders_of_target(first), _folders_of_target(second), what)
 
 
 def _real(path: Path) -> Path:
@@ -59,6 +43,13 @@ def _folders_of_target(location: str) -> list[Path]:
     """The folder of a target, and the folder in which it is staged."""
     root = Path(os.path.abspath(local_path(location)))
     return [root, staging_folder(root)] if root.name else [root]
+
+
+def _refuse_overlap(firsts: list[Path], seconds: list[Path], what: str) -> None:
+    for first in firsts:
+        for second in seconds:
+            _refuse_nested(_real(first), _real(second), what)
+            _refuse_same_folder(first, second, what)
 
 
 def _refuse_nested(first: PurePath, second: PurePath, what: str) -> None:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -33,48 +33,6 @@ _REMOVING = f"{OWN_PREFIX}removing.json"
 _NOT_OURS = "its manifest is not the one that was written"
 
 
-class CheckpointRoot(Protocol):
-    """A folder that holds checkpoints, and small files next to them. Paths are relative to it."""
-
-    @property
-    def location(self) -> str:
-        """Path or URL."""
-
-    def at(self, path: str) -> str:
-        """Path or URL of something below the root."""
-
-    def is_there(self) -> bool:
-        """Whether the folder exists; in an object store, whether any object is below it."""
-
-    def folders(self) -> list[str]:
-        """Names of the folders directly below the root; none if the root does not exist."""
-
-    def files(self, folder: str) -> dict[str, str]:
-        """Name of every file of the checkpoint in ``folder`` → a text that changes with the file."""
-
-    def read(self, path: str) -> bytes | None:
-        """Contents of a small file; ``None`` if it does not exist."""
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Write a small file, replacing an existing one."""
-
-    def append(self, path: str, line: bytes) -> None:
-        """Add a line to a log: to a file ``<path>.jsonl`` on a disk, as an object of its own below ``<path>/``."""
-
-    def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Remove a converted checkpoint; the reason if this is refused. Can be repeated.
-
-        Exactly the files that its manifest lists are removed, if the manifest ``is_ours`` and nothing else is in the
-        folder. A partly removed checkpoint never looks complete.
-        """
-
-
-def open_root(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> CheckpointRoot:
-    """The root at a path or URL; it need not exist yet. ``options`` and ``schemes`` as in ``Access``."""
-    check_scheme(location, schemes)
-    return LocalRoot(local_path(location)) if is_local(location) else RemoteRoot(location, options)
-
-
 class LocalRoot:
     """A root on a file system."""
 
@@ -91,7 +49,7 @@ class LocalRoot:
         return self.root.is_dir()
 
     def folders(self) -> list[str]:
-        """Names of the folders directly below the root."""
+        """Names of the folders directly below the root; none if the root does not exist."""
         try:
             return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
         except FileNotFoundError:
@@ -110,7 +68,7 @@ class LocalRoot:
         return stamps
 
     def read(self, path: str) -> bytes | None:
-        """A small file."""
+        """Contents of a small file; ``None`` if it does not exist."""
         try:
             return (self.root / path).read_bytes()
         except FileNotFoundError:
@@ -122,11 +80,22 @@ class LocalRoot:
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file atomically."""
-        staged = self._stage(path, data)
-        os.replace(staged, self.root / path)
+        folder = (self.root / path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, staged = tempfile.mkstemp(prefix=".", dir=folder)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                os.fsync(file.fileno())
+            os.replace(staged, self.root / path)
+        except BaseException:
+            os.unlink(staged)
+            raise
 
     def append(self, path: str, line: bytes) -> None:
-        """Add a line to a file, in one write."""
+        """Add a line to the log ``<path>.jsonl``, in one write."""
         file = self.root / f"{path}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -135,19 +104,12 @@ class LocalRoot:
         finally:
             os.close(descriptor)
 
-    def _stage(self, path: str, data: bytes) -> Path:
-        folder = (self.root / path).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, staged = tempfile.mkstemp(prefix=".", dir=folder)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        return Path(staged)
-
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Rename a folder to a hidden name, then remove its files, and those of an interrupted removal."""
+        """Remove a converted checkpoint; the reason if this is refused. Can be repeated.
+
+        Exactly the files that its manifest lists are removed, if the manifest ``is_ours`` and nothing else is in the
+        folder. That is renamed first, so a partly removed checkpoint never looks complete.
+        """
         path, hidden = self.root / folder, self.root / f".{folder}.removing"
         if os.path.lexists(hidden) and (reason := _remove(hidden, is_ours)) is not None:
             return f"{hidden} is in the way: {reason}"
@@ -217,7 +179,7 @@ class RemoteRoot:
         return {name: f"{stamp.size_bytes}:{stamp.version}" for name, stamp in files.items()}
 
     def read(self, path: str) -> bytes | None:
-        """A small object."""
+        """Contents of a small object; ``None`` if it does not exist."""
         folder, name = self._parent(path)
         content = folder.attempt(name, folder.read_object, name)
         return None if content is None else content[0]
@@ -228,11 +190,14 @@ class RemoteRoot:
         folder.attempt(name, folder.put, name, data)
 
     def append(self, path: str, line: bytes) -> None:
-        """Create an object whose name sorts by time."""
+        """Add a line to the log below ``<path>/``: an object of its own, whose name sorts by time."""
         self.replace(f"{path}/{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json", line)
 
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
-        """Delete the manifest, then the trainer's markers, then all files that a copy of the manifest lists."""
+        """Remove a converted checkpoint as :meth:`LocalRoot.remove` does.
+
+        The manifest is deleted first, then the trainer's markers, then all files that a copy of the manifest lists.
+        """
         store = self._folder(folder)
         listing = store.listing()
         resumed = _REMOVING in listing.files
@@ -241,7 +206,7 @@ class RemoteRoot:
         manifest = self.read(f"{folder}/{_REMOVING if resumed else MANIFEST}")
         if manifest is None or not is_ours(manifest):
             return _NOT_OURS
-        entries = listing.entries(OWN_PREFIX)
+        entries = listing.entries()
         reason = objection(entries, manifest) or (None if resumed else changed(entries, manifest))
         if reason is not None:
             return reason
@@ -252,3 +217,13 @@ class RemoteRoot:
             store.attempt(name, store.delete, name)
         store.attempt(_REMOVING, store.delete, _REMOVING)
         return None
+
+
+CheckpointRoot = LocalRoot | RemoteRoot
+"""A folder that holds checkpoints, and small files next to them. Paths are relative to it."""
+
+
+def open_root(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> CheckpointRoot:
+    """The root at a path or URL; it need not exist yet. ``options`` and ``schemes`` as in ``Access``."""
+    check_scheme(location, schemes)
+    return LocalRoot(local_path(location)) if is_local(location) else RemoteRoot(location, options)

@@ -23,13 +23,10 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES, S3_SCHEMES
-from paddle_reshard.storage.store import Permission, Source
+from paddle_reshard.storage.store import Permission, Source, TargetStore
 
 if TYPE_CHECKING:
-    from paddle_reshard.storage.local.target import LocalTarget
     from paddle_reshard.storage.remote.folder import FsspecFolder
-    from paddle_reshard.storage.remote.target import StagedTarget
-    from paddle_reshard.storage.s3.target import S3Target
 
 StorageOptions = Mapping[str, Any]
 _LOCAL_SCHEMES = ("file", "local")
@@ -74,14 +71,8 @@ def open_source(
 ) -> Source:
     """Open a checkpoint: list its files and their sizes.
 
-    ``options``, ``schemes`` and ``links`` are those of :class:`Access`.
-
-    Raises
-    ------
-    CheckpointError
-        If it does not exist, or cannot be read with these options.
-    UnsupportedError, UsageError
-        If the scheme of a URL is not allowed, or the URL is malformed.
+    ``options``, ``schemes`` and ``links`` are those of :class:`Access`. A ``CheckpointError`` if it does not exist or
+    cannot be read with these options; URLs are refused as in :func:`check_scheme`.
     """
     check_scheme(location, schemes)
     if is_local(location):
@@ -92,13 +83,7 @@ def open_source(
 
 
 def open_file(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> tuple[Source, str]:
-    """Open a single file: a store that lists nothing else, and the file's name in it.
-
-    Raises
-    ------
-    CheckpointError
-        If it does not exist, or cannot be read with these options.
-    """
+    """Open a single file as :func:`open_source` does: a store that lists nothing else, and the file's name in it."""
     check_scheme(location, schemes)
     folder, _, name = location.rpartition("/")
     if is_local(location):
@@ -115,17 +100,11 @@ def open_file(location: str, options: StorageOptions, schemes: Collection[str] =
     return store, name
 
 
-def open_target(
-    location: str, access: Access, permission: Permission = Permission()
-) -> LocalTarget | StagedTarget | S3Target:
+def open_target(location: str, access: Access, permission: Permission = Permission()) -> TargetStore:
     """Check that a new checkpoint can be written to a location; nothing is written yet.
 
-    Raises
-    ------
-    TargetError
-        If the location holds something already, or cannot be written with these options.
-    UnsupportedError, UsageError
-        If the scheme of a URL is not allowed or cannot be written, or the URL is malformed.
+    A ``TargetError`` if the location holds something already, or cannot be written with these options; URLs are refused
+    as in :func:`check_scheme`.
     """
     _refuse_hub(location)
     check_scheme(location, access.schemes)
@@ -200,17 +179,15 @@ def open_folder(location: str, options: StorageOptions, failure: type[ReshardErr
     """The folder that a URL names. The drivers are imported here, because local work does not need them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
 
-    if "::" in location:  # fsspec finds the options of each link by its scheme
-        return _checked(FsspecFolder(location, dict(options), failure))
     scheme = _scheme(location)
-    if scheme not in S3_SCHEMES:
-        return _checked(FsspecFolder(location, choose_options(scheme, options), failure))
-    from paddle_reshard.storage.s3.folder import S3Folder
+    if "::" in location:  # fsspec finds the options of each link by its scheme
+        folder = FsspecFolder(location, dict(options), failure)
+    elif scheme not in S3_SCHEMES:
+        folder = FsspecFolder(location, choose_options(scheme, options), failure)
+    else:
+        from paddle_reshard.storage.s3.folder import S3Folder
 
-    return _checked(S3Folder(location, choose_options(scheme, options), failure))
-
-
-def _checked(folder: FsspecFolder) -> FsspecFolder:
+        folder = S3Folder(location, choose_options(scheme, options), failure)
     folder.check_options()
     return folder
 

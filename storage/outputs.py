@@ -87,12 +87,7 @@ class Outputs:
         )
 
     def check_names(self, files: Sequence[NewFile]) -> None:
-        """Refuse names that a target cannot hold, whatever a source calls its files.
-
-        Raises
-        ------
-        TargetError
-        """
+        """Refuse names that a target cannot hold, whatever a source calls its files."""
         for prefix, target in self.pending():
             room = target.room()
             for file in files:
@@ -102,13 +97,7 @@ class Outputs:
                         raise TargetError(f"{target.location}: cannot hold a file named {path!r}, {reason}")
 
     def check_space(self, files: Sequence[NewFile]) -> None:
-        """Refuse if a disk has less free space than the targets on it need together.
-
-        Raises
-        ------
-        TargetError
-            With both numbers.
-        """
+        """Refuse if a disk has less free space than the targets on it need together."""
         needed: dict[int, int] = {}
         there: dict[int, tuple[int, list[str]]] = {}
         for prefix, target in self.pending():

@@ -54,12 +54,8 @@ def listed_files(manifest: bytes | None) -> Mapping[str, int] | None:
 def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
     """Why the contents of a folder may not be removed, naming the entries; ``None`` if they may.
 
-    Parameters
-    ----------
-    entries
-        Everything in the folder and in a checkpoint's own subfolders.
-    manifest
-        Contents of ``paddle_reshard.json``, if it exists.
+    ``entries`` are everything in the folder and in a checkpoint's own subfolders; ``manifest`` is the content of
+    ``paddle_reshard.json``, if it exists.
     """
     listed = listed_files(manifest)
     foreign = [entry for entry in entries if not _is_ours(entry, listed)]

@@ -46,17 +46,8 @@ def sign_bytes(
 ) -> tuple[bytes, str]:
     """Sign a file of this name and content. Returns the signature, a Sigstore bundle, and its owner.
 
-    Parameters
-    ----------
-    certificate
-        The certificate of the key, and after it those that lead to the one of an authority.
-
-    Raises
-    ------
-    UnsupportedError
-        If the extra ``sign`` is not installed.
-    UsageError
-        If the library cannot sign with the key, or the certificate is not that of the key.
+    ``certificate`` has the certificate of the key, and after it those that lead to the one of an authority. A
+    ``UsageError`` if the library cannot sign with the key, or the certificate is not that of the key.
     """
     require_library()
     from model_signing import signing
@@ -79,7 +70,8 @@ def sign_bytes(
         config.sign(folder / "data" / name, bundle)
         signature = bundle.read_bytes()
     if certificate is None:
-        return signature, f"key sha256:{hint_of(signature)}"
+        values: Any = parse_json(signature)
+        return signature, f"key sha256:{values['verificationMaterial']['publicKey']['hint']}"
     return signature, _owner(_certificates(signature)[0])
 
 
@@ -90,19 +82,12 @@ def check_signature(where: str, name: str, data: bytes, signature: bytes, truste
     SHA-256 of their DER form. The library takes a signature whose certificate has expired since, because nothing says
     when a signature was made.
 
-    Parameters
-    ----------
-    where
-        Location of the signature, for messages.
-
     Raises
     ------
-    UnsupportedError
-        If the extra ``sign`` is not installed.
     UsageError
         If the file of the public key or of the authorities does not hold one that the library takes.
     SignatureError
-        If it is not a signature of these bytes by whom is trusted.
+        If it is not a signature of these bytes by whom is trusted. ``where`` it is says the message.
     """
     require_library()
     from model_signing import verifying
@@ -147,13 +132,7 @@ def _owner(certificate: bytes) -> str:
 
 
 def _certificates(signature: bytes) -> list[bytes]:
-    """The certificates of a Sigstore bundle in DER form, that of the signer first.
-
-    Raises
-    ------
-    ValueError
-        If it has none.
-    """
+    """The certificates of a Sigstore bundle in DER form, that of the signer first; a ``ValueError`` if it has none."""
     try:
         values: Any = parse_json(signature)
         listed = values["verificationMaterial"]["x509CertificateChain"]["certificates"]
@@ -192,21 +171,8 @@ def is_signature(data: bytes) -> bool:
     return isinstance(kind, str) and kind.startswith("application/vnd.dev.sigstore.bundle")
 
 
-def hint_of(signature: bytes) -> str:
-    """The SHA-256 of the public key, as a signature that was just made has it."""
-    values: Any = parse_json(signature)
-    hint: str = values["verificationMaterial"]["publicKey"]["hint"]
-    return hint
-
-
 def require_library() -> None:
-    """Check that the extra ``sign`` is installed.
-
-    Raises
-    ------
-    UnsupportedError
-        If it is not.
-    """
+    """Check that the extra ``sign`` is installed; an ``UnsupportedError`` if not."""
     for package in ("model_signing", "OpenSSL"):  # it imports OpenSSL without declaring it
         require(package, "sign", "a signature")
 

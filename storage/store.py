@@ -1,4 +1,4 @@
-"""The protocols of storage: one small protocol per capability.
+"""What a store can do: protocols for reading and writing, and the base of all targets.
 
 A *source* is read in ranges. A *target* is made in four steps, so that an unfinished target never looks finished:
 ``begin`` (every file with its size and the byte offsets of its parts), parts written in any order by any worker,
@@ -7,6 +7,7 @@ A *source* is read in ranges. A *target* is made in four steps, so that an unfin
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Permission(NamedTuple):
     resume: bool = False
     """An unfinished conversion, which is continued."""
     take_over: bool = False
-    """One whose process, on another machine, may still be running."""
+    """An unfinished conversion whose process, on another machine, may still be running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Receipt:
     md5: str = ""
     """MD5 reported by the store, or empty."""
     aside: str = ""
-    """What the writer found in the part for a file of its own that is written last; bytes in hexadecimal."""
+    """Bytes, in hexadecimal, that the writer derived from the part for another file: the scales of FP8 weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,14 @@ class Read:
 
 @runtime_checkable
 class ReadRange(Protocol):
-    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
+    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads.
+
+    A class defines ``read_into`` or ``read_many``; each is made of the other.
+    """
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill all of ``buffer`` with the bytes of ``path``, starting at ``byte_offset``, or raise."""
+        self.read_many([Read(path, byte_offset, buffer)])
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Read exactly ``nbytes`` bytes of a file."""
@@ -185,48 +190,43 @@ class WritePart(Protocol):
     def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
         """Have the storage copy one whole part from a source that ``TargetStore.copies_from`` has agreed to.
 
-        Raises
-        ------
-        CheckpointError
-            If the source file is no longer the one that was seen.
+        A ``CheckpointError`` if the source file is no longer the one that was seen.
         """
 
 
-class TargetStore(Protocol):
+class TargetStore(ABC):
     """A checkpoint to be made.
 
     As a context manager, it ends the session after an error. Finished work is kept for a later run to resume; if there
     is none, or the checkpoint itself was refused, everything is rolled back.
     """
 
-    @property
-    def location(self) -> str:
-        """Final location, for messages; contains no secret."""
-
-    @property
-    def smallest_part_bytes(self) -> int:
-        """Minimum size of every part but the last of a file, in bytes."""
-
-    @property
-    def most_parts(self) -> int | None:
-        """Maximum number of parts of a file."""
-
-    @property
-    def unfinished(self) -> Identity | None:
-        """The unfinished conversion at this location when it was opened, or ``None``."""
+    location: str
+    """Final location, for messages; contains no secret."""
+    smallest_part_bytes: int = 1
+    """Minimum size of every part but the last of a file, in bytes."""
+    most_parts: int | None = None
+    """Maximum number of parts of a file."""
+    unfinished: Identity | None
+    """The unfinished conversion at this location when it was opened, or ``None``."""
 
     def room(self) -> Room | None:
         """Free space of the disk in bytes; ``None`` for a store without a limit."""
+        return None
 
     def copies_from(self, source: Source) -> CopyLimits | None:
         """The ranges of a source that the storage can copy by itself, determined by a trial request if necessary."""
+        return None
 
+    @abstractmethod
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if there is a complete checkpoint and no conversion in progress."""
 
+    @abstractmethod
     def reopen(self) -> Source:
         """Open the published checkpoint for reading."""
 
+    @abstractmethod
     def begin(
         self,
         files: Sequence[NewFile],
@@ -235,28 +235,34 @@ class TargetStore(Protocol):
     ) -> tuple[WritePart, Sequence[Record]]:
         """Prepare all files except the manifest, or resume an earlier run; the finished units.
 
-        On a file system, nothing gets more permissions than ``openness``.
-
-        Raises
-        ------
-        TargetError
-            If the location holds something, another run is in progress, or the unfinished conversion is another one.
+        On a file system, nothing gets more permissions than ``openness``. A ``TargetError`` if the location holds
+        something, another run is in progress, or the unfinished conversion is another one.
         """
 
+    @abstractmethod
     def note(self, records: Sequence[Record]) -> None:
         """Record completed units in the ledger."""
 
+    @abstractmethod
     def finish(self, receipts: Iterable[Receipt]) -> Source:
         """Complete the files after all parts are written, so that they can be read back."""
 
     def etags(self) -> Mapping[str, str]:
         """The store's identifiers of the contents of the files, as far as they are known. Call it after ``finish``."""
+        return {}
 
+    @abstractmethod
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Publish the target, writing the manifest last."""
 
-    def __enter__(self) -> TargetStore: ...
+    @abstractmethod
+    def clean(self) -> list[str]:
+        """Remove what an unfinished conversion left behind, and nothing else. Returns its locations."""
 
+    def __enter__(self) -> TargetStore:
+        return self
+
+    @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...

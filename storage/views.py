@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 
 from paddle_reshard.pipeline.core.catalog import File
 from paddle_reshard.pipeline.core.errors import CheckpointError
@@ -33,10 +34,7 @@ class JoinedSource(ReadRange):
         SRC0/model_state.pdparams    of the second, whose prefix is SRC0/
         ema.json                     made here, whatever the first has by this name
 
-    Raises
-    ------
-    CheckpointError
-        If a file of a store without a prefix has the prefix of another.
+    Refused if a file of a store without a prefix has the prefix of another.
     """
 
     mounts: tuple[Mount, ...]
@@ -67,10 +65,7 @@ class JoinedSource(ReadRange):
     @property
     def openness(self) -> Openness:
         """Permissions that all stores allow."""
-        openness = self.mounts[0].source.openness
-        for mount in self.mounts[1:]:
-            openness &= mount.source.openness
-        return openness
+        return reduce(and_, (mount.source.openness for mount in self.mounts))
 
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
@@ -95,21 +90,6 @@ class JoinedSource(ReadRange):
         for mount in self.mounts:
             mount.source.check_unchanged()
 
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` bytes of a file."""
-        if path in self.made:
-            return self.made[path][byte_offset : byte_offset + nbytes]
-        number = self._number(path)
-        return self.mounts[number].source.read(self._inner(number, path), byte_offset, nbytes)
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        if path in self.made:
-            buffer[:] = self.read(path, byte_offset, len(buffer))
-            return
-        number = self._number(path)
-        self.mounts[number].source.read_into(self._inner(number, path), byte_offset, buffer)
-
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; each store gets all of its reads at once."""
         self.read_from([mount.source for mount in self.mounts], reads)
@@ -125,10 +105,12 @@ class JoinedSource(ReadRange):
         owned: list[list[Read]] = [[] for _ in stores]
         for read in reads:
             if read.path in self.made:
-                self.read_into(read.path, read.byte_offset, read.buffer)
+                stop = read.byte_offset + len(read.buffer)
+                read.buffer[:] = self.made[read.path][read.byte_offset : stop]
                 continue
             number = self._number(read.path)
-            owned[number].append(Read(self._inner(number, read.path), read.byte_offset, read.buffer))
+            inner = read.path.removeprefix(self.mounts[number].prefix)
+            owned[number].append(Read(inner, read.byte_offset, read.buffer))
         for store, own in zip(stores, owned, strict=True):
             if own:
                 store.read_many(own)
@@ -140,9 +122,6 @@ class JoinedSource(ReadRange):
                 return number
         return next(number for number, mount in enumerate(self.mounts) if not mount.prefix)
 
-    def _inner(self, number: int, path: str) -> str:
-        return path.removeprefix(self.mounts[number].prefix)
-
 
 @dataclass(frozen=True, slots=True)
 class _KeptOpen(ReadRange):
@@ -150,10 +129,6 @@ class _KeptOpen(ReadRange):
 
     joined: JoinedSource
     stores: Sequence[ReadRange]
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; each store gets all of its reads at once."""

@@ -101,12 +101,8 @@ def running(
     those to a file. ``--metrics-port`` serves figures, ``--notify`` sends outcomes, ``--report`` writes a page, also if
     the block fails after it has planned a conversion.
 
-    Parameters
-    ----------
-    step
-        What the command begins with. Short steps are not shown.
-    figures
-        What ``--metrics-port`` serves, which also is an observer; by default figures of a run.
+    ``step`` is what the command begins with; short ones are not shown. ``figures`` are what ``--metrics-port`` serves,
+    and an observer too; by default they are those of a run.
     """
     from paddle_reshard.storage.remote.retry_counts import count_retries
 
@@ -213,14 +209,9 @@ def _live(stream: Stream, screen: Console) -> Live:
 
 
 def answer(result: Any, show: Callable[[], None] | None = None) -> None:
-    """Print the result of the current command as a JSON object, as text, or not at all.
+    """Print the result of the current command, or the entries of its JSON object: as JSON, as text, or not at all.
 
-    Parameters
-    ----------
-    result
-        What the command found, or the entries of its JSON object.
-    show
-        Prints it as text; by default its facts.
+    ``show`` prints it as text; by default its facts are printed.
     """
     context = click.get_current_context()
     if context.params.get("as_json"):

@@ -69,19 +69,8 @@ def decides(option: click.Option) -> Decides:
 
 USUAL = (
     *("tensor", "element", "decay", "weights", "uniform"),
-    *(
-        "to",
-        "format",
-        "sharding_strategy",
-        "targets",
-        "state",
-        "dtype",
-        "cards",
-        "save",
-        "prove",
-        "worker_counts",
-    ),
-    *("encoding", "full_every"),
+    *("to", "format", "sharding_strategy", "targets", "state", "dtype"),
+    *("cards", "save", "prove", "worker_counts", "encoding", "full_every"),
     *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet"),
 )
 """Options that the help of a command with many lists first, in this order."""
@@ -210,11 +199,10 @@ def given(context: click.Context) -> dict[str, Any]:
         for name, value in context.params.items()
         if name in declarations() and context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    flags = {entry: context.params.get(name) for name, entry in LAYOUT_FLAGS.items()}
     entries = {
-        entry: _segmentation(value) if entry == "segmentation" else value
-        for entry, value in flags.items()
-        if value is not None
+        entry: _segmentation(value) if name == "segmentation" else value
+        for name, entry in LAYOUT_FLAGS.items()
+        if (value := context.params.get(name)) is not None
     }
     if entries:
         values["layout"] = {**_layout_file(values.get("layout")), **entries}
@@ -247,14 +235,15 @@ def read_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
+json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
 inspect_options = all_of(
-    declared("rules"),
-    declared("config"),
-    declared("allow_links"),
+    *map(declared, ("rules", "config", "allow_links")),
     declared("storage_options", "--source-storage-options"),
     declared("allow_scheme"),
+    json_option,
 )
-"""How commands that describe checkpoints access and interpret them."""
+"""How commands that describe checkpoints access and interpret them, and answer."""
 compare_options = all_of(
     *map(declared, ("rules", "config")),
     declared("allow_missing", of=DiffOptions),
@@ -263,8 +252,6 @@ compare_options = all_of(
     declared("target_storage_options", of=DiffOptions),
 )
 """How commands that compare two checkpoints access and interpret them."""
-json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
 
 
 def _open_events(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -285,7 +272,9 @@ events_option = execution_option(
     callback=_open_events,
     help="Append the events of --progress json to this file, whatever is printed.",
 )
-progress_option = all_of(
+answer_options = all_of(
+    json_option,
+    quiet_option,
     events_option,
     execution_option(
         "--progress",
@@ -296,6 +285,7 @@ progress_option = all_of(
         "stderr, also on a terminal. json: events on stderr, one JSON object a line. Both, whatever else is printed.",
     ),
 )
+"""How a command prints its answer and its progress."""
 report_option = execution_option(
     "--report",
     "report_path",
@@ -350,9 +340,7 @@ def declared_all(names: Iterable[str]) -> Iterator[Decorator]:
 
 target_options = all_of(
     *declared_all(name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE),
-    json_option,
-    quiet_option,
-    progress_option,
+    answer_options,
 )
 run_options = all_of(
     *declared_all(("cluster", "workers", "label_selector", "exchange", "resume", "take_over")),

@@ -158,7 +158,7 @@ class Commands(click.Group):
                 end = end_of(error, trouble)
                 status = end.status
                 if as_json:
-                    print_error(command, end)
+                    print_answer(Answer(command, end.message, end.kind, end.retryable))
                 if not events.replaces_stderr:
                     _report(error, end)
             stdout.flush()
@@ -181,11 +181,6 @@ def _asks_for_events(arguments: Sequence[str]) -> bool:
     (True, False)
     """
     return "--progress=json" in arguments or ("--progress", "json") in pairwise(arguments)
-
-
-def print_error(command: str | None, end: End) -> None:
-    """Print the JSON object of a command that failed."""
-    print_answer(Answer(command, end.message, end.kind, end.retryable))
 
 
 def _status(code: object) -> int:

@@ -171,7 +171,7 @@ def signer_of_target(
 def signer_of_file(
     path: PathLike, data: bytes, trusted: Trusted | None, signature: PathLike | None
 ) -> str | None:
-    """The same for a local file with this content."""
+    """Whose signature a local file with this content has, as :func:`signer_of_target`."""
     if trusted is None:
         return None
     beside, name = Path(signature or f"{os.fspath(path)}{SIGNATURE_SUFFIX}"), Path(path).name

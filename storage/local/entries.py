@@ -42,13 +42,9 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> FolderEntri
     """Check all entries of a folder and of a checkpoint's own folders in it; with ``names``, only these.
 
     A link is followed inside the folder, and from a snapshot of a Hugging Face cache to the blobs next to it
-    (``snapshots/REVISION/FILE -> ../../blobs/HASH``). Any other link is followed only with ``follow``.
-
-    Raises
-    ------
-    CheckpointError
-        Naming an entry that is neither a file nor a folder, a link that leads nowhere or out of the folder, or a
-        folder where a trainer writes a file.
+    (``snapshots/REVISION/FILE -> ../../blobs/HASH``). Any other link is followed only with ``follow``. Refused are
+    entries that are neither files nor folders, links that lead nowhere or out of the folder, and a folder where a
+    trainer writes a file.
     """
     real = Path(os.path.realpath(root))
     blobs = (real.parents[1] / "blobs",) if real.parent.name == "snapshots" else ()
@@ -113,10 +109,7 @@ def _status(resolved: Path, path: str) -> os.stat_result:
 def opened(resolved: Path, path: str) -> Iterator[int]:
     """Open a file for reading, without waiting for a pipe and without following a link created since the check.
 
-    Raises
-    ------
-    CheckpointError
-        If it is no longer a plain file, or no longer exists.
+    Refused if it is no longer a plain file, or no longer exists.
     """
     try:
         descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

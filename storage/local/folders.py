@@ -57,14 +57,9 @@ def make_private(folder: Path) -> None:
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
     """The manifest in a folder; ``None`` if there is no plain file of this name."""
-    for entry in entries:
-        if (
-            entry.path == MANIFEST
-            and entry.kind is EntryKind.FILE
-            and entry.size_bytes <= LARGEST_MANIFEST_BYTES
-        ):
-            return (folder / MANIFEST).read_bytes()
-    return None
+    found = (entry for entry in entries if entry.path == MANIFEST and entry.kind is EntryKind.FILE)
+    is_there = any(entry.size_bytes <= LARGEST_MANIFEST_BYTES for entry in found)
+    return (folder / MANIFEST).read_bytes() if is_there else None
 
 
 def object_to(folder: Path) -> tuple[list[Entry], str | None]:
@@ -77,11 +72,6 @@ def check_free(root: Path, overwrite: bool) -> bool:
     """Refuse a target that is not empty or, with ``overwrite``, that holds more than a checkpoint.
 
     Returns whether a checkpoint exists there.
-
-    Raises
-    ------
-    TargetError
-        Naming the entries in the way.
     """
     if root.is_symlink():
         raise TargetError(f"{root}: is a link to {os.readlink(root)}; give the folder itself")

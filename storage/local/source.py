@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -47,11 +47,7 @@ class FileStamp:
         number alone means nothing there.
         """
         now = FileStamp.of(status)
-        if (self.size_bytes, self.modified_ns, self.changed_ns) != (
-            now.size_bytes,
-            now.modified_ns,
-            now.changed_ns,
-        ):
+        if replace(now, inode=self.inode) != self:
             return (
                 f"size {self.size_bytes} then, {now.size_bytes} now; modified {self.modified_ns} ns then, "
                 f"{now.modified_ns} now; changed {self.changed_ns} ns then, {now.changed_ns} now"
@@ -109,10 +105,6 @@ class LocalSource(ReadRange):
     def sizes(self) -> dict[str, int]:
         """Name of every file → size in bytes, as seen at the start."""
         return {path: stamp.size_bytes for path, stamp in self.stamps.items()}
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; consecutive reads of one file share its handle."""
@@ -182,10 +174,6 @@ class _OpenFiles(ReadRange):
     def __init__(self, source: LocalSource) -> None:
         self.source = source
         self.open: dict[str, tuple[ExitStack, int]] = {}
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
 
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,6 @@ from paddle_reshard.storage.session.ledger import (
     Phase,
     Session,
     check_receipts,
-    refuse_busy,
     refuse_unfinished,
 )
 from paddle_reshard.storage.session.staging import Staging, sync, write_file
@@ -56,6 +54,7 @@ from paddle_reshard.storage.store import (
     Receipt,
     Record,
     Source,
+    TargetStore,
 )
 
 COPIES = CopyLimits(smallest_bytes=1 << 20, largest_bytes=16 << 20)
@@ -162,11 +161,8 @@ def _copy_in_kernel(from_file: int, to_file: int, nbytes: int, from_byte: int, t
     return done
 
 
-class LocalTarget:
+class LocalTarget(TargetStore):
     """A new checkpoint folder, staged next to its target and renamed when it is complete."""
-
-    smallest_part_bytes = 1
-    most_parts = None
 
     def __init__(self, root: Path, permission: Permission = Permission()) -> None:
         self.root = Path(os.path.abspath(root))
@@ -177,14 +173,13 @@ class LocalTarget:
         self.session: Session | None = None
         with self._translated():
             left = self.staging.find()
-            self.unfinished = None if left is None or self.staging.is_moved(left) else left.identity
-            if left is None or self.staging.is_moved(left):
-                if not permission.resume:
-                    check_free(self.root, permission.overwrite)
-            else:  # before the source is read; whoever takes the session looks again
-                refuse_busy(left, self.location, permission, time.time())
-                if not permission.resume:
-                    refuse_unfinished(left, self.location)
+            self.unfinished = None
+            if left is not None and not self.staging.is_moved(left):
+                self.unfinished = left.identity
+                # Before the source is read; whoever takes the session looks again.
+                refuse_unfinished(left, self.location, permission)
+            elif not permission.resume:
+                check_free(self.root, permission.overwrite)
 
     def _translated(self) -> AbstractContextManager[None]:
         """Convert errors of the operating system to sentences about the target."""
@@ -198,9 +193,6 @@ class LocalTarget:
     def copies_from(self, source: Source) -> CopyLimits | None:
         """The kernel copies from files of this machine."""
         return COPIES if isinstance(source, LocalSource) else None
-
-    def __enter__(self) -> LocalTarget:
-        return self
 
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if the target is a complete checkpoint and no conversion is in progress."""
@@ -255,10 +247,6 @@ class LocalTarget:
         """Open the staged files: on a disk they are complete."""
         check_receipts(self.location, self.files, receipts)
         return LocalSource(self.staging.files)
-
-    def etags(self) -> Mapping[str, str]:
-        """None: a disk has no identifier of a file's content."""
-        return {}
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Flush everything to the disk, then rename the folder."""

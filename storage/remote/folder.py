@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, ParamSpec, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -27,6 +26,7 @@ from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
 from paddle_reshard.storage.replaceable import Entry, EntryKind
 from paddle_reshard.storage.schemes import S3_SCHEMES
+from paddle_reshard.storage.store import OWN_PREFIX
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,12 +91,12 @@ class Listing:
     files: Mapping[str, ObjectStamp]
     folders: tuple[str, ...]
 
-    def entries(self, hidden: str) -> list[Entry]:
-        """The contents without files whose names start with ``hidden``."""
+    def entries(self) -> list[Entry]:
+        """The contents without the records of this tool."""
         files = [
             Entry(name, EntryKind.FILE, stamp.size_bytes)
             for name, stamp in self.files.items()
-            if not name.startswith(hidden)
+            if not name.startswith(OWN_PREFIX)
         ]
         return [*files, *(Entry(name, EntryKind.FOLDER) for name in self.folders)]
 
@@ -143,7 +143,7 @@ class FsspecFolder:
             raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
 
     def _connect(self) -> None:
-        with _Translated(self, ""):
+        with self._translated(""):
             self.open()
 
     # ------------------------------------------------------------------------------------------- requests
@@ -240,7 +240,7 @@ class FsspecFolder:
     ) -> T:
         """Make a request, with retries after temporary failures. A final failure becomes one sentence about
         ``name``."""
-        with _Translated(self, name):
+        with self._translated(name):
             return retry.call(policy or retry.POLICY, function, *args)
 
     def for_each(
@@ -259,6 +259,16 @@ class FsspecFolder:
                 return [future.result() for future in futures]
             finally:
                 wait([future for future in futures if not future.cancel()])
+
+    @contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        """Convert errors of clients. The originals are not chained, because their text comes from the store."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (ReshardError, *_BUGS)):
+                raise
+            raise self.explain(error, name) from None
 
     def explain(self, error: BaseException, name: str) -> ReshardError:
         """Convert an error of a client to one of ours."""
@@ -300,22 +310,6 @@ def _threads(at_a_time: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pools.append(pool)
-
-
-class _Translated:
-    """Converts errors of clients. The originals are not chained, because their text comes from the store."""
-
-    def __init__(self, folder: FsspecFolder, name: str) -> None:
-        self.folder, self.name = folder, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (ReshardError, *_BUGS)):
-            raise self.folder.explain(error, self.name) from None
 
 
 def _version(entry: Mapping[str, Any]) -> str:

@@ -134,12 +134,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def call(policy: RetryPolicy, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function, and repeat the call after temporary failures.
+    """Call a function, and repeat the call after temporary failures, up to the policy's limits: then :class:`GaveUp`.
 
-    Raises
-    ------
-    GaveUp
-        If it still fails when the policy's limits are reached. Permanent failures are raised immediately.
+    Permanent failures are raised immediately.
     """
     began, attempt = time.monotonic(), 0
     while True:

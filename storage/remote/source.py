@@ -55,10 +55,6 @@ class FsspecSource(ReadRange):
         """Name of every file → the store's identifier of its version when the source was opened."""
         return {path: stamp.version for path, stamp in self.stamps.items()}
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        self.read_many([Read(path, byte_offset, buffer)])
-
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers with concurrent requests of at most ``RANGE_BYTES``."""
         pieces = [piece for read in reads for piece in self._pieces(read)]

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
 
 from paddle_reshard.pipeline.core import trainer_files
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
 from paddle_reshard.storage.documents.strict_json import parse_json
 from paddle_reshard.storage.local.folders import make_private, temporary_folder
@@ -38,22 +34,19 @@ from paddle_reshard.storage.session.ledger import (
     acquire_lock,
     check_receipts,
     find_session,
-    refuse_busy,
     refuse_unfinished,
 )
 from paddle_reshard.storage.session.staging import Staging
 from paddle_reshard.storage.space import Room, room_for
 from paddle_reshard.storage.store import (
     OWN_PREFIX,
-    CopyRange,
     Identity,
     NewFile,
     Openness,
     Permission,
-    ReadRange,
     Receipt,
     Record,
-    Source,
+    TargetStore,
     WritePart,
 )
 
@@ -62,16 +55,18 @@ PROBE_PREFIX = f"{OWN_PREFIX}probe-"
 logger = logging.getLogger(__name__)
 
 
+def probe_name() -> str:
+    """A name that no file has, for a trial."""
+    return PROBE_PREFIX + secrets.token_hex(8)
+
+
 def is_marker(name: str) -> bool:
     """Whether a file marks a checkpoint as finished, for a trainer or for this package."""
     return name == MANIFEST or trainer_files.is_marker(name)
 
 
-class FsspecTarget(ABC):
+class FsspecTarget(TargetStore):
     """Base of all targets in stores without a rename. Subclasses write files and make them visible."""
-
-    smallest_part_bytes = 1
-    most_parts: int | None = None
 
     def __init__(self, folder: FsspecFolder, permission: Permission = Permission()) -> None:
         self.folder, self.permission = folder, permission
@@ -86,12 +81,10 @@ class FsspecTarget(ABC):
         self.unfinished: Identity | None = None
         if found is not None and not self.is_published(found, listing):
             self.unfinished = found.identity
-            refuse_busy(found, self.location, permission, time.time())
-            if not permission.resume:
-                refuse_unfinished(found, self.location)
+            refuse_unfinished(found, self.location, permission)
         elif not permission.resume:
             self.check_free(listing)
-        folder.probe(PROBE_PREFIX + secrets.token_hex(8), deleting=permission.overwrite)
+        folder.probe(probe_name(), deleting=permission.overwrite)
 
     @abstractmethod
     def open_session_store(self) -> SessionStore:
@@ -126,7 +119,7 @@ class FsspecTarget(ABC):
                 f"{self.location}: is not empty; choose another target, or --overwrite to replace it"
             )
         manifest = self._read(MANIFEST, listing) if MANIFEST in listing.files else None
-        if (reason := objection(listing.entries(OWN_PREFIX), manifest)) is not None:
+        if (reason := objection(listing.entries(), manifest)) is not None:
             raise TargetError(
                 f"{self.location}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, "
                 "or choose another target"
@@ -148,17 +141,6 @@ class FsspecTarget(ABC):
         buffer = bytearray(stamp.size_bytes)
         self.folder.attempt(name, self.folder.read_range, name, stamp, 0, memoryview(buffer))
         return bytes(buffer)
-
-    def room(self) -> Room | None:
-        """None: an object store has no limit."""
-        return None
-
-    def copies_from(self, source: Source) -> CopyLimits | None:
-        """None: no store is known to copy ranges by itself, except S3."""
-        return None
-
-    def __enter__(self) -> FsspecTarget:
-        return self
 
     def published(self, manifest_path: str) -> bytes | None:
         """The manifest, if there is a complete checkpoint and no conversion in progress."""
@@ -230,10 +212,6 @@ class FsspecTarget(ABC):
     def reopen(self) -> FsspecSource:
         """Open the published checkpoint for reading."""
         return FsspecSource(self.folder)
-
-    def etags(self) -> Mapping[str, str]:
-        """None: not every store derives identifiers from contents."""
-        return {}
 
     def publish(self, manifest_path: str, manifest: bytes) -> None:
         """Remove the remaining files of an overwritten checkpoint, make the markers visible, and write the manifest."""
@@ -307,13 +285,7 @@ class FsspecTarget(ABC):
 
 
 def refuse_replacing(session: SessionRecord | None, location: str) -> None:
-    """Refuse to remove a checkpoint that has begun to replace an old one: that would leave neither.
-
-    Raises
-    ------
-    TargetError
-        If the replacement has begun.
-    """
+    """Refuse to remove a checkpoint that has begun to replace an old one: that would leave neither."""
     if session is not None and session.replaces:
         raise TargetError(_only_forward(location))
 
@@ -325,14 +297,8 @@ def _only_forward(location: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StagedWriter:
+class StagedWriter(LocalWriter):
     """Writes into the staging folder, which exists only on this machine."""
-
-    staging: Path
-    location: str
-    """Location of the target as the user gave it."""
-    copies_in_flight: ClassVar[int] = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write a whole part."""
@@ -341,11 +307,7 @@ class StagedWriter:
                 "targets in this kind of store are staged on the machine that runs the conversion, and this worker "
                 "runs on a different one; use one machine, or an S3 target"
             )
-        return LocalWriter(self.staging, self.location).write_part(path, byte_offset, buffer)
-
-    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
-        """Never called: ``copies_from`` offers nothing."""
-        raise UnsupportedError(f"{copy.path}: this kind of store cannot copy ranges by itself")
+        return super().write_part(path, byte_offset, buffer)
 
 
 class StagedTarget(FsspecTarget):

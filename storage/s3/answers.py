@@ -17,15 +17,10 @@ _CONTENT_RANGE = re.compile(r"bytes ([0-9]+)-([0-9]+)/([0-9]+)", re.ASCII | re.I
 
 
 def text_of(answer: Mapping[str, Any], name: str) -> str:
-    """A text that an answer cannot do without.
+    """A text that an answer must have, and not empty.
 
     >>> text_of({"UploadId": "2~x"}, "UploadId")
     '2~x'
-
-    Raises
-    ------
-    DamagedBody
-        If it is missing or empty.
     """
     found = answer.get(name)
     if not isinstance(found, str) or not found.strip('"'):
@@ -34,13 +29,7 @@ def text_of(answer: Mapping[str, Any], name: str) -> str:
 
 
 def number_of(answer: Mapping[str, Any], name: str) -> int:
-    """A number that an answer cannot do without, not negative.
-
-    Raises
-    ------
-    DamagedBody
-        If it is missing, or no such number.
-    """
+    """A number that an answer must have, and not negative."""
     found = answer.get(name)
     if not isinstance(found, int) or found < 0:
         raise DamagedBody(f"the answer has no {name}")
@@ -48,21 +37,9 @@ def number_of(answer: Mapping[str, Any], name: str) -> int:
 
 
 def check_range(answer: Mapping[str, Any], byte_offset: int, nbytes: int, size_bytes: int) -> None:
-    """Refuse the answer to a ranged read whose body is not this range of a file of this size.
+    """Refuse the answer to a ranged read, as botocore gives it, whose body is not this range of a file of this size.
 
     Only a file that was asked for as a whole may come with status 200 and without ``Content-Range``.
-
-    Parameters
-    ----------
-    answer
-        As botocore gives it: ``ContentRange``, ``ContentLength`` and ``ResponseMetadata``.
-    byte_offset, nbytes, size_bytes
-        The range that was asked for, and the size of the file as it was listed.
-
-    Raises
-    ------
-    DamagedBody
-        Naming what was asked and what arrived.
     """
     status, told = status_of(answer), answer.get("ContentRange")
     wanted = f"bytes {byte_offset}-{byte_offset + nbytes - 1}/{size_bytes}"
@@ -102,25 +79,14 @@ def pages(
     attempt: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] = _at_once,
     **markers: str,
 ) -> Iterator[dict[str, Any]]:
-    """All pages of a listing.
+    """All pages of a listing: ``ask`` requests one, and ``attempt`` repeats that after a :class:`DamagedBody`.
+
+    ``markers``: parameter of the next request → the entry of this page to pass in it. A page that says that there are
+    more and not where, or that leads back to an earlier one, is refused: such a listing has no end.
 
     >>> answers = iter([{"IsTruncated": True, "Next": "b"}, {"IsTruncated": False}])
     >>> list(pages(lambda **more: {**next(answers), "asked": more}, After="Next"))[1]["asked"]
     {'After': 'b'}
-
-    Parameters
-    ----------
-    ask
-        Requests a page.
-    attempt
-        Calls a function that may raise :class:`DamagedBody`, again if it does; by default once.
-    markers
-        Parameter of the next request → the entry of this page to pass in it.
-
-    Raises
-    ------
-    DamagedBody
-        If a page says that there are more and not where, or leads back to an earlier one: such a listing has no end.
     """
     more: dict[str, Any] = {}
     seen: list[dict[str, Any]] = []

@@ -44,15 +44,8 @@ _ALTERED = ("BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismat
 class Client:
     """Makes all requests of this process to a store with the same options. Can be used by several threads.
 
-    Parameters
-    ----------
-    file_system
-        A file system of s3fs: what it was given says how requests are made. It makes none itself.
-
-    Raises
-    ------
-    TypeError, ValueError, BotoCoreError
-        If botocore does not understand the options.
+    What a file system of s3fs was given says how they are made; it makes none itself. If botocore does not understand
+    the options, it raises a ``TypeError``, a ``ValueError`` or one of its own errors.
     """
 
     def __init__(self, file_system: Any) -> None:
@@ -127,14 +120,9 @@ class Client:
     # -------------------------------------------------------------------------------------------- requests
 
     def request(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Make a request; the answer as botocore gives it.
+        """Make a request by a method of botocore's client, such as ``put_object``; the answer as botocore gives it.
 
-        Parameters
-        ----------
-        method
-            Of botocore's client: ``put_object`` and the like.
-        parameters
-            Its parameters. ``Body`` is a buffer. What the user wants of every request is added.
+        ``Body`` is a buffer. What the user wants of every request is added to the parameters.
 
         Raises
         ------
@@ -178,17 +166,8 @@ class Client:
     def read(self, buffer: memoryview, bucket: str, key: str, asked: Mapping[str, str]) -> dict[str, Any]:
         """Fill ``buffer`` with a range of a file; what the answer says of it, as botocore would.
 
-        Parameters
-        ----------
-        asked
-            ``Range`` and optionally ``IfMatch``.
-
-        Raises
-        ------
-        DamagedBody
-            If the body is shorter or longer than ``buffer``, or ends too early.
-        OSError, BotoCoreError
-            As :meth:`request`.
+        ``asked`` has ``Range`` and optionally ``IfMatch``. Fails as :meth:`request` does, and with a
+        :class:`DamagedBody` if the body is shorter or longer than ``buffer``.
         """
         tried = self._reads.is_usable
         if tried:
@@ -227,12 +206,9 @@ class Client:
     # ---------------------------------------------------------------------------------------------- trials
 
     def refuses_altered_part(self, **parameters: Any) -> bool:
-        """Whether the store refuses a part whose bytes change on their way.
+        """Whether the store refuses a part whose bytes change on their way; if not, it is stored with other bytes.
 
-        Parameters
-        ----------
-        parameters
-            Of ``upload_part``. Unless the part is refused, it is stored, with other bytes.
+        ``parameters`` are those of ``upload_part``.
         """
         upload = f"uploadId={quote(parameters['UploadId'], safe='-._~')}"
         self._altering[upload] = bytes(byte ^ 1 for byte in parameters["Body"])
@@ -274,13 +250,7 @@ _making = threading.Lock()
 
 
 def client_of(file_system: Any, options: Mapping[str, Any]) -> Client:
-    """The client of this process for a store.
-
-    Parameters
-    ----------
-    file_system
-        A file system of s3fs with these options, in case there is no client yet.
-    """
+    """The client of this process for a store, made of a file system of s3fs with these options if there is none."""
     which = os.getpid(), tokenize(dict(options))
     with _making:
         _clients[which] = client = _clients.pop(which, None) or Client(file_system)

@@ -32,14 +32,9 @@ Place = tuple[str, str, int | None]
 
 
 class Connections:
-    """The connections of a client of botocore. Can be used by several threads.
+    """The connections of a client of botocore, whose timeouts and certificates count. Can be used by several threads.
 
-    Parameters
-    ----------
-    client
-        botocore's client for S3, whose timeouts and certificates count.
-    verify
-        Its authorities, as for botocore: a file, or whether certificates are checked.
+    ``verify`` are its authorities, as for botocore: a file, or whether certificates are checked.
     """
 
     def __init__(self, client: Any, verify: bool | str) -> None:
@@ -50,17 +45,10 @@ class Connections:
         self._idle: list[tuple[float, Place, HTTPConnection]] = []
 
     def send(self, request: Any) -> AWSResponse | None:
-        """Send what botocore has signed, and receive the whole answer; ``None`` to leave that to botocore.
+        """Send an ``AWSPreparedRequest`` of botocore, and receive the whole answer; ``None`` to leave that to botocore.
 
-        Parameters
-        ----------
-        request
-            botocore's ``AWSPreparedRequest``.
-
-        Raises
-        ------
-        BotoCoreError
-            If there is no answer. Unlike a read, it is not asked for once more: it may have been carried out.
+        A ``BotoCoreError`` if there is no answer. Unlike a read, it is not asked for once more: it may have been
+        carried out.
         """
         ranged = request.stream_output and "Range" in request.headers
         sendable = request.body is None or isinstance(request.body, (bytes, bytearray, memoryview))

@@ -17,7 +17,7 @@ from paddle_reshard.storage.remote.retry import DamagedBody, RetryPolicy
 from paddle_reshard.storage.remote.retry_counts import note_retry
 from paddle_reshard.storage.s3.answers import check_range, is_version, number_of, pages, text_of
 from paddle_reshard.storage.s3.client import Client, client_of
-from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload, md5_of
+from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload
 
 _CONFIG = {
     # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
@@ -137,21 +137,8 @@ class S3Folder(FsspecFolder):
         self.request("put_object", name, Body=content, ContentMD5=base64_md5(content))
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Write a small file where none is, by one conditional request; False if one is.
-
-        A request whose answer got lost is repeated and then refused: so a file with these very bytes is ours. A
-        store without conditional writes gets a plain one.
-        """
-        try:
-            self.request("put_object", name, Body=content, ContentMD5=base64_md5(content), IfNoneMatch="*")
-        except OSError as error:
-            code = retry.code_of(error)
-            if code == "PreconditionFailed":
-                return self._etag(name) == f'"{md5_of(content).hex()}"'
-            if code != "NotImplemented":
-                raise
-            self.put(name, content)
-        return True
+        """Write a small file where none is; False if one is."""
+        return self.put_if(name, content, None) is not None
 
     def read_object(self, name: str) -> tuple[bytes, str] | None:
         """A small file and its ETag; ``None`` if it does not exist."""
@@ -196,9 +183,6 @@ class S3Folder(FsspecFolder):
             return None
         return text_of(self.request("put_object", name, **body), "ETag")
 
-    def _etag(self, name: str) -> str:
-        return text_of(self.request("head_object", name), "ETag")
-
     def put_file(self, local: Path, name: str) -> None:
         """Upload a small local file."""
         self.put(name, local.read_bytes())
@@ -233,13 +217,7 @@ class S3Folder(FsspecFolder):
 
 
 def found_below(prefix: str, page: Mapping[str, Any]) -> Listing:
-    """The files and folders that a page of a listing names, all of them below a prefix.
-
-    Raises
-    ------
-    DamagedBody
-        If one is elsewhere, or has no size.
-    """
+    """The files and folders that a page of a listing names; refused if one is not below the prefix, or has no size."""
     files: dict[str, ObjectStamp] = {}
     for entry in page.get("Contents", []):
         if name := _below(prefix, text_of(entry, "Key")):

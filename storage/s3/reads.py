@@ -42,16 +42,9 @@ class ReadAddress(NamedTuple):
 
 
 class Reads:
-    """Reads ranges of files. Can be used by several threads.
+    """Reads ranges of files as botocore's ``client`` would; without ``credentials`` no request is signed.
 
-    Parameters
-    ----------
-    client
-        botocore's client for S3.
-    credentials
-        What its requests are signed with; ``None`` to sign none.
-    connections
-        To the store.
+    Can be used by several threads.
     """
 
     def __init__(self, client: Any, credentials: Any, connections: Connections) -> None:
@@ -66,10 +59,7 @@ class Reads:
     ) -> dict[str, Any] | None:
         """Fill ``buffer`` with the body of an answer; what the answer says of it, or ``None`` to leave it to botocore.
 
-        Parameters
-        ----------
-        asked
-            Headers: ``Range`` and the like.
+        ``asked`` are headers: ``Range`` and the like.
 
         Raises
         ------
@@ -148,19 +138,9 @@ def _is_usual(client: Any) -> bool:
 
 
 def fill(buffer: memoryview, body: Any, length: Any) -> None:
-    """Receive a body that is as long as ``buffer``.
+    """Receive a body, which has ``readinto`` and ``read``, and refuse it unless it is as long as ``buffer``.
 
-    Parameters
-    ----------
-    body
-        Has ``readinto`` and ``read``.
-    length
-        As it was announced, if it was.
-
-    Raises
-    ------
-    DamagedBody
-        If it has another length.
+    ``length`` is what was announced, if anything was.
     """
     if length is not None and str(length) != str(len(buffer)):
         raise DamagedBody(f"the response has {str(length)[:20]} of the requested {len(buffer)} bytes")

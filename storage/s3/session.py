@@ -8,54 +8,25 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from paddle_reshard.storage.remote import retry
-from paddle_reshard.storage.remote.folder import Listing
 from paddle_reshard.storage.remote.retry import RetryPolicy
+from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.session.ledger import SESSION, parse_ledger
 from paddle_reshard.storage.store import OWN_PREFIX, Record
 
+T = TypeVar("T")
+
 LEDGER_PREFIX = f"{OWN_PREFIX}ledger-"
-
-
-class Objects(Protocol):
-    """The part of an S3 folder that a session uses."""
-
-    @property
-    def location(self) -> str:
-        """The URL, for messages."""
-
-    def read_object(self, name: str) -> tuple[bytes, str] | None:
-        """A small object and its ETag."""
-
-    def put_if(self, name: str, content: bytes, version: str | None) -> str | None:
-        """Write an object if it has this ETag (``None``: if it does not exist). Returns the new ETag."""
-
-    def put(self, name: str, content: bytes) -> None:
-        """Write an object."""
-
-    def delete(self, name: str) -> None:
-        """Delete an object."""
-
-    def listing(self, policy: RetryPolicy | None = None) -> Listing:
-        """List the folder."""
-
-    def attempt(
-        self, name: str, function: Callable[..., Any], *args: Any, policy: RetryPolicy | None = None
-    ) -> Any:
-        """Make a request, with retries after temporary failures."""
-
-    def for_each(self, function: Callable[[str], Any], items: Iterable[str]) -> list[Any]:
-        """Apply a function to all items, several at a time."""
 
 
 class S3SessionStore:
     """A session among the objects of the target."""
 
-    def __init__(self, folder: Objects) -> None:
+    def __init__(self, folder: S3Folder) -> None:
         self.folder = folder
         self.location = f"{folder.location}/{SESSION}"
         self.run = secrets.token_hex(4)
@@ -68,15 +39,13 @@ class S3SessionStore:
 
     def read(self) -> tuple[bytes, str] | None:
         """The record and its ETag."""
-        found: tuple[bytes, str] | None = self._attempt(SESSION, self.folder.read_object, SESSION)
-        return found
+        return self._attempt(SESSION, self.folder.read_object, SESSION)
 
     def write(self, data: bytes, version: str | None) -> str | None:
         """Replace the record on condition."""
-        made: str | None = self._attempt(SESSION, self.folder.put_if, SESSION, data, version)
-        return made
+        return self._attempt(SESSION, self.folder.put_if, SESSION, data, version)
 
-    def _attempt(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    def _attempt(self, name: str, function: Callable[..., T], *args: Any) -> T:
         return self.folder.attempt(name, function, *args, policy=self.policy)
 
     def append(self, lines: bytes) -> None:

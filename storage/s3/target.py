@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from paddle_reshard.storage.checksum import checksum, source_checksum
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import Listing
 from paddle_reshard.storage.remote.source import FsspecSource
-from paddle_reshard.storage.remote.target import PROBE_PREFIX, FsspecTarget, is_marker, refuse_replacing
+from paddle_reshard.storage.remote.target import FsspecTarget, is_marker, probe_name, refuse_replacing
 from paddle_reshard.storage.s3 import uploads
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.session import S3SessionStore
@@ -117,7 +116,7 @@ class S3Target(FsspecTarget):
         return S3SessionStore(self.s3)
 
     def find_session(self, listing: Listing) -> SessionRecord | None:
-        """The same, without a request if the listing names none. Who takes the session looks again."""
+        """The session at this target, without a request if the listing names none; whoever takes it looks again."""
         return super().find_session(listing) if SESSION in listing.files else None
 
     def copies_from(self, source: Source) -> CopyLimits | None:
@@ -131,7 +130,7 @@ class S3Target(FsspecTarget):
             return None
         try:
             wanted = source.read(largest, 1, PROBE_COPY_BYTES)
-            probe = CopyRange(PROBE_PREFIX + secrets.token_hex(8), 0, PROBE_COPY_BYTES, largest, 1)
+            probe = CopyRange(probe_name(), 0, PROBE_COPY_BYTES, largest, 1)
             taken = self._probe_copy(probe, source, source.folder)
         except ReshardError as error:
             logger.info("%s does not copy from %s: %s", self.location, source.location, error)
@@ -195,7 +194,7 @@ class S3Target(FsspecTarget):
         return S3Writer(self.s3, begun, check, bool(checked)), records
 
     def _part_check(self, with_checksums: bool) -> PartCheck:
-        return part_check(self.s3, PROBE_PREFIX + secrets.token_hex(8), with_checksums)
+        return part_check(self.s3, probe_name(), with_checksums)
 
     def _begin(self, algorithm: str, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:
@@ -310,16 +309,9 @@ class Leftovers:
 def find_leftovers(
     session: SessionRecord | None, files: Collection[str], strays: Sequence[tuple[str, str]]
 ) -> Leftovers:
-    """Which files and uploads at a target belong to an unfinished conversion.
+    """Which of the visible files and uncompleted uploads (``strays``) at a target belong to an unfinished conversion.
 
-    Parameters
-    ----------
-    session
-        Its record; ``None`` if there is none. Then only uploads and files with our own names belong to it.
-    files
-        All files visible at the target.
-    strays
-        ``(file, upload id)`` of every upload that has not been completed.
+    Without the record of a session, only those with our own names do.
     """
     own = tuple(name for name in files if name.startswith(OWN_PREFIX))
     if session is None:
@@ -369,13 +361,7 @@ def _is_made_of(source: FsspecSource, new: NewFile, parts: Sequence[Receipt]) ->
 
 
 def check_limits(new: NewFile) -> None:
-    """Refuse a file beyond the limits of S3.
-
-    Raises
-    ------
-    TargetError
-        If the file or a part is too large, a part too small, or the parts too many.
-    """
+    """Refuse a file beyond the limits of S3: it or a part too large, a part too small, or the parts too many."""
     if new.size_bytes > LARGEST_OBJECT_BYTES:
         raise TargetError(
             f"{new.path}: has {new.size_bytes} bytes, an S3 object may have {LARGEST_OBJECT_BYTES}; "

@@ -23,16 +23,7 @@ def part_check(folder: S3Folder, name: str, with_checksums: bool) -> PartCheck:
     """How a store is made to refuse parts that arrive altered.
 
     Checksums count only if the store refuses a part with a wrong one, and completes uploads of a part that has one and
-    of a part that it copies; so a file of a few bytes exists for a moment.
-
-    Parameters
-    ----------
-    folder
-        Where parts will go.
-    name
-        A file that does not exist.
-    with_checksums
-        Whether checksums may be used.
+    of a part that it copies; so a file of a few bytes exists for a moment, under a ``name`` that no other has.
     """
     known = folder.found
     if with_checksums not in known:
@@ -48,7 +39,7 @@ def part_check(folder: S3Folder, name: str, with_checksums: bool) -> PartCheck:
 
 
 def _try(folder: S3Folder, name: str, algorithm: str) -> PartCheck:
-    """The same for uploads with or without checksums."""
+    """How the store refuses altered parts of uploads with or without checksums."""
     attempt = partial(folder.attempt, "", policy=retry.HURRIED)
     crc = checksum(_BYTES) if algorithm else ""
     upload_id = attempt(uploads.create_upload, folder, name, algorithm)

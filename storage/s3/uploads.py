@@ -13,14 +13,17 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
+from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3.answers import number_of, pages, text_of
 from paddle_reshard.storage.store import CopyRange, Receipt
+
+if TYPE_CHECKING:
+    from paddle_reshard.storage.s3.folder import S3Folder
 
 UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
 """Error codes for an upload that was completed or aborted, or never existed.
@@ -32,7 +35,6 @@ answers with an empty list of parts (seaweedfs#11081).
 """
 _SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
 """Error codes for a source object that is not the version that was listed."""
-
 
 CHECKSUM = "CRC64NVME"
 """The checksum that uploads are made for, where the store checks it."""
@@ -48,22 +50,6 @@ class PartCheck(str, Enum):
     """By its SHA-256, which the signature covers: 0.7 s of processor time per GB."""
     MD5 = "md5"
     """By its MD5, where the store takes other bytes than were signed: twice as long."""
-
-
-class Bucket(Protocol):
-    """The part of an S3 folder that uploads use."""
-
-    def key(self, name: str) -> tuple[str, str]:
-        """Bucket and key of a file."""
-
-    def request(self, method: str, name: str, **parameters: Any) -> dict[str, Any]:
-        """One request about one file, without a retry."""
-
-    def request_below(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One request about everything below the prefix, without a retry."""
-
-    def explain(self, error: BaseException, name: str) -> ReshardError:
-        """A client's error as a :class:`ReshardError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +98,13 @@ class Taken(NamedTuple):
 # --------------------------------------------------------------------------------------------- requests
 
 
-def create_upload(folder: Bucket, name: str, algorithm: str = "") -> str:
+def create_upload(folder: S3Folder, name: str, algorithm: str = "") -> str:
     """Create an upload; its id. With ``algorithm``, its parts have such checksums."""
     checked = {"ChecksumAlgorithm": algorithm} if algorithm else {}
     return text_of(folder.request("create_multipart_upload", name, **checked), "UploadId")
 
 
-def abort_upload(folder: Bucket, name: str, upload_id: str) -> None:
+def abort_upload(folder: S3Folder, name: str, upload_id: str) -> None:
     """Abort an upload and drop its parts; a missing upload is no failure."""
     try:
         folder.request("abort_multipart_upload", name, UploadId=upload_id)
@@ -127,13 +113,13 @@ def abort_upload(folder: Bucket, name: str, upload_id: str) -> None:
             raise
 
 
-def complete_upload(folder: Bucket, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
+def complete_upload(folder: S3Folder, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
     """Complete an upload: it becomes a visible file."""
     parts = [{"PartNumber": number, "ETag": receipt.tag} for number, receipt in enumerate(receipts, 1)]
     folder.request("complete_multipart_upload", name, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
 
-def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, UploadedPart] | None:
+def list_parts(folder: S3Folder, name: str, upload_id: str) -> dict[int, UploadedPart] | None:
     """The parts of an upload by number; ``None`` if the upload does not exist."""
 
     def ask(**more: Any) -> dict[str, Any]:
@@ -153,7 +139,7 @@ def list_parts(folder: Bucket, name: str, upload_id: str) -> dict[int, UploadedP
         return None
 
 
-def list_uploads(folder: Bucket) -> list[tuple[str, str]]:
+def list_uploads(folder: S3Folder) -> list[tuple[str, str]]:
     """``(file, upload id)`` of every pending upload in the folder and in its tensor folders."""
     _, prefix = folder.key("")
 
@@ -172,7 +158,7 @@ def list_uploads(folder: Bucket) -> list[tuple[str, str]]:
 
 
 def upload_part(
-    folder: Bucket,
+    folder: S3Folder,
     name: str,
     upload_id: str,
     number: int,
@@ -196,7 +182,12 @@ def upload_part(
 
 
 def copy_part(
-    folder: Bucket, upload_id: str, number: int, copy: CopyRange, source: FsspecSource, source_folder: Bucket
+    folder: S3Folder,
+    upload_id: str,
+    number: int,
+    copy: CopyRange,
+    source: FsspecSource,
+    source_folder: S3Folder,
 ) -> Taken:
     """Have the store copy a range of a file, still in the version that was listed, into a part."""
     bucket, key = source_folder.key(copy.source_path)

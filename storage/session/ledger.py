@@ -149,13 +149,7 @@ class SessionRecord:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> SessionRecord:
-        """The record in JSON.
-
-        Raises
-        ------
-        TargetError
-            If the text is not the record of a conversion.
-        """
+        """The record in JSON; a ``TargetError`` if the text is none."""
         try:
             return typed(parse_json(data), cls)
         except JsonError as error:
@@ -282,15 +276,9 @@ def find_session(store: SessionStore) -> SessionRecord | None:
     return None if stored is None else SessionRecord.parse(stored[0], store.location)
 
 
-def refuse_busy(record: SessionRecord, location: str, permission: Permission, now: float) -> None:
-    """Refuse while another run holds the lock; a lock of another machine can be taken over.
-
-    Raises
-    ------
-    TargetError
-        Naming the holder.
-    """
-    me = this_process()
+def refuse_busy(record: SessionRecord, location: str, permission: Permission) -> None:
+    """Refuse, naming the holder, while another run holds the lock; a lock of another machine can be taken over."""
+    me, now = this_process(), time.time()
     lock = record.lock
     ended_here = lock.holder == me and lock.nonce not in Session.running
     owner = blocker(lock, ended_here or is_gone(lock.holder, me, process_start), now)
@@ -311,33 +299,23 @@ def refuse_busy(record: SessionRecord, location: str, permission: Permission, no
         )
 
 
-def refuse_unfinished(record: SessionRecord, location: str) -> None:
-    """Refuse to begin where there is an unfinished conversion.
-
-    Raises
-    ------
-    TargetError
-        Always.
-    """
-    raise TargetError(
-        f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
-        f"continues it, {shlex.join(['paddle-reshard', 'clean', location])} removes it"
-    )
+def refuse_unfinished(record: SessionRecord, location: str, permission: Permission) -> None:
+    """Refuse an unfinished conversion that another run holds, or that nobody has asked to resume."""
+    refuse_busy(record, location, permission)
+    if not permission.resume:
+        raise TargetError(
+            f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
+            f"continues it, {shlex.join(['paddle-reshard', 'clean', location])} removes it"
+        )
 
 
 def acquire_lock(store: SessionStore, location: str, permission: Permission) -> bool:
-    """Take the lock of a session in order to remove it; False if there is no session.
-
-    Raises
-    ------
-    TargetError
-        If another run holds it.
-    """
+    """Take the lock of a session in order to remove it, unless another run holds it; False if there is no session."""
     stored = store.read()
     if stored is None:
         return False
     record, lock = SessionRecord.parse(stored[0], store.location), _new_lock()
-    refuse_busy(record, location, permission, lock.renewed_at)
+    refuse_busy(record, location, permission)
     if store.write(replace(record, lock=lock).data(), stored[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True
@@ -372,12 +350,8 @@ class Session:
     def take(cls, store: SessionStore, location: str, identity: Identity, permission: Permission) -> Session:
         """Begin a session, or resume the existing one.
 
-        Raises
-        ------
-        StaleSessionError
-            If it belongs to another conversion.
-        TargetError
-            If another run holds it, or if it exists and may not be resumed.
+        A ``StaleSessionError`` if it belongs to another conversion, another ``TargetError`` if another run holds it or
+        it may not be resumed.
         """
         lock = _new_lock()
         stored = store.read()
@@ -386,9 +360,7 @@ class Session:
         else:
             earlier = SessionRecord.parse(stored[0], store.location)
             version = stored[1]
-            refuse_busy(earlier, location, permission, lock.renewed_at)
-            if not permission.resume:
-                refuse_unfinished(earlier, location)
+            refuse_unfinished(earlier, location, permission)
             if (reason := difference(earlier.identity, identity)) is not None:
                 raise StaleSessionError(
                     f"{location}: the unfinished conversion here cannot be resumed: {reason}; paddle-reshard clean "
@@ -422,13 +394,7 @@ class Session:
         self.check()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the record, and renew the lock with it.
-
-        Raises
-        ------
-        TargetError
-            If another run has taken over.
-        """
+        """Change fields of the record, and renew the lock with it; refused if another run has taken over."""
         self.check()
         self._write(lambda record: replace(record, **changes))
 

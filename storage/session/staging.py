@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -61,13 +60,7 @@ class DiskSessionStore:
         self.openness = Openness()
 
     def read(self) -> tuple[bytes, str] | None:
-        """The record, and a hash of it.
-
-        Raises
-        ------
-        TargetError
-            If the folder is not ours.
-        """
+        """The record, and a hash of it; refused if the folder is not ours."""
         try:
             mode = self.folder.lstat().st_mode
             if stat.S_ISLNK(mode):
@@ -280,17 +273,14 @@ class Staging:
 
     @contextlib.contextmanager
     def taken(self, permission: Permission) -> Iterator[SessionRecord | None]:
-        """Take the lock in order to remove everything; this writes nothing, so it works on a full disk.
+        """Take the lock, unless another run holds it, in order to remove everything.
 
-        Raises
-        ------
-        TargetError
-            If another run holds the session.
+        This writes nothing, so it works on a full disk.
         """
         with self.session_store.locked():
             left = self.find()
             if left is not None:
-                refuse_busy(left, self.location, permission, time.time())
+                refuse_busy(left, self.location, permission)
             yield left
 
     def begin(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,21 @@ def test_files_and_folders_are_listed_with_stamps_that_change(root: CheckpointRo
     assert after["b"] == before["b"]
     assert root.read("checkpoint-3/a") == b"another"
     assert root.at("checkpoint-3").endswith("root/checkpoint-3")
+
+
+def test_a_full_disk_leaves_nothing_of_what_it_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = open_root(str(tmp_path), {})
+    root.replace("records/x.json", b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        root.replace("records/x.json", b"new")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "records").iterdir()} == {"x.json": b"old"}
 
 
 def test_lines_of_a_log_keep_their_order(root: CheckpointRoot) -> None:

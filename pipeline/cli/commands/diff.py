@@ -11,12 +11,10 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
+    answer_options,
     compare_options,
     declared,
     given,
-    json_option,
-    progress_option,
-    quiet_option,
     report_option,
 )
 from paddle_reshard.pipeline.cli.terminal import print_table, say
@@ -51,9 +49,7 @@ DIFFERENT = 1
 @declared("memory")
 @compare_options
 @report_option
-@json_option
-@quiet_option
-@progress_option
+@answer_options
 @click.pass_context
 def diff(
     context: click.Context,

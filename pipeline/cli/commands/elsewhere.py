@@ -45,7 +45,7 @@ class ForConvert(click.Command):
     ignore_unknown_options = True
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """What may stand here."""
+        """Completions of this command and of ``convert``."""
         own = super().shell_complete(ctx, incomplete)
         of_convert = convert.make_context("convert", [], parent=ctx, resilient_parsing=True)
         apart = {"--target", *OF_ONE_PROCESS.values(), *(item.value for item in own)}
@@ -98,13 +98,15 @@ job_options = all_of(
 class Request:
     """The parsed arguments of ``convert``."""
 
-    command: click.Command
     context: click.Context
-    values: Mapping[str, Any]
-    """Option or argument → value."""
     defaults: Mapping[str, Any]
     given: Mapping[str, Any]
     """The options that were given, as keyword arguments of :func:`paddle_reshard.convert`."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Option or argument → value."""
+        return self.context.params
 
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
@@ -121,7 +123,7 @@ class Request:
             if values[name] is not None:
                 raise UsageError(f"{flag} is not for the conversions of submit and watch")
         plain = command.make_context("convert", ["SRC", "DST"], obj=WITHOUT_VARIABLES)
-        request = cls(command, context, values, plain.params, given(context))
+        request = cls(context, plain.params, given(context))
         read_settings(cast(ConvertOptions, request.given))
         locations = (value for option, value in request.options() if decides(option) is Decides.LOCATION)
         for location in (values["source"], values["target"], *locations):
@@ -130,7 +132,7 @@ class Request:
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:
         """Every option with a value other than its default."""
-        for option in self.command.params:
+        for option in self.context.command.params:
             if isinstance(option, click.Option) and option.name is not None:
                 value = self.values[option.name]
                 if value != self.defaults[option.name]:
@@ -174,10 +176,7 @@ class Request:
     def spell(self, source: str, target: str, *further_flags: str) -> tuple[str, ...]:
         """The command line of a job: local files by name alone, and the job's own cluster by default.
 
-        Raises
-        ------
-        UsageError
-            If an option holds credentials.
+        Refused if an option holds credentials.
         """
         spelled = [absolute(source), absolute(target)]
         for option, value in self.options():

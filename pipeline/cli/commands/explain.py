@@ -120,15 +120,12 @@ def _bytes(start: int, stop: int) -> str:
 
 
 def _box(origin: Origin) -> str:
-    """As Python indexes it."""
-    return (
-        "["
-        + ", ".join(
-            str(first) if extent == 1 else f"{first}:{first + extent}"
-            for first, extent in zip(origin.offset, origin.extents, strict=True)
-        )
-        + "]"
+    """A box as Python indexes it."""
+    indices = (
+        str(first) if extent == 1 else f"{first}:{first + extent}"
+        for first, extent in zip(origin.offset, origin.extents, strict=True)
     )
+    return f"[{', '.join(indices)}]"
 
 
 def _commands(found: Explanation, origin: Origin) -> Iterator[str]:

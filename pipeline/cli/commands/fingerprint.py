@@ -10,11 +10,9 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
+    answer_options,
     declared,
     given,
-    json_option,
-    progress_option,
-    quiet_option,
 )
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 
@@ -32,9 +30,7 @@ from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 @declared("allow_links")
 @declared("storage_options", "--source-storage-options")
 @declared("allow_scheme")
-@json_option
-@quiet_option
-@progress_option
+@answer_options
 @click.pass_context
 def fingerprint(context: click.Context, /, source: str, output: str | None, **_: Any) -> None:
     """Compute checksums that no topology changes.

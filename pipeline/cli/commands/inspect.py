@@ -8,7 +8,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
-from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
+from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options
 from paddle_reshard.pipeline.cli.terminal import print_facts, print_table
 from paddle_reshard.pipeline.core.shown import Count
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 @click.argument("source", type=LOCATION, metavar="SRC")
 @click.option("--tensors", is_flag=True, help="List every tensor with the rule that matched it.")
 @inspect_options
-@json_option
 @click.pass_context
 def inspect(context: click.Context, /, source: str, tensors: bool, **_: Any) -> None:
     """Describe a checkpoint from its metadata."""

@@ -8,7 +8,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
-from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options, json_option
+from paddle_reshard.pipeline.cli.options import LOCATION, given, inspect_options
 from paddle_reshard.pipeline.cli.terminal import print_table
 from paddle_reshard.pipeline.core.errors import ListingError
 
@@ -22,7 +22,6 @@ from paddle_reshard.pipeline.core.errors import ListingError
     help="A folder with conversions, such as that of watch: tells which checkpoints have been converted.",
 )
 @inspect_options
-@json_option
 @click.pass_context
 def ls(context: click.Context, /, run: str, targets: tuple[str, ...], **_: Any) -> None:
     """List the checkpoints of a run.

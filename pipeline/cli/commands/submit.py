@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import JobEnd, JobRequest
 
 NO_ACCESS = ("no credentials were found", "access denied")
-"""What the conversion of a job says that lacks credentials, or has those of the machine on which it runs."""
+"""Errors of a job without credentials, or with those of the machine on which it runs."""
 
 
 @click.command("submit", cls=ForConvert, short_help="Run a conversion as a Ray job.")

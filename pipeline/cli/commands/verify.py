@@ -13,13 +13,11 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
+    answer_options,
     compare_options,
     declared,
     given,
-    json_option,
     metrics_option,
-    progress_option,
-    quiet_option,
     report_option,
 )
 from paddle_reshard.pipeline.cli.terminal import say
@@ -35,19 +33,8 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
-    *(
-        "a",
-        "source",
-        "public_key",
-        "ca_certificate",
-        "signature",
-        "report_path",
-        "as_json",
-        "quiet",
-        "progress",
-        "events",
-        "metrics_port",
-    ),
+    *("a", "source", "public_key", "ca_certificate", "signature"),
+    *("report_path", "as_json", "quiet", "progress", "events", "metrics_port"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
@@ -106,9 +93,7 @@ OPTIONS_FOR_ONE = (
 @declared("label_selector")
 @compare_options
 @report_option
-@json_option
-@quiet_option
-@progress_option
+@answer_options
 @metrics_option
 @click.pass_context
 def verify(

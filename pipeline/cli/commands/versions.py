@@ -12,12 +12,10 @@ from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     SectionedCommand,
     all_of,
+    answer_options,
     declared,
     given,
-    json_option,
     outcome_option,
-    progress_option,
-    quiet_option,
 )
 from paddle_reshard.pipeline.versions.form import CHECKSUMS, Encoding
 
@@ -54,9 +52,7 @@ _STORES = ("storage_options", "allow_scheme", "source_storage_options", "target_
     "--full-every", type=click.IntRange(1), metavar="N", help="Publish a full version after N deltas."
 )
 @all_of(*map(declared, (*_EXPORT, "memory", *_MODEL, *_CONSENT, *_STORES)))
-@json_option
-@quiet_option
-@progress_option
+@answer_options
 @click.pass_context
 def publish(
     context: click.Context,
@@ -96,9 +92,7 @@ def publish(
     help="Number of the version. Default: the newest.",
 )
 @all_of(*map(declared, ("memory", "take_over", "no_space_check", "storage_options", "allow_scheme")))
-@json_option
-@quiet_option
-@progress_option
+@answer_options
 @click.pass_context
 def pull(
     context: click.Context,
