@@ -11,7 +11,6 @@ import logging
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 
 from paddle_reshard.pipeline.core import trainer_files
