@@ -45,7 +45,7 @@ _LOG_IN_MESSAGE = ", last available logs"
 
 
 @dataclass(frozen=True, slots=True)
-class JobRequest:
+class ConversionJob:
     """A conversion to run as a job."""
 
     arguments: tuple[str, ...]
@@ -67,7 +67,7 @@ class JobRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SubmittedJob:
     """A job on a cluster."""
 
     client: JobSubmissionClient
@@ -96,7 +96,7 @@ def entrypoint_of(arguments: Sequence[str], with_environment: bool = False) -> s
     return f". ./{environment.FILE} && {line}" if with_environment else line
 
 
-def metadata_of(request: JobRequest) -> dict[str, str]:
+def metadata_of(request: ConversionJob) -> dict[str, str]:
     """What Ray's dashboard and ``list_jobs`` show of a job besides its id: a name, and what becomes of what."""
     source, target = request.arguments[:2]
     name = f"paddle-reshard {PurePosixPath(source).name} to {target}"
@@ -104,7 +104,7 @@ def metadata_of(request: JobRequest) -> dict[str, str]:
     return {**shown, "submitted_by": user_at_host(), "version": __version__}
 
 
-def submit_conversion(request: JobRequest, address: str | None) -> Job:
+def submit_conversion(request: ConversionJob, address: str | None) -> SubmittedJob:
     """Submit a conversion, or attach to its existing job.
 
     Raises
@@ -133,7 +133,7 @@ def submit_conversion(request: JobRequest, address: str | None) -> Job:
                 exists = "already exists" in str(error)  # another process was faster
                 if not exists:
                     raise
-    return Job(client, submission_id, attached=exists)
+    return SubmittedJob(client, submission_id, attached=exists)
 
 
 def connect(address: str | None) -> JobSubmissionClient:
@@ -149,7 +149,7 @@ def connect(address: str | None) -> JobSubmissionClient:
         os.environ.update(saved)
 
 
-def _attempt(client: JobSubmissionClient, request: JobRequest) -> tuple[str, bool]:
+def _attempt(client: JobSubmissionClient, request: ConversionJob) -> tuple[str, bool]:
     """The submission id to use, and whether it is that of a job to attach to. The latest attempt decides."""
     pattern = re.compile(rf"{re.escape(request.submission_id)}(?:-([0-9]{{1,9}}))?")
     attempts = {
@@ -165,7 +165,7 @@ def _attempt(client: JobSubmissionClient, request: JobRequest) -> tuple[str, boo
     return (request.submission_id if number == 1 else f"{request.submission_id}-{number}"), attach
 
 
-def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:
+def _runtime_env(request: ConversionJob, variables: Mapping[str, str], staging: Path) -> dict[str, Any]:
     """Ray's description of what the job needs. Folders to upload are created in ``staging``.
 
     A job always has a working directory of its own, because Python and Ray search that directory for modules, and the
@@ -189,7 +189,7 @@ def _runtime_env(request: JobRequest, variables: Mapping[str, str], staging: Pat
     return runtime_env
 
 
-def follow_job(job: Job, write: Callable[[str], None]) -> JobEnd:
+def follow_job(job: SubmittedJob, write: Callable[[str], None]) -> JobEnd:
     """Write a job's output, in whole lines, until the job ends.
 
     The log is asked for again and again: a conversion writes few lines, and this survives proxies without websockets,

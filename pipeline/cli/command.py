@@ -37,7 +37,7 @@ DRAWN_PER_SECOND = 2
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningCommand:
     """A command while it runs: the observer of what it calls."""
 
     stream: Stream
@@ -93,7 +93,7 @@ class Running:
 @contextmanager
 def running(
     step: str = "", figures: CheckpointFigures | None = None, silent: bool = False
-) -> Iterator[Running]:
+) -> Iterator[RunningCommand]:
     """The current command while it runs, with the observers that its options ask for.
 
     It draws on a terminal and prints lines elsewhere, unless it is ``silent`` or ``--quiet`` or ``--json`` is given.
@@ -132,7 +132,7 @@ def running(
 
             page = stack.enter_context(HtmlReport(path, command=command_of(context)))
             stream.observers.append(_recording(page))
-        run = Running(stream, page, bool(context.obj) or receiver is not None)
+        run = RunningCommand(stream, page, bool(context.obj) or receiver is not None)
         if step:
             run(StepStarted(step))
         yield run

@@ -42,7 +42,7 @@ TROUBLE = {"diff": 2, "verify": 2}
 # ---------------------------------------------------------------------------------------------------- streams
 
 
-class Stream(io.TextIOBase):
+class GuardedStream(io.TextIOBase):
     """A standard stream that records its first failure instead of raising it, and discards later output.
 
     Characters that it cannot encode are replaced, whatever Python has made of the locale.
@@ -99,10 +99,10 @@ class Stream(io.TextIOBase):
 
 
 @contextmanager
-def guarded_streams() -> Iterator[tuple[Stream, Stream]]:
-    """Replace stdout and stderr by a :class:`Stream` each, also if they are closed."""
+def guarded_streams() -> Iterator[tuple[GuardedStream, GuardedStream]]:
+    """Replace stdout and stderr by a :class:`GuardedStream` each, also if they are closed."""
     before = sys.stdout, sys.stderr
-    guarded = Stream(sys.stdout), Stream(sys.stderr)
+    guarded = GuardedStream(sys.stdout), GuardedStream(sys.stderr)
     try:
         sys.stdout, sys.stderr = guarded
         yield guarded

@@ -10,7 +10,7 @@ from typing import Any
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.watch.notices import Notice, failed, skipped, waiting
-from paddle_reshard.pipeline.watch.records import Observation, Record, State
+from paddle_reshard.pipeline.watch.records import CheckpointRecord, Observation, State
 from paddle_reshard.storage.local.source import kept_by_copies
 
 LONGEST_BACKOFF_SECONDS = 3600.0
@@ -45,7 +45,7 @@ class Action(Enum):
     """A target exists that no record explains: determine whether this conversion made it."""
 
 
-def decide(seen: Observation, record: Record, policy: Policy, now: float) -> Action | Notice:
+def decide(seen: Observation, record: CheckpointRecord, policy: Policy, now: float) -> Action | Notice:
     """What to do about a checkpoint, or why there is nothing to do."""
     if record.state is State.REMOVING or (record.state is State.REMOVED and seen.plan_id is None):
         return skipped("converted, and removed by --keep")
@@ -71,24 +71,26 @@ def decide(seen: Observation, record: Record, policy: Policy, now: float) -> Act
     return Action.LOOK
 
 
-def _is_refused(record: Record, seen: Observation) -> bool:
+def _is_refused(record: CheckpointRecord, seen: Observation) -> bool:
     """Whether a checkpoint was refused, and neither target nor this package has changed since."""
     at = record.target_stamp, record.version
     return record.state is State.REFUSED and at == (seen.target_stamp, __version__)
 
 
-def given_up(record: Record) -> str:
+def given_up(record: CheckpointRecord) -> str:
     """Why a checkpoint is not tried again."""
     return f"given up after {record.failures} attempts: {record.reason or 'its process ended unexpectedly'}"
 
 
-def begun(record: Record, before_died: bool = True) -> Record:
+def begun(record: CheckpointRecord, before_died: bool = True) -> CheckpointRecord:
     """A record when an attempt begins. Another one that has not ended counts as failed if it must have died."""
     died = before_died and record.state is State.CONVERTING
     return replace(record, state=State.CONVERTING, failures=record.failures + died, reason="", looked_at=0.0)
 
 
-def ended(record: Record, error: Exception | None, seen: Observation, now: float) -> Record:
+def ended(
+    record: CheckpointRecord, error: Exception | None, seen: Observation, now: float
+) -> CheckpointRecord:
     """A record after an attempt, with an error or with the plan of its target."""
     if error is None and seen.plan_id is not None:
         done = replace(record, state=State.DONE, failures=0, reason="", ended_at=now)
@@ -99,13 +101,13 @@ def ended(record: Record, error: Exception | None, seen: Observation, now: float
     return replace(record, state=State.FAILED, failures=record.failures + 1, reason=reason, ended_at=now)
 
 
-def refused(record: Record, reason: str, seen: Observation, now: float) -> Record:
+def refused(record: CheckpointRecord, reason: str, seen: Observation, now: float) -> CheckpointRecord:
     """A record of a refusal, which stands until the source, the target or the version changes."""
     record = replace(record, state=State.REFUSED, reason=reason, ended_at=now)
     return replace(record, target_stamp=seen.target_stamp, version=__version__)
 
 
-def made(record: Record, plan_id: str) -> Record:
+def made(record: CheckpointRecord, plan_id: str) -> CheckpointRecord:
     """A record of a target and of what it was made."""
     return replace(record, plan_id=plan_id, made_of=record.source_stamp)
 

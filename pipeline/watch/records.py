@@ -57,7 +57,7 @@ class State(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class CheckpointRecord:
     """What watchers know of a conversion."""
 
     target: str
@@ -85,7 +85,7 @@ class Record:
     """State of the source of which that was."""
 
     @classmethod
-    def parse(cls, data: bytes) -> Record:
+    def parse(cls, data: bytes) -> CheckpointRecord:
         """From the JSON of its file; a ``ValueError`` if it is no record, or its name is that of another folder."""
         if len(data) > LARGEST_RECORD_BYTES:
             raise ValueError(f"not a record: {len(data)} bytes")
@@ -117,7 +117,7 @@ class Records:
     identify: Callable[[str, str], str]
     """Source and target → id of the conversion."""
     _manifests: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    _known: dict[str, tuple[str, Record | None]] = field(default_factory=dict)
+    _known: dict[str, tuple[str, CheckpointRecord | None]] = field(default_factory=dict)
 
     def observe(self, name: str) -> Observation:
         """What can be seen without reading the checkpoint."""
@@ -149,11 +149,11 @@ class Records:
         """Where the record of a checkpoint is."""
         return f"{SEEN}/{self.identify(self.run.at(name), self.out.at(name))}.json"
 
-    def read(self, name: str, source_stamp: str, now: float) -> Record:
+    def read(self, name: str, source_stamp: str, now: float) -> CheckpointRecord:
         """The record of a checkpoint; one of its present state if there is none, or none that can be read."""
         record = self._parsed(self.path_of(name))
         if record is None or record.target != name:
-            return Record(name, source_stamp, now)
+            return CheckpointRecord(name, source_stamp, now)
         if record.source_stamp == source_stamp:
             return record
         attempted = record.state in (State.CONVERTING, State.FAILED, State.REFUSED)
@@ -161,7 +161,7 @@ class Records:
         begun = replace(record, source_stamp=source_stamp, since=now, state=state)
         return replace(begun, failures=0, reason="", looked_at=0.0)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: CheckpointRecord) -> None:
         """Write the record of a checkpoint."""
         self.replace(self.path_of(record.target), record)
 
@@ -172,7 +172,7 @@ class Records:
             self.write(record)
         return record.since
 
-    def all(self) -> dict[str, Record]:
+    def all(self) -> dict[str, CheckpointRecord]:
         """Every record next to the targets, also of watchers with other options: path → record."""
         records = {}
         for file, stamp in self.out.files(SEEN).items():
@@ -184,13 +184,13 @@ class Records:
                 records[f"{SEEN}/{file}"] = record
         return records
 
-    def _parsed(self, path: str) -> Record | None:
+    def _parsed(self, path: str) -> CheckpointRecord | None:
         try:
-            return Record.parse(self.out.read(path) or b"")
+            return CheckpointRecord.parse(self.out.read(path) or b"")
         except ValueError:
             return None
 
-    def replace(self, path: str, record: Record) -> None:
+    def replace(self, path: str, record: CheckpointRecord) -> None:
         """Write a record at its path."""
         self.out.replace(path, json.dumps(asdict(record)).encode())
 

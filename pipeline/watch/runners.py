@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.request.parse import ConversionSettings
 from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
-    from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.clusters.ray.jobs import ConversionJob
     from paddle_reshard.pipeline.report.html_report import HtmlReport
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _resumed_or_afresh(convert: Callable[[], Result], target: str, conversion: C
 
 
 def convert_as_job(
-    conversion: Conversion, request_of: Callable[[str, str], JobRequest], address: str | None
+    conversion: Conversion, request_of: Callable[[str, str], ConversionJob], address: str | None
 ) -> Convert:
     """Conversions as jobs of a Ray cluster, one at a time. Their arguments must include ``--json --resume``."""
     from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion

@@ -50,8 +50,8 @@ from paddle_reshard.pipeline.watch.notices import (
 )
 from paddle_reshard.pipeline.watch.publishing import Publisher
 from paddle_reshard.pipeline.watch.records import (
+    CheckpointRecord,
     Observation,
-    Record,
     Records,
     State,
     digest,
@@ -179,7 +179,7 @@ class Watcher:
                 return False
         return isinstance(decision, Notice) and decision.result is Result.DONE
 
-    def _decide(self, name: str) -> tuple[Action | Notice, Observation, Record]:
+    def _decide(self, name: str) -> tuple[Action | Notice, Observation, CheckpointRecord]:
         seen = self.records.observe(name)
         record = self.records.read(name, seen.source_stamp, self.clock())
         return decide(seen, record, self.policy, self.clock()), seen, record
@@ -207,7 +207,7 @@ class Watcher:
             return self.notices.give(name, about)
         return self._convert(name, record)
 
-    def _compare(self, name: str, seen: Observation, record: Record) -> Action | Notice:
+    def _compare(self, name: str, seen: Observation, record: CheckpointRecord) -> Action | Notice:
         """Decide about a target that no record explains, of a killed watcher or made by hand, from its manifest."""
         target, settings = self.out.at(name), self.conversion.settings
         asked = settings.asked.with_shared(overwrite=False)
@@ -236,7 +236,7 @@ class Watcher:
 
     # ------------------------------------------------------------------------------------- converting
 
-    def _convert(self, name: str, record: Record) -> Result:
+    def _convert(self, name: str, record: CheckpointRecord) -> Result:
         """Convert a checkpoint, unless another watcher does, and record how that ended."""
         current, started = record, self.clock()
 
@@ -275,8 +275,8 @@ class Watcher:
             return self.notices.give(name, skipped("converted"))  # by another watcher, in the meantime
         return self._record(name, ended(current, error, self.records.observe(name), self.clock()), started)
 
-    def _release(self, before: Record, current: Record) -> None:
-        """Record that an attempt does not count, if it has begun."""
+    def _release(self, before: CheckpointRecord, current: CheckpointRecord) -> None:
+        """CheckpointRecord that an attempt does not count, if it has begun."""
         if current is not before:
             self.records.write(replace(current, state=State.SEEN))
 
@@ -285,8 +285,8 @@ class Watcher:
         record = self.records.read(name, "", self.clock())
         return record.plan_id == self.records.plan_id(name) is not None and record.ended_at > since
 
-    def _record(self, name: str, record: Record, started: float) -> Result:
-        """Record and report an attempt that has ended."""
+    def _record(self, name: str, record: CheckpointRecord, started: float) -> Result:
+        """CheckpointRecord and report an attempt that has ended."""
         self.records.write(record)
         seconds, done = max(0.0, self.clock() - started), record.state is State.DONE
         outcome = replace(
@@ -316,7 +316,7 @@ class Watcher:
         """
         if self.policy.keep is None:
             return
-        mine: dict[str, tuple[str, Record]] = {}
+        mine: dict[str, tuple[str, CheckpointRecord]] = {}
         for path, record in self.records.all().items():
             if record.state is State.REMOVING:
                 self._remove(path, record)
@@ -326,7 +326,7 @@ class Watcher:
             if name not in needed:
                 self._remove(*mine[name])
 
-    def _remove(self, path: str, record: Record) -> None:
+    def _remove(self, path: str, record: CheckpointRecord) -> None:
         """Remove a target, and nothing else. If this is killed, the next pass completes the removal."""
         name = record.target
         if self.records.plan_id(name) not in (None, record.plan_id):

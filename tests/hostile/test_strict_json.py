@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables, load_target_names
 from paddle_reshard.pipeline.request.parse import read_layout
-from paddle_reshard.pipeline.watch.records import Record
+from paddle_reshard.pipeline.watch.records import CheckpointRecord
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json, parse_json_with_constants
 from paddle_reshard.storage.files.safetensors import parse_index, parse_safetensors
 from paddle_reshard.storage.session.ledger import SessionRecord, parse_ledger
@@ -90,7 +90,7 @@ READERS: dict[str, tuple[Callable[[bytes, Path], object], type[Exception]]] = {
     "manifest": (lambda data, _: parse_manifest(data, "x"), CheckpointError),
     "session": (lambda data, _: SessionRecord.parse(data, "x"), TargetError),
     "ledger": (_ledger, TargetError),
-    "record of a watcher": (lambda data, _: Record.parse(data), ValueError),
+    "record of a watcher": (lambda data, _: CheckpointRecord.parse(data), ValueError),
     "safetensors header": (_safetensors, CheckpointError),
     "safetensors index": (lambda data, _: parse_index(data, "x"), CheckpointError),
 }

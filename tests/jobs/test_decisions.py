@@ -23,17 +23,19 @@ from paddle_reshard.pipeline.watch.decisions import (
     same_content,
 )
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result, of_incomplete
-from paddle_reshard.pipeline.watch.records import Observation, Record, State
+from paddle_reshard.pipeline.watch.records import CheckpointRecord, Observation, State
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
 NEW = Observation("source-a", "", None)
 MADE = Observation("source-a", "target-a", "plan-a")
 POLICY = Policy(retries=2, backoff_seconds=60)
-SEEN = Record("checkpoint-3", "source-a", 900.0)
+SEEN = CheckpointRecord("checkpoint-3", "source-a", 900.0)
 
 
-def notice_of(seen: Observation, record: Record, now: float = 1000.0, **policy: object) -> tuple[Result, str]:
+def notice_of(
+    seen: Observation, record: CheckpointRecord, now: float = 1000.0, **policy: object
+) -> tuple[Result, str]:
     """What is said about a checkpoint for which there is nothing to do."""
     decision = decide(seen, record, replace(POLICY, **policy), now)
     assert isinstance(decision, Notice)
@@ -118,10 +120,10 @@ def test_targets_are_compared_by_what_they_hold() -> None:
 def test_records_survive_json() -> None:
     record = ended(begun(SEEN), OSError("é"), NEW, 1000.0)
     data = json.dumps(asdict(record)).encode()
-    assert Record.parse(data) == record
+    assert CheckpointRecord.parse(data) == record
     for broken in (data[:-1], data.replace(b"checkpoint-3", b"../x"), b"[]", b"{}", b" " * (1 << 17)):
         with pytest.raises(ValueError, match="not a record"):
-            Record.parse(broken)
+            CheckpointRecord.parse(broken)
 
 
 def test_a_process_is_gone_only_if_that_can_be_known() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
 from paddle_reshard.clusters.ray.environment import chosen_variables
-from paddle_reshard.clusters.ray.jobs import JobRequest, entrypoint_of, metadata_of
+from paddle_reshard.clusters.ray.jobs import ConversionJob, entrypoint_of, metadata_of
 from paddle_reshard.pipeline.cli.commands import conversion
 from paddle_reshard.pipeline.cli.commands.elsewhere import OF_ONE_PROCESS, Request
 from paddle_reshard.pipeline.cli.options import Option
@@ -317,7 +317,9 @@ def test_variables_of_a_job_are_chosen_by_pattern(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_job_has_a_name_and_says_what_becomes_of_what() -> None:
-    found = metadata_of(JobRequest(("s3://b/run/checkpoint-3", "/out", "--to", "tp=1"), "paddle-reshard-1"))
+    found = metadata_of(
+        ConversionJob(("s3://b/run/checkpoint-3", "/out", "--to", "tp=1"), "paddle-reshard-1")
+    )
     assert found["job_name"] == "paddle-reshard checkpoint-3 to /out"
     assert (found["source"], found["target"]) == ("s3://b/run/checkpoint-3", "/out")
     assert all(isinstance(value, str) for value in found.values())  # Ray takes nothing else

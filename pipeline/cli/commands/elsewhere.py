@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.request.parse import read_settings
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.clusters.ray.jobs import ConversionJob
 
 OF_ONE_PROCESS: Mapping[str, str] = {
     "events": "--events",
@@ -91,11 +91,11 @@ job_options = all_of(
         help="Reserve this number of CPUs for the converter, on any node. Default: it runs on the head.",
     ),
 )
-"""Options of a job, with the names that :class:`~paddle_reshard.clusters.ray.jobs.JobRequest` has for them."""
+"""Options of a job, with the names that :class:`~paddle_reshard.clusters.ray.jobs.ConversionJob` has for them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ConvertArguments:
     """The parsed arguments of ``convert``."""
 
     context: click.Context
@@ -109,7 +109,7 @@ class Request:
         return self.context.params
 
     @classmethod
-    def read(cls, command: click.Command, arguments: Sequence[str]) -> Request:
+    def read(cls, command: click.Command, arguments: Sequence[str]) -> ConvertArguments:
         """Let ``convert`` read its arguments; click reports mistakes."""
         from paddle_reshard.storage.locate import check_scheme
 
@@ -212,10 +212,10 @@ class Request:
         target: str | None = None,
         again: bool,
         report: Path | None = None,
-    ) -> JobRequest:
+    ) -> ConversionJob:
         """A job that converts, with ``options`` of a job and these ``flags`` of ``convert`` too."""
         from paddle_reshard.clusters.ray.environment import chosen_variables
-        from paddle_reshard.clusters.ray.jobs import JobRequest
+        from paddle_reshard.clusters.ray.jobs import ConversionJob
 
         passed = chosen_variables(options["env"])
         for name, variable in self.variables.items():
@@ -225,7 +225,7 @@ class Request:
                 )
         source, target = source or self.values["source"], target or self.values["target"]
         written = () if report is None else ("--report", absolute(str(report)))
-        return JobRequest(
+        return ConversionJob(
             arguments=(*self.spell(source, target, *flags), *written),
             submission_id=self.identify(source, target),
             files={f"{name}.json": data for name, data in self.files().items()},

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paddle_reshard.pipeline.cli.commands.conversion import convert
-from paddle_reshard.pipeline.cli.commands.elsewhere import ForConvert, Request, job_options
+from paddle_reshard.pipeline.cli.commands.elsewhere import ConvertArguments, ForConvert, job_options
 from paddle_reshard.pipeline.cli.options import LOCATION
 from paddle_reshard.pipeline.cli.signals import exit_status
 from paddle_reshard.pipeline.cli.terminal import print_answer, print_object, relay, say
 from paddle_reshard.pipeline.core.answer import Answer
 
 if TYPE_CHECKING:
-    from paddle_reshard.clusters.ray.jobs import JobEnd, JobRequest
+    from paddle_reshard.clusters.ray.jobs import ConversionJob, JobEnd
 
 NO_ACCESS = ("no credentials were found", "access denied")
 """Errors of a job without credentials, or with those of the machine on which it runs."""
@@ -46,13 +46,13 @@ def submit(address: str | None, follow: bool, again: bool, arguments: tuple[str,
     and DST must be reachable under the same names on the cluster. For token authentication set RAY_AUTH_MODE and
     RAY_AUTH_TOKEN.
     """
-    request = Request.read(convert, arguments)
+    request = ConvertArguments.read(convert, arguments)
     afresh = again and request.values["overwrite"]
     asked = request.job(job, *([] if afresh else ["--resume"]), again=again)
     sys.exit(_run(asked, address, follow, request.values["as_json"], request.values["quiet"]))
 
 
-def _run(request: JobRequest, address: str | None, follow: bool, as_json: bool, quiet: bool) -> int:
+def _run(request: ConversionJob, address: str | None, follow: bool, as_json: bool, quiet: bool) -> int:
     """Submit a job, follow it, and tell how it ended. Returns the exit status."""
     from paddle_reshard.clusters.ray.jobs import follow_job, submit_conversion
 

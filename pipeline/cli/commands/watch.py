@@ -17,7 +17,13 @@ import click
 
 from paddle_reshard.pipeline.cli.command import command_of, running
 from paddle_reshard.pipeline.cli.commands.conversion import convert
-from paddle_reshard.pipeline.cli.commands.elsewhere import REPORT, ForConvert, Request, absolute, job_options
+from paddle_reshard.pipeline.cli.commands.elsewhere import (
+    REPORT,
+    ConvertArguments,
+    ForConvert,
+    absolute,
+    job_options,
+)
 from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option, notify_option
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say
@@ -27,7 +33,7 @@ from paddle_reshard.pipeline.request.options import ConvertOptions, declarations
 from paddle_reshard.pipeline.request.parse import read_request, read_settings
 
 if TYPE_CHECKING:
-    from paddle_reshard.clusters.ray.jobs import JobRequest
+    from paddle_reshard.clusters.ray.jobs import ConversionJob
     from paddle_reshard.pipeline.core.events import Observer
     from paddle_reshard.pipeline.watch.notices import Result
     from paddle_reshard.pipeline.watch.runners import Conversion, Convert, MakePage
@@ -141,7 +147,7 @@ def watch(
         from paddle_reshard.pipeline.watch.decisions import Policy
         from paddle_reshard.pipeline.watch.watcher import Watcher
 
-        request = Request.read(convert, arguments)
+        request = ConvertArguments.read(convert, arguments)
         policy = Policy(
             keep=settings["keep"],
             retries=settings["retries"],
@@ -168,7 +174,7 @@ def watch(
         sys.exit(_end(watcher, results, request.values["as_json"]))
 
 
-def _conversion(request: Request) -> Conversion:
+def _conversion(request: ConvertArguments) -> Conversion:
     """How every checkpoint is converted; mistakes are reported once, not for each."""
     from paddle_reshard.pipeline.watch.runners import Conversion
 
@@ -187,7 +193,7 @@ def _conversion(request: Request) -> Conversion:
 
 
 def _runner(
-    request: Request,
+    request: ConvertArguments,
     conversion: Conversion,
     address: str | None,
     job: Mapping[str, Any],
@@ -202,7 +208,7 @@ def _runner(
             raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
         return convert_inline(conversion, observe, _pages(request, report_dir))
 
-    def job_of(source: str, target: str) -> JobRequest:
+    def job_of(source: str, target: str) -> ConversionJob:
         page = None if report_dir is None else _page(report_dir, target)
         flags = ("--json", "--resume")
         return request.job(job, *flags, source=source, target=target, again=True, report=page)
@@ -215,7 +221,7 @@ def _page(report_dir: Path, target: str) -> Path:
     return report_dir / f"{target.rsplit('/', 1)[-1]}.html"
 
 
-def _pages(request: Request, report_dir: Path | None) -> MakePage | None:
+def _pages(request: ConvertArguments, report_dir: Path | None) -> MakePage | None:
     """Pages of conversions in this process. Each shows the command that converts its checkpoint alone."""
     if report_dir is None:
         return None
