@@ -39,7 +39,7 @@ from benchmarks.synthetic import MOE_671B, Dims, EmptySource, files_of, logical
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.changes.change import Altered
-from paddle_reshard.pipeline.checkpoint.files import Listing
+from paddle_reshard.pipeline.checkpoint.files import SourceListing
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.plan import plan_checkpoint
 from paddle_reshard.pipeline.convert.run import run_conversion
@@ -139,7 +139,7 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     plan.plan_id  # noqa: B018 -- computed once, and part of planning
     clock.stop("plan")
     (spec,) = (asked.target_for(checkpoint) for asked in request.target_requests)
-    laid_out = lay_out(checkpoint, checkpoint, spec, Listing(source.sizes(), ()))
+    laid_out = lay_out(checkpoint, checkpoint, spec, SourceListing(source.sizes(), ()))
     read_back = EmptySource(laid_out.files, None)
     written = ArithmeticSource(folder / "written", read_back)
     if not written.folder.exists():

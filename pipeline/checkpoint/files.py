@@ -48,7 +48,7 @@ class TargetFiles:
         return self.quantised.limits(of_store)
 
 
-class Listing(NamedTuple):
+class SourceListing(NamedTuple):
     """What the folder of a source holds, by name."""
 
     paths: Collection[str]

@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.topology import STRATEGIES
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
-    from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
+    from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
     from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
     from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
     from paddle_reshard.pipeline.core.catalog import Catalog
@@ -178,7 +178,7 @@ class Target(Protocol):
         Asked only of formats with ``holds_lora``.
         """
 
-    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """Lay out every tensor file, byte for byte, and decide about the source's small files.
 
         ``source`` lacks states that the format cannot hold; ``wanted`` is the same with all requested changes applied;
@@ -238,5 +238,5 @@ class JobTarget(Target, Protocol):
     def job(self, source: Checkpoint) -> TrainingJob:
         """The job that goes on training the source in this topology."""
 
-    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
+    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> Outline:
         """What :meth:`lay_out` would make of the same arguments, without the files; errors are the same."""

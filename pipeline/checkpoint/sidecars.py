@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import Listing, Sidecars
+from paddle_reshard.pipeline.checkpoint.files import Sidecars, SourceListing
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import (
     AVERAGE,
@@ -42,7 +42,7 @@ _NEEDED_FOR_IMAGES = {
 """The same of models that see images."""
 
 
-def plan_sidecars(listing: Listing, checkpoint: Checkpoint, topology: Topology) -> Sidecars:
+def plan_sidecars(listing: SourceListing, checkpoint: Checkpoint, topology: Topology) -> Sidecars:
     """Decide about the small files of a target from which a job continues: carry what its topology can use.
 
     Completion markers of the target are written with its tensor files, so those of the source are not reported.
@@ -72,7 +72,7 @@ def plan_sidecars(listing: Listing, checkpoint: Checkpoint, topology: Topology) 
 
 
 def classify_sidecars(
-    listing: Listing,
+    listing: SourceListing,
     own_files: Collection[str],
     reason_not_carried: Callable[[str], str | None],
     source_config: Mapping[str, Any],

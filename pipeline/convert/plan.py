@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
@@ -262,7 +262,7 @@ def plan_checkpoint(
     if _ties_heads(specs, request):
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
-    sizes, listing = store.sizes(), Listing(store.sizes(), store.folders)
+    sizes, listing = store.sizes(), SourceListing(store.sizes(), store.folders)
     _check_room(source, None, request, spare_bytes)
     laid_out = [lay_out(source, wanted, spec, listing) for spec in specs]
     check_nothing_lost(specs, laid_out)
@@ -331,7 +331,7 @@ def _portion(
 def laid_out_again(conversion: ConversionPlan) -> list[LaidOut]:
     """The targets of a plan, laid out again, with the files that it makes."""
     source, store = conversion.source, conversion.store
-    listing = Listing(store.sizes(), store.folders)
+    listing = SourceListing(store.sizes(), store.folders)
     laid_out = [lay_out(source, target.wanted, target.spec, listing) for target in conversion.targets]
     if conversion.portion is None:
         return laid_out

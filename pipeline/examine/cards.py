@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import Listing
+from paddle_reshard.pipeline.checkpoint.files import SourceListing
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import by_reason, source_in_words
@@ -285,7 +285,7 @@ class _Offer:
         target = read_target({**self.options, "to": topology}).target_for(source)
         if not isinstance(target, JobTarget):
             raise UsageError(f"--format {target.format} has no topology, any job reads it")
-        layout = outline(source, wanted, target, Listing(store.sizes(), store.folders))
+        layout = outline(source, wanted, target, SourceListing(store.sizes(), store.folders))
         is_already = self._is_already(topology, target)
         anew = starts_anew(source, target) or source.history.masters_made
         arguments, not_resumed = self._arguments(target, is_already, anew)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles, add_literal_files
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.checkpoint.format import Format, JobTarget, Outline, Target
 from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
@@ -24,7 +24,7 @@ def lay_out(
     source: Checkpoint,
     wanted: Checkpoint,
     target: Target,
-    listing: Listing,
+    listing: SourceListing,
 ) -> LaidOut:
     """Lay out all files of a target, without states that its format cannot hold.
 
@@ -45,7 +45,7 @@ def outline(
     source: Checkpoint,
     wanted: Checkpoint,
     target: JobTarget,
-    listing: Listing,
+    listing: SourceListing,
 ) -> Outline:
     """What :func:`lay_out` would make, without the files; arguments and errors are the same."""
     source, wanted, omitted = _to_lay_out(source, wanted, target)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.training_job import never_restored
@@ -70,7 +70,7 @@ class RankFlexTarget(HybridJob):
         """A FlexCheckpoint of a LoRA job contains the base model."""
         return cannot_hold_lora(model)
 
-    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """The files of all ranks, and what becomes of small ones."""
         check_by_rank(wanted, self)
         sidecars = plan_flex_sidecars(listing, wanted, self.paddle_version, self.topology)
@@ -80,7 +80,7 @@ class RankFlexTarget(HybridJob):
             files.add_folder(folder, *pieces.of_folder(folder))
         return LaidOut(source.catalog, files.target_files(), sidecars, remarks=_remarks(wanted, self))
 
-    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
+    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> Outline:
         """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
         check_by_rank(wanted, self)
         sidecars = plan_flex_sidecars(listing, wanted, self.paddle_version, self.topology)

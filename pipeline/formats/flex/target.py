@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, Sidecars, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Sidecars, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
@@ -81,7 +81,7 @@ class FlexTarget(SettledTarget):
         """A FlexCheckpoint of a LoRA job contains the base model."""
         return cannot_hold_lora(model)
 
-    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """All tensor files of a dist checkpoint, and what becomes of small ones."""
         auto_parallel = self.format == AUTO_PARALLEL
         if auto_parallel:
@@ -145,7 +145,7 @@ def paddleformers_folders(wanted: Checkpoint) -> list[str]:
 
 
 def plan_flex_sidecars(
-    listing: Listing, wanted: Checkpoint, paddle_version: str, topology: Topology | None
+    listing: SourceListing, wanted: Checkpoint, paddle_version: str, topology: Topology | None
 ) -> Sidecars:
     """The small files for a job of this ``topology``; ``None``: for auto-parallel training.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import Listing, Sidecars
+from paddle_reshard.pipeline.checkpoint.files import Sidecars, SourceListing
 from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
 from paddle_reshard.pipeline.core.trainer_files import is_training_state
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def plan_huggingface_sidecars(
-    listing: Listing,
+    listing: SourceListing,
     wanted: Checkpoint,
     target: HuggingFaceTarget,
     quantization_config: Mapping[str, Any] | None,

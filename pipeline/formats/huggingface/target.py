@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.lora import without_base
 from paddle_reshard.pipeline.checkpoint.quantised import SCALES, fp8_config
@@ -105,7 +105,7 @@ class HuggingFaceTarget(SettledTarget):
             QUANTIZE: self.quantize,
         }
 
-    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """The tensor files of the model, or of an adapter, and what becomes of small ones."""
         if wanted.model.has_lora:
             return self._lay_out_adapter(without_base(source), without_base(wanted), listing)
@@ -123,7 +123,7 @@ class HuggingFaceTarget(SettledTarget):
             remarks=(*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
         )
 
-    def _lay_out_adapter(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def _lay_out_adapter(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         if self.of_average:
             raise UnsupportedError("--state ema is not supported for LoRA")
         if self.card:

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
@@ -64,7 +64,7 @@ class HybridTarget(HybridJob):
             "it saves, which no model of PaddleFormers 1.2 implements (NotImplementedError); choose pp=2 or more"
         )
 
-    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """All tensor files of the target checkpoint, and what becomes of small ones."""
         source, wanted, of_base = self._to_write(source, wanted)
         sidecars = plan_sidecars(listing, wanted, self.topology)
@@ -84,7 +84,7 @@ class HybridTarget(HybridJob):
             "its names, and loads them",
         )
 
-    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> Outline:
+    def outline(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> Outline:
         """What the fullest rank holds, and the size of all tensors, by the same rules as the files."""
         source, wanted, of_base = self._to_write(source, wanted)
         sidecars = plan_sidecars(listing, wanted, self.topology)

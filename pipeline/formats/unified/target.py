@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, Listing, TargetFiles
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
@@ -63,7 +63,7 @@ class UnifiedTarget(SettledTarget):
         """What is asked of it."""
         return {"format": self.format, "files": self.files}
 
-    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: Listing) -> LaidOut:
+    def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """All tensor files of a unified checkpoint, and what becomes of small ones."""
         missing = "which keys the trainer expects in a unified checkpoint"
         wanted.model.table.check_known(wanted.model.config, missing)
