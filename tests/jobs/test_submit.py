@@ -13,7 +13,7 @@ from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
 from paddle_reshard.clusters.ray.environment import chosen_variables
 from paddle_reshard.clusters.ray.jobs import ConversionJob, entrypoint_of, metadata_of
 from paddle_reshard.pipeline.cli.commands import conversion
-from paddle_reshard.pipeline.cli.commands.elsewhere import OF_ONE_PROCESS, Request
+from paddle_reshard.pipeline.cli.commands.elsewhere import OF_ONE_PROCESS, ConvertArguments
 from paddle_reshard.pipeline.cli.options import Option
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.request.options import Decides
@@ -23,8 +23,8 @@ from tests.published import checked
 FILE = object()
 
 
-def read(*arguments: object, convert: click.Command = conversion.convert) -> Request:
-    return Request.read(convert, [str(argument) for argument in arguments])
+def read(*arguments: object, convert: click.Command = conversion.convert) -> ConvertArguments:
+    return ConvertArguments.read(convert, [str(argument) for argument in arguments])
 
 
 def identity(*arguments: object) -> str:

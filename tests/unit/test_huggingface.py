@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.cli.commands.conversion import convert
-from paddle_reshard.pipeline.cli.commands.elsewhere import Request
+from paddle_reshard.pipeline.cli.commands.elsewhere import ConvertArguments
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
@@ -334,7 +334,7 @@ def test_paddle_gives_the_same_bits(one: np.dtype, two: np.dtype) -> None:
 
 
 def test_a_conversion_without_a_topology_can_be_sent_as_a_job() -> None:
-    one = Request.read(convert, ["a", "b", "--format", "huggingface", "--dtype", "float16"])
-    two = Request.read(convert, ["a", "b", "--format", "huggingface"])
+    one = ConvertArguments.read(convert, ["a", "b", "--format", "huggingface", "--dtype", "float16"])
+    two = ConvertArguments.read(convert, ["a", "b", "--format", "huggingface"])
     assert one.identify("a", "b") != two.identify("a", "b")
     assert one.spell("/a", "/b")[2:] == ("--format", "huggingface", "--dtype", "float16", "--cluster", "ray")
