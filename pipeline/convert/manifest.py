@@ -45,6 +45,8 @@ from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Receipt
 
 FORMAT = MANIFEST_FORMAT
+NOT_A_MANIFEST = "not_a_manifest"
+"""Reason of the error about a file of that name that is not ours."""
 GENERATION = 2
 Copies = Mapping[tuple[str, int], tuple[str, int]]
 """File and byte offset of a copied part → file and byte offset in the source."""
@@ -213,7 +215,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     except JsonError as error:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise FormatError("not_a_manifest", path, None, f"not a {FORMAT}")
+        raise FormatError(NOT_A_MANIFEST, path, None, f"not a {FORMAT}")
     generation = values.get("generation", 1)
     if type(generation) is not int or not 1 <= generation <= GENERATION:
         raise FormatError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of, names_and_sizes
+from paddle_reshard.pipeline.convert.manifest import NOT_A_MANIFEST
 from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.choices import FULL
@@ -64,12 +65,21 @@ class Known:
 def known_of(store: Source) -> Known | None:
     """What the manifest of a source records, if its files have the names and sizes that it lists.
 
-    A file of tensors that has the right size, but visibly another content, is refused.
+    A file of tensors that has the right size, but visibly another content, is refused. So is a damaged manifest, which
+    may have recorded other values.
     """
+    if MANIFEST not in store.sizes():
+        return None
     try:
         manifest = manifest_of(store)[1]
-    except (CheckpointError, FormatError):
+    except FormatError as error:
+        if error.reason == NOT_A_MANIFEST:  # another program's file of that name
+            return None
+        raise CheckpointError(f"{error}. {_advice(store.location)}") from error
+    except CheckpointError:  # of a version that recorded no checksums
         return None
+    if manifest.changed:
+        raise CheckpointError(f"{store.location}/{MANIFEST}: {manifest.changed}. {_advice(store.location)}")
     if manifest.fingerprints is None or names_and_sizes(store, manifest):
         return None
     for damage in check_target_quickly(store, manifest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -27,5 +28,6 @@ def save_report(report: ReportData, path: Path) -> None:
         unfinished.write_text(render(report), "utf-8", errors="replace")
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses that too, even if there is nothing
+            unfinished.unlink()
         raise UsageError(f"{path}: the report cannot be written: {error}") from error

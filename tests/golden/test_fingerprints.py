@@ -292,6 +292,29 @@ def test_a_source_that_is_not_what_its_manifest_records_is_refused(case: str, tm
     paddle_reshard.convert(card, tmp_path / "made", to="tp=2")
 
 
+@pytest.mark.parametrize("damage", ["cut", "plan_id", "fingerprints"])
+def test_a_damaged_manifest_of_the_source_does_not_switch_off_the_comparison(
+    damage: str, tmp_path: Path
+) -> None:
+    card = tmp_path / "card"
+    paddle_reshard.convert(SOURCE, card, to="tp=1", fingerprint="known")
+    manifest = card / "paddle_reshard.json"
+    if damage == "cut":
+        manifest.write_bytes(manifest.read_bytes()[:-100])
+    else:
+        manifest.write_text(
+            json.dumps(json.loads(manifest.read_text()) | {damage: {"plan_id": "0"}.get(damage, [])})
+        )
+    with pytest.raises(
+        CheckpointError, match=r"paddle_reshard.json.*convert it as it is with --fingerprint off"
+    ):
+        paddle_reshard.convert(card, tmp_path / "made", to="tp=2", fingerprint="known")
+    assert not (tmp_path / "made").exists()
+    paddle_reshard.convert(card, tmp_path / "made", to="tp=2")
+    manifest.write_text('{"of": "another program"}')
+    paddle_reshard.convert(card, tmp_path / "again", to="tp=2", fingerprint="known")
+
+
 def test_against_fingerprints_other_copies_are_compared_too(tmp_path: Path) -> None:
     """Every rank of tensor parallelism stores the norms."""
     two, written = tmp_path / "two", tmp_path / "fingerprints.json"

@@ -58,7 +58,7 @@ from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta, parse_model_meta
 from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
-from paddle_reshard.pipeline.model.completeness import check_layers, lost
+from paddle_reshard.pipeline.model.completeness import check_complete, lost
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import (
     Model,
@@ -321,9 +321,9 @@ class _Source:
         _check_same_tensors(self.ranks, tensors)
         if self.ranks.has_lora:
             return _read_adapter(Model(tuple(tied), table, self.config), adapter)
-        if table.counts_layers:
-            check_layers(tied, table, self.config)
-        return Model(tuple(lead_experts(tied, unified=False)), table, self.config)
+        model = Model(tuple(lead_experts(tied, unified=False)), table, self.config)
+        check_complete(model)
+        return model
 
     def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
         topology = self.ranks.topology
