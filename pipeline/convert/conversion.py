@@ -55,6 +55,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
+from paddle_reshard.pipeline.request.options import flag_of
 from paddle_reshard.pipeline.request.parse import (
     Asked,
     ConversionRequest,
@@ -205,6 +206,11 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
         return asked
     if asked.is_complete:
         return asked
+    if of_outcome := asked.of_outcome:
+        raise UsageError(
+            f"{outputs.location}: nothing to resume here that {', '.join(map(flag_of, of_outcome))} could belong to; "
+            "for another conversion give --to or --format too"
+        )
     source_store = open_checkpoint(locations.sources[0], locations.reading)
     for store in outputs.targets.values():
         if not check_finished(store, source_store, settings.verify):

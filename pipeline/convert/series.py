@@ -69,6 +69,7 @@ from paddle_reshard.tasks.ema import Averaging, factors
 AVERAGES = {MASTER_WEIGHT: EMA_MASTER_WEIGHT, PARAM: EMA_PARAM}
 SUM_TOLERANCE = 1e-6
 """By how much given weights may miss a sum of 1."""
+LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
@@ -98,6 +99,8 @@ class Weighting:
 
         Weights that do not add up to 1 are refused.
         """
+        if out_of_range := [weight for weight in weights if abs(weight) > LARGEST_WEIGHT]:
+            raise UsageError(f"the weight {out_of_range[0]} is out of the range of float32")
         total = math.fsum(weights)
         if not abs(total - 1) <= SUM_TOLERANCE:
             raise UsageError(

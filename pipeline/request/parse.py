@@ -90,6 +90,17 @@ class Asked:
         return any(target.get("to") or target.get("format") for target in self.targets)
 
     @property
+    def of_outcome(self) -> list[str]:
+        """The given options that decide what is made."""
+        given = {
+            name for values in (*self.targets, self.shared) for name in values if values[name] is not None
+        }
+        deciding = (Decides.OUTCOME, Decides.LOCATION)
+        return [
+            name for name, option in declarations().items() if name in given and option.decides in deciding
+        ]
+
+    @property
     def budget_bytes(self) -> int:
         """Memory budget of each worker."""
         memory: Size | None = self.shared.get("memory")

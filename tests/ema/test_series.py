@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,10 @@ def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> Non
     refused(UsageError, "2 weights are given for 3", weights=[0.5, 0.5])
     refused(UsageError, r"add up to 0\.8", weights=[0.5, 0.2, 0.1])
     refused(UsageError, "add up to nan", weights=[0.5, float("nan"), 0.5])
+    for large in (1e308, float("inf")):
+        refused(
+            UsageError, f"the weight {re.escape(str(large))} is out of the range", weights=[large, -large, 1]
+        )
     refused(UsageError, "decay 1 must be", decay=1)
     refused(
         UsageError,

@@ -251,6 +251,9 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
     for verify in (False, True):
         with pytest.raises(FinishedError, match=f"^{target}: already finished, and matches its manifest"):
             SMALL.convert(source, target, resume=True, verify=verify)
+    for options in ({"drop": ["ema"]}, {"vocab_pad": 512}, {"fill": source}):
+        with pytest.raises(UsageError, match=r"nothing to resume here that --.* could belong to"):
+            SMALL.convert(source, target, resume=True, **options)
     path = source / "trainer_state.bin"
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
