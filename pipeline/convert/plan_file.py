@@ -205,8 +205,8 @@ def _first_change(budget_bytes: int | None, then: Mapping[str, pa.Table], plan: 
     if any(then[name] != now[name] for name in ("tensors", "carried")):
         return "the tensors or the carried files differ"
     return (
-        "the same files, but made in different parts or order: options, the store of the target (was it planned without "
-        "DST?) or the version of this package differ"
+        "the same files, but made in different parts or order: options, the store of the target (was it planned "
+        "without DST?) or the version of this package differ"
     )
 
 

@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.request.options import check_names, takes
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
+from paddle_reshard.storage.local.folders import write_whole
 from paddle_reshard.storage.locate import absolute
 
 
@@ -104,7 +105,7 @@ def write_fingerprints(report: FingerprintReport, path: Path) -> None:
     """Write the fingerprints of a checkpoint to a local file."""
     facts = {"version": version.__version__, "checkpoint": absolute(report.path)}
     try:
-        path.write_bytes(format_fingerprints(report.fingerprints, facts))
+        write_whole(path, format_fingerprints(report.fingerprints, facts))
     except OSError as error:
         raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from error
 

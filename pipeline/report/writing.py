@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.report.data import ReportData
 from paddle_reshard.pipeline.report.page import render
+from paddle_reshard.storage.local.folders import write_whole
 
 
 def check_writable(path: Path) -> None:
@@ -23,11 +22,7 @@ def check_writable(path: Path) -> None:
 
 def save_report(report: ReportData, path: Path) -> None:
     """Write a report; it replaces an existing file, and appears as a whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(render(report), "utf-8", errors="replace")
-        unfinished.replace(path)
+        write_whole(path, render(report).encode("utf-8", errors="replace"))
     except OSError as error:
-        with suppress(OSError):  # a read-only file system refuses that too, even if there is nothing
-            unfinished.unlink()
         raise UsageError(f"{path}: the report cannot be written: {error}") from error

@@ -55,6 +55,23 @@ def make_private(folder: Path) -> None:
         raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that replaces an existing one, and appears as a whole or not at all; a link or pipe stays one."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout is both
+        path.write_bytes(content)
+        return
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(
+            OSError
+        ):  # a read-only file system refuses that too, even if there is nothing
+            unfinished.unlink()
+        raise
+
+
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
     """The manifest in a folder; ``None`` if there is no plain file of this name."""
     found = (entry for entry in entries if entry.path == MANIFEST and entry.kind is EntryKind.FILE)

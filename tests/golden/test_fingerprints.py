@@ -292,6 +292,19 @@ def test_a_source_that_is_not_what_its_manifest_records_is_refused(case: str, tm
     paddle_reshard.convert(card, tmp_path / "made", to="tp=2")
 
 
+def test_fingerprints_replace_a_file_whole_and_go_through_links(tmp_path: Path) -> None:
+    written, link = tmp_path / "f.json", tmp_path / "link"
+    written.write_text("before")
+    written.chmod(0o444)  # what is replaced need not be writable
+    report = paddle_reshard.fingerprint(SOURCE, output=written)
+    link.symlink_to(written)
+    written.chmod(0o644)
+    paddle_reshard.fingerprint(SOURCE, output=link)
+    assert link.is_symlink()
+    assert json.loads(written.read_text())["root"] == report.root
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.json", "link"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "plan_id", "fingerprints"])
 def test_a_damaged_manifest_of_the_source_does_not_switch_off_the_comparison(
     damage: str, tmp_path: Path
