@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
 from paddle_reshard.pipeline.core.events import StepStarted
 from tests.conftest import case_directory
 
@@ -428,3 +428,26 @@ def test_an_edited_parameter_is_never_taken_for_drift(tmp_path: Path) -> None:
     flip_bit(path, payload_of(path, "model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ReshardError, match="the target would keep the master weight only"):
         paddle_reshard.convert(source, tmp_path / "target", to="sharding=2", allow_replica_drift=True)
+
+
+@pytest.mark.parametrize(
+    "key", ["model.norm.weight", "lm_head.weight", "model.layers.2.input_layernorm.weight"]
+)
+def test_a_plain_checkpoint_without_a_tensor_of_its_model_is_refused(key: str, tmp_path: Path) -> None:
+    """Nothing in these files says which tensors there are: only the model does."""
+    source = tmp_path / "source"
+    shutil.copytree(case_directory("dense/single") / "checkpoint-3", source)
+    weights = pickle.loads((source / "model_state.pdparams").read_bytes())
+    name = weights["StructuredToParameterName@@"].pop(key)
+    del weights[key]
+    states = pickle.loads((source / "optimizer.pdopt").read_bytes())
+    del states["master_weights"][name]
+    states = {entry: value for entry, value in states.items() if not entry.startswith(f"{name}_")}
+    for file, content in (("model_state.pdparams", weights), ("optimizer.pdopt", states)):
+        times = (source / file).stat()
+        (source / file).write_bytes(pickle.dumps(content, protocol=4))
+        os.utime(source / file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for options in ({"to": "tp=2"}, {"to": "pp=2,sharding=2"}, {"format": "huggingface"}):
+        with pytest.raises(CoverageError, match=f"{key}: no file holds it"):
+            paddle_reshard.convert(source, tmp_path / "made", **options)
+    assert not (tmp_path / "made").exists()
