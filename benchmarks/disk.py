@@ -96,7 +96,7 @@ CPU_PER_GB_GOAL, CPU_PER_GB_LIMIT = 0.6, 1.1
 ALL_COPIED = 0.99
 VERIFY_GOAL, VERIFY_LIMIT = 1.5, 2.6
 """Ratio of a comparison to reading both checkpoints."""
-THREADS_LIMIT, RAY_LIMIT = 1.3, 1.7
+THREADS_LIMIT, RAY_LIMIT = 1.3, 1.6
 """How many times faster two workers are in memory, of the 1.8 that are wanted."""
 FINGERPRINTED = (
     Conversion("to Hugging Face", None, strategy=None, options=(("format", "huggingface"),)),
