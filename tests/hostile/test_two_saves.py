@@ -54,6 +54,8 @@ COVERED = (
     ("fc_sh2_s1v2", "fc_single"),
     ("fp16_single", "single"),
     ("fp16_single", "dp2"),
+    ("uc_sh2_s1v2", "llama"),
+    ("uc_sh2_s1v2_ignoremerge", "llama"),
 )
 """Pairs that are read as the first: it has every tensor file of the second itself, so none of that is left."""
 SAMPLED = (
