@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -61,11 +61,6 @@ class Columns:
         for name in cls.DTYPE.names or ():
             columns[name] = rows[name]
         return columns
-
-    @classmethod
-    def of_columns(cls, columns: Mapping[Column, npt.NDArray[Any]]) -> Self:
-        """Rows of columns as :meth:`narrow` gives them."""
-        return cls({name: narrowed(columns[name], len(columns[name])) for name in cls.COLUMNS})
 
     def narrow(self) -> Iterator[tuple[Column, npt.NDArray[Any]]]:
         """Every column as it is held, in the smallest whole numbers that its values fit.

@@ -199,18 +199,6 @@ class Literals(Iterable[Literal]):
                 files.append((file, number))
         return templates, files
 
-    @classmethod
-    def of_templates(cls, templates: Literals, files: Iterable[tuple[int, int]]) -> Literals:
-        """The inverse of :meth:`templates`; takes over the contents. A template must exist: else a ``ValueError``."""
-        known = dict(templates._runs)
-        literals = cls()
-        literals._content = templates._content
-        for file, number in files:
-            if number not in known:
-                raise ValueError(f"there is no template {number} of literals")
-            literals.add_file(known[number], file)
-        return literals
-
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""
         return LiteralsByFile(self._runs, self._content)

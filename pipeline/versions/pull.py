@@ -116,7 +116,7 @@ def pull(
     access = Access(storage_options or {}, tuple(allow_scheme))
     known = Versions(open_root(os.fspath(versions), access.options, access.schemes), access)
     number = _wanted(known, version)
-    target = open_target(where, Access({}), Permission(True, True, take_over))
+    target = open_target(where, Access({}), Permission(overwrite=True, resume=True, take_over=take_over))
     held = _held(target, where, known.root)
     if held == number:
         start = number
