@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.storage.aligned import LINE_BYTES
-from paddle_reshard.tasks.cast import cast, cast_in_range, round_words
+from paddle_reshard.tasks.cast import cast, cast_in_range, upper_halves
 
-BLOCK_ELEMENTS = 1 << 16
-"""Largest block of casts and comparisons: all its operands fit the second-level cache."""
-TILE_EDGE = 128
-"""Length of a tile along the fastest dim of each side, if these differ."""
-COPY_EDGE = 256
-"""The same where a tile is only copied."""
+BLOCK_ELEMENTS = 1 << 17
+"""Largest block of casts and comparisons: its operands fit the second-level cache, and an operation on it takes much
+longer than handing Python's lock to another thread."""
+TILE_EDGES = 240, 512
+"""Lengths of a tile along the fastest dim of the side that it is read from and of the side that it is written to. The
+first is not a power of two, so that the elements of a column do not compete for a few lines of the cache."""
 
 Array = npt.NDArray[Any]
 Slices = tuple[slice, ...]
@@ -30,36 +29,12 @@ FLOAT32, BFLOAT16 = np.dtype("<f4"), np.dtype("<u2")
 
 
 def copy_box(source: Array, target: Array) -> None:
-    """Copy a box to one of the same shape and dtype.
-
-    Where another dim is the fastest, each tile is first copied as it lies, here and for casts: the rows of a matrix are
-    often a power of two apart, and then those of a tile compete for a few lines of the processor's cache.
-    """
+    """Copy a box to one of the same shape and dtype."""
     source, target = in_order_of(target, source, target)
     if _is_in_order(source):
         target[...] = source
-        return
-    order = _memory_order(source)
-    for tile in tiles(source.shape, order, COPY_EDGE if _is_turned(order) else TILE_EDGE):
-        target[tile] = _rows_apart(source[tile], order)
-
-
-def _rows_apart(box: Array, order: list[int]) -> Array:
-    """A copy of a box as it lies, but with long rows that are not a power of two apart; the box itself if its last dim
-    is the fastest, which comes last in ``order``."""
-    if not _is_turned(order):
-        return box
-    box = box.transpose(order)
-    *outer, row = box.shape
-    apart = row + (LINE_BYTES // box.itemsize if row * box.itemsize > LINE_BYTES else 0)
-    copy: Array = np.empty((*outer, apart), box.dtype)[..., :row]
-    copy[...] = box
-    return copy.transpose(np.argsort(order))
-
-
-def _is_turned(order: list[int]) -> bool:
-    """Whether another dim than the last is the fastest."""
-    return bool(order) and order[-1] != len(order) - 1
+    else:
+        by_blocks(source, target, lambda values, _: values)
 
 
 def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
@@ -70,15 +45,12 @@ def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
     OverflowError
         If a finite value is too large for the dtype of ``target``, and must be ``in_range``.
     """
-    room = min(source.size, BLOCK_ELEMENTS)
-    words, halves = np.empty(room, "<u4"), np.empty(room, "<u2")
+    words = np.empty(min(source.size, BLOCK_ELEMENTS), "<u4")
 
     def rounded(values: Array, _: Array) -> Array:
-        if (source.dtype, target.dtype) != (FLOAT32, BFLOAT16):
-            return (cast_in_range if in_range else cast)(values, target.dtype)
-        round_words(values, words[: values.size])
-        np.copyto(halves[: values.size], words[: values.size], casting="unsafe")  # the upper halves are zero
-        return halves[: values.size]
+        if (source.dtype, target.dtype) == (FLOAT32, BFLOAT16):
+            return upper_halves(values, words[: values.size])
+        return (cast_in_range if in_range else cast)(values, target.dtype)
 
     by_blocks(source, target, rounded)
 
@@ -86,17 +58,20 @@ def cast_box(source: Array, target: Array, in_range: bool = True) -> None:
 def by_blocks(source: Array, target: Array, make: Callable[[Array, Array], Array]) -> None:
     """Fill a box with what ``make`` returns for each block of a box of the same shape.
 
-    It is given the values of the block, flat, in memory that the next block reuses, and the block of the target.
+    It is given the values of the block in the order in which they lie, flat, in memory that the next block reuses, and
+    the block of the target. It returns as many values, flat.
+
+    Where the target has another fastest dim, it is cheaper to go through the cache twice than to read across rows:
+    those of a matrix are often a power of two apart, and compete for a few of its lines.
     """
-    source, target = in_order_of(target, source, target)
+    source, target = in_order_of(source, source, target)
     # Arithmetic on strided or unaligned operands is slow; copying a block first is not.
     values = np.empty(min(source.size, BLOCK_ELEMENTS), source.dtype)
-    order = _memory_order(source)
-    pieces = blocks(source.shape) if _is_in_order(source) else tiles(source.shape, order)
+    pieces = blocks(source.shape) if _is_in_order(target) else tiles(source.shape, _memory_order(target))
     for piece in pieces:
         box = source[piece]
         block = values[: box.size]
-        block.reshape(box.shape)[...] = _rows_apart(box, order)
+        block.reshape(box.shape)[...] = box
         target[piece] = make(block, target[piece]).reshape(box.shape)
 
 
@@ -116,22 +91,23 @@ def blocks(extents: Sequence[int], elements: int = BLOCK_ELEMENTS) -> Iterator[S
             yield (here,)
 
 
-def tiles(extents: Sequence[int], order_b: Sequence[int], edge: int = TILE_EDGE) -> Iterator[Slices]:
-    """Cut a box into tiles that are runs of about ``edge`` elements on both sides of a move.
+def tiles(
+    extents: Sequence[int], order_b: Sequence[int], edges: tuple[int, int] = TILE_EDGES
+) -> Iterator[Slices]:
+    """Cut a box into tiles that are runs of about as many elements as the ``edges`` say on the two sides of a move.
 
     On one side the last dim is the fastest; ``order_b`` lists the dims as the second side has them, fastest last. A
-    tile has at most ``edge`` squared elements. A 300 × 200 matrix that is transposed (``order_b = (1, 0)``) has tiles
-    of 128 × 128: three rows of two.
+    tile has at most the product of the edges. A 1000 × 700 matrix that is transposed (``order_b = (1, 0)``) has tiles
+    of 512 × 240: two rows of three.
     """
     shape = [1] * len(extents)
     order = range(len(extents) - 1, -1, -1)
-    for dims in (order, reversed(order_b)):
-        room = edge
+    for dims, room in zip((order, reversed(order_b)), edges, strict=True):
         for dim in dims:
             shape[dim] = max(shape[dim], min(extents[dim], room))
             room //= max(1, shape[dim])
     for dim in order:  # lengthen the tile where short dims do not use up the limit
-        room = edge * edge // max(1, prod(shape))
+        room = prod(edges) // max(1, prod(shape))
         shape[dim] = min(extents[dim], shape[dim] * max(1, room))
     return product(
         *(

@@ -18,23 +18,26 @@ def bfloat16_bits(values: Floats) -> npt.NDArray[np.uint16]:
     >>> [hex(b) for b in bfloat16_bits(np.float32([1.0, 1.00390625, 1.01171875]))]
     ['0x3f80', '0x3f80', '0x3f82']
     """
-    flat = np.ascontiguousarray(values, dtype="<f4")
-    words = np.empty(flat.shape, dtype=np.uint32)
-    round_words(flat, words)
-    return words.astype("<u2")
+    flat = np.ascontiguousarray(values, dtype="<f4").reshape(-1)
+    return upper_halves(flat, np.empty(flat.shape, "<u4")).reshape(values.shape).copy()
 
 
-def round_words(values: Floats, words: npt.NDArray[np.uint32]) -> None:
-    """Fill ``words`` with :func:`bfloat16_bits` of ``values``; both are contiguous and of the same shape."""
-    bits = values.view(np.uint32)
+def upper_halves(values: Floats, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    """:func:`bfloat16_bits` of flat ``values``, as a view of every second half of ``words``, which are overwritten.
+
+    Both are contiguous and have the same length. ::
+
+        value    0x3f81 8000      words    0x3f82 0000      result    0x3f82
+    """
+    bits = values.view("<u4")
     np.right_shift(bits, 16, out=words)
     np.bitwise_and(words, 1, out=words)
     np.add(words, 0x7FFF, out=words)
     np.add(words, bits, out=words)  # may wrap around for a NaN
-    np.right_shift(words, 16, out=words)
     nan = np.isnan(values)
     if nan.any():
-        words[nan] = 0x7FFF
+        words[nan] = 0x7FFF << 16
+    return words.view("<u2")[1::2]
 
 
 def cast(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

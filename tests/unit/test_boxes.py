@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.tasks.boxes import BLOCK_ELEMENTS, TILE_EDGE, blocks, cast_box, copy_box, tiles
+from paddle_reshard.tasks.boxes import BLOCK_ELEMENTS, TILE_EDGES, blocks, cast_box, copy_box, tiles
 from tests.unit.test_cast import paddle_bits
 
 RELAXED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -36,9 +36,7 @@ def pairs(draw: st.DrawFn, one: str, other: str) -> tuple[np.ndarray, np.ndarray
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Boxes of a few elements are cut, too."""
     monkeypatch.setattr("paddle_reshard.tasks.boxes.blocks.__defaults__", (7,))
-    monkeypatch.setattr("paddle_reshard.tasks.boxes.tiles.__defaults__", (2,))
-    monkeypatch.setattr("paddle_reshard.tasks.boxes.TILE_EDGE", 2)
-    monkeypatch.setattr("paddle_reshard.tasks.boxes.COPY_EDGE", 3)
+    monkeypatch.setattr("paddle_reshard.tasks.boxes.tiles.__defaults__", ((2, 3),))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -95,16 +93,16 @@ def test_blocks_tile_a_box_once_and_in_order(extents: tuple[int, ...], elements:
     assert all(block.size <= elements for block in cut)
 
 
-@given(SHAPES.flatmap(lambda s: st.tuples(st.just(s), st.permutations(range(len(s))))), st.integers(1, 9))
-def test_tiles_tile_a_box_once(case: tuple[tuple[int, ...], list[int]], edge: int) -> None:
+@given(SHAPES.flatmap(lambda s: st.tuples(st.just(s), st.permutations(range(len(s))))), st.tuples(st.integers(1, 9), st.integers(1, 9)))
+def test_tiles_tile_a_box_once(case: tuple[tuple[int, ...], list[int]], edges: tuple[int, int]) -> None:
     extents, order = case
     numbered = np.arange(prod(extents)).reshape(extents)
-    cut = [numbered[tile] for tile in tiles(extents, order, edge)]
+    cut = [numbered[tile] for tile in tiles(extents, order, edges)]
     assert sorted(int(i) for tile in cut for i in tile.ravel()) == list(range(prod(extents)))
-    assert all(tile.size <= edge * edge for tile in cut)
+    assert all(tile.size <= prod(edges) for tile in cut)
 
 
 def test_large_boxes_are_cut_into_few_pieces() -> None:
     assert len(list(blocks((4096, 4096)))) == 4096 * 4096 // BLOCK_ELEMENTS
-    assert len(list(tiles((4096, 4096), (1, 0)))) == (4096 // TILE_EDGE) ** 2
-    assert len(list(tiles((3, TILE_EDGE**2), (1, 0)))) < 5
+    assert len(list(tiles((4096, 4096), (1, 0)))) == prod(-(-4096 // edge) for edge in TILE_EDGES)
+    assert len(list(tiles((3, prod(TILE_EDGES)), (1, 0)))) < 5
