@@ -98,8 +98,11 @@ VERIFY_GOAL, VERIFY_LIMIT = 1.5, 2.6
 """Ratio of a comparison to reading both checkpoints."""
 THREADS_LIMIT, RAY_LIMIT = 1.3, 1.6
 """How many times faster two workers are in memory, of the 1.8 that are wanted."""
+TO_HUGGING_FACE = Conversion(
+    "to Hugging Face", None, strategy=None, goal=1.1, limit=3.7, options=(("format", "huggingface"),)
+)
 FINGERPRINTED = (
-    Conversion("to Hugging Face", None, strategy=None, options=(("format", "huggingface"),)),
+    TO_HUGGING_FACE,
     Conversion("to flex", None, strategy=None, options=(("format", "flex"),)),
     Conversion("tp, pp, sharding change", "tp=4,sharding=4"),
 )
@@ -255,6 +258,25 @@ class Bench:
             seconds = json.loads(runs[c.name][-1].output)["seconds"]
             rows.append((c.name, *(f"{seconds.get(step, 0):.2f}" for step in STEPS)))
         return "Seconds of the steps in the last round:\n\n" + table(("", *STEPS), rows)
+
+    def export(self) -> str:
+        """A conversion that casts and transposes, to a durable copy of the model that it writes."""
+        model = self.scratch / "model"
+        c = TO_HUGGING_FACE
+        run([*STEPS_OF, str(self.source), str(model), json.dumps(c.arguments)])
+        durable = f"cp -r {model} {self.target} && find {self.target} -type f -exec sync {{}} +"
+        copied, ours = "`cp -r` of the model, then fsync", c.name
+        runs = alternate({copied: self.command("sh", "-c", durable), ours: self.ours(c)}, self.rounds, say)
+        ratio = ratio_of_rounds(runs[ours], runs[copied])
+        self._judge(f"{c.name}: time ÷ `cp -r` of the model with fsync", c.goal, ratio, c.limit)
+        rows = [
+            (name, spread(found), f"{of:.2f}", f"{median(found, 'cpu_seconds'):.1f}")
+            for (name, found), of in zip(runs.items(), (1, ratio), strict=True)
+        ]
+        gigabytes = sum(path.stat().st_size for path in model.iterdir()) / 1e9
+        shutil.rmtree(model)
+        head = (f"{gigabytes:.2f} GB in bfloat16", "seconds", "÷ with fsync", "CPU s")
+        return f"{table(head, rows)}\n\nThe conversion reads master weights, twice as many bytes as it writes."
 
     def against_peers(self) -> str:
         """Time and memory compared with loading everything."""
@@ -490,6 +512,7 @@ def say(line: str) -> None:
 
 SECTIONS = (
     "copy",
+    "export",
     "memory",
     "peers",
     "workers",
@@ -548,6 +571,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
     alone = partial(standalone, bench)
     titles = {
         "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
+        "export": ("As a Hugging Face model", bench.export),
         "memory": ("The same without a disk", partial(bench.in_memory, Bench.without_disk)),
         "peers": ("Against loading everything", bench.against_peers),
         "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
