@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +25,20 @@ from paddle_reshard.pipeline.checkpoint.quantising import (
 )
 from paddle_reshard.storage.store import CopyRange, NewFile, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.cast import Floats
+from paddle_reshard.tasks.dequantise import fp8_values
 
 Codes = npt.NDArray[np.uint8]
 
 LARGEST = np.float32(448)
 """Largest value of e4m3."""
+LARGEST_CODE = 0x7E
+"""Its code."""
 SMALLEST_AMAX = np.float32(1e-4)
 """Blocks with smaller values are scaled as if this were their largest."""
 CHUNK_COLUMNS = 8 * BLOCK
 """Columns quantised at a time: with 128 rows, they fit the processor's cache."""
 SCALE_PART_BYTES = 8 << 20
 """Bytes of the parts of a file of scales."""
-
-_MANTISSA_BITS = 20
-"""Bits of the mantissa that float32 has in addition to the 3 of e4m3."""
-_BIAS_DIFFERENCE = 127 - 7
-_SMALLEST_NORMAL = np.float32(2.0**-6)
-_SUBNORMALS = np.float32(2.0**9)
-"""Subnormal numbers of e4m3 are multiples of 2⁻⁹."""
 
 
 class NotFiniteError(ValueError):
@@ -61,17 +58,23 @@ def e4m3_codes(values: Floats) -> Codes:
     >>> [hex(code) for code in e4m3_codes(np.float32([0, -1, 448, 1.0625, 1.1875, 2**-10, 0.0029296875]))]
     ['0x0', '0xb8', '0x7e', '0x38', '0x3a', '0x0', '0x2']
     """
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    # Half a unit in the last place of e4m3, less one unless the code would be odd: ties go to even codes.
-    odd = magnitude >> np.uint32(_MANTISSA_BITS) & np.uint32(1)
-    rounded = magnitude + (odd + np.uint32((1 << (_MANTISSA_BITS - 1)) - 1))
-    codes = (rounded >> np.uint32(_MANTISSA_BITS)) - np.uint32(_BIAS_DIFFERENCE << 3)
-    absolute = magnitude.view(np.float32)
-    small = absolute < _SMALLEST_NORMAL
-    if small.any():
-        codes[small] = np.rint(absolute[small] * _SUBNORMALS).astype(np.uint32)
-    return (codes | bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
+    bits = np.ascontiguousarray(values).view("<u4")
+    words = np.bitwise_and(bits, 0xFFFF)
+    # The upper half is enough, if its last bit is set whenever a bit of the lower half is.
+    np.add(words, 0xFFFF, out=words)
+    np.bitwise_or(words, bits, out=words)
+    return _codes_of_halves().take(words.view("<u2")[..., 1::2])
+
+
+@cache
+def _codes_of_halves() -> Codes:
+    """The code of the e4m3 value nearest to each number of 16 bits, the upper half of a float32; ``[65536]``."""
+    magnitudes = (np.arange(1 << 15, dtype="<u4") << 16).view("<f4")
+    finite = fp8_values()[: LARGEST_CODE + 1]
+    halfway = (finite[:-1] + finite[1:]) / 2
+    below, above = (np.searchsorted(halfway, magnitudes, side) for side in ("left", "right"))
+    codes = np.where(below % 2, above, below).astype(np.uint8)  # they differ halfway: the even one
+    return np.concatenate([codes, codes | 0x80])
 
 
 def quantise(weight: Floats, codes: Codes) -> Floats:

@@ -25,8 +25,8 @@ from paddle_reshard.tasks.device import Buffer, DeviceBox
 
 CALL_BYTES = 4096
 """A call for a run takes as long as copying this many bytes, or as summing as many zeros."""
-SCRATCH_BYTES = 256 << 10
-"""Bytes that are copied at a time, which fit the processor's cache."""
+SCRATCH_BYTES = 1 << 20
+"""Bytes that are copied at a time: they fit the processor's cache, and copying them takes longer than handing over Python's lock."""
 
 
 class Sum(NamedTuple):
