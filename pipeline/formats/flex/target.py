@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
 from paddle_reshard.pipeline.formats.flex.writer import DataArray, FlexFiles
 from paddle_reshard.pipeline.formats.model_meta import format_model_meta
 from paddle_reshard.pipeline.formats.writing import SettledTarget, lacking, schedule_file
-from paddle_reshard.pipeline.model.model import Model, ModelTensor, predict_parameter_names
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, NamedTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizers import check_states
 
 FILE_BYTES = 4 << 30
@@ -251,7 +251,9 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
                 f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which has another "
                 f"name in PaddleNLP's auto-parallel models; {hint}",
             )
-    return predict_parameter_names(model.tensors, model.config, 1, 1, False)
+    # Not the numbers that nameless buffers had in a process of the source: no other source of this model knows them.
+    tensors = [NamedTensor(tensor.key, tensor.rule, tensor.tied_to) for tensor in model.tensors]
+    return predict_parameter_names(tensors, model.config, 1, 1, False)
 
 
 # --------------------------------------------------------------------------------------------------- bytes
