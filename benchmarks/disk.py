@@ -156,8 +156,6 @@ class Bench:
         self.scratch, self.model, self.rounds = scratch, model, rounds
         self.source, self.target = scratch / "source", scratch / "target"
         self.verdicts: list[Verdict] = []
-        self.warm_bytes = 0
-        """Bytes of memory to touch before every contender."""
 
     def prepare(self) -> None:
         say(f"writing a llama of {self.model.parameters / 1e6:.0f} M parameters, {SOURCE} {V2}")
@@ -173,7 +171,7 @@ class Bench:
         def go() -> Measured:
             shutil.rmtree(self.target, ignore_errors=True)
             os.sync()
-            warm_memory(self.scratch, self.warm_bytes)
+            warm_memory(self.source_bytes)
             return contender()
 
         return go
@@ -182,7 +180,7 @@ class Bench:
         command = [sys.executable, "-m", "benchmarks.steps", str(source or self.source), str(self.target)]
         arguments = conversion.arguments
         if arguments.get("cluster") == "ray":  # until it runs, memory is cold again
-            arguments["warm"] = self.warm_bytes
+            arguments["warm"] = self.source_bytes
         return self.fresh(lambda: run([*command, json.dumps(arguments)]))
 
     def command(self, *command: str) -> Callable[[], Measured]:
@@ -276,7 +274,9 @@ class Bench:
         gigabytes = sum(path.stat().st_size for path in model.iterdir()) / 1e9
         shutil.rmtree(model)
         head = (f"{gigabytes:.2f} GB in bfloat16", "seconds", "÷ with fsync", "CPU s")
-        return f"{table(head, rows)}\n\nThe conversion reads master weights, twice as many bytes as it writes."
+        return (
+            f"{table(head, rows)}\n\nThe conversion reads master weights, twice as many bytes as it writes."
+        )
 
     def against_peers(self) -> str:
         """Time and memory compared with loading everything."""
@@ -343,7 +343,6 @@ class Bench:
         try:
             bench = Bench(scratch, self.model, self.rounds)
             shutil.copytree(self.source, bench.source)
-            bench.warm_bytes = bench.source_bytes
             text = section(bench)
             self.verdicts += bench.verdicts
             return text

@@ -7,6 +7,7 @@ and bytes come from ``/proc``.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import random
@@ -121,17 +122,16 @@ def inner_seconds(measured: Measured) -> Measured:
     return replace(measured, seconds=seconds)
 
 
-def warm_memory(folder: Path, nbytes: int) -> None:
-    """Make ``nbytes`` of memory available for files of a file system in memory.
+def warm_memory(nbytes: int) -> None:
+    """Make ``nbytes`` of memory available, for files and for processes.
 
     Memory that a virtual machine has not used for seconds may have been returned to its host, and takes longer to get
-    back than to fill.
+    back than to fill: ``cp`` of 3.8 GB then takes 1.1 or 4.5 s of system time.
     """
     block = bytes(BLOCK_BYTES)
-    with open(folder / "warm", "wb", buffering=0) as file:
-        for _ in range(-(-nbytes // BLOCK_BYTES)):
-            file.write(block)
-    (folder / "warm").unlink()
+    with mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE) as memory:
+        for start in range(0, nbytes, BLOCK_BYTES):
+            memory[start : start + BLOCK_BYTES] = block[: nbytes - start]
 
 
 def end_cleanly() -> None:

@@ -3,7 +3,7 @@
 python -m benchmarks.steps SRC DST '{"to": "tp=4"}'        prints one JSON object
 
 In addition to the arguments of ``paddle_reshard.convert``, ``cores`` is the number of processors it may use, and
-``warm`` the number of bytes of memory to touch next to the target before the clock starts. With ``"verify": true`` DST
+``warm`` the number of bytes of memory to touch before the clock starts. With ``"verify": true`` DST
 exists and is compared with SRC.
 """
 
@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 start = time.perf_counter()
 
@@ -42,7 +41,7 @@ def main() -> None:
         ray.init("local", num_cpus=arguments["workers"], include_dashboard=False, log_to_driver=False)
         time.sleep(RAY_START_SECONDS)
     if warm := arguments.pop("warm", 0):
-        warm_memory(Path(target).parent, warm)
+        warm_memory(warm)
     started = 0.0
 
     def observe(event: Event) -> None:
