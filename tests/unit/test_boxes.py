@@ -93,7 +93,10 @@ def test_blocks_tile_a_box_once_and_in_order(extents: tuple[int, ...], elements:
     assert all(block.size <= elements for block in cut)
 
 
-@given(SHAPES.flatmap(lambda s: st.tuples(st.just(s), st.permutations(range(len(s))))), st.tuples(st.integers(1, 9), st.integers(1, 9)))
+@given(
+    SHAPES.flatmap(lambda s: st.tuples(st.just(s), st.permutations(range(len(s))))),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
 def test_tiles_tile_a_box_once(case: tuple[tuple[int, ...], list[int]], edges: tuple[int, int]) -> None:
     extents, order = case
     numbered = np.arange(prod(extents)).reshape(extents)
