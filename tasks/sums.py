@@ -26,7 +26,8 @@ from paddle_reshard.tasks.device import Buffer, DeviceBox
 CALL_BYTES = 4096
 """A call for a run takes as long as copying this many bytes, or as summing as many zeros."""
 SCRATCH_BYTES = 1 << 20
-"""Bytes that are copied at a time: they fit the processor's cache, and copying them takes longer than handing over Python's lock."""
+"""Bytes that are copied at a time: they fit the processor's cache, and copying them takes much longer than handing
+Python's lock to another thread."""
 
 
 class Sum(NamedTuple):
