@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,19 @@ def widened(values: npt.NDArray[Any]) -> Floats:
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
+
+
+@cache
+def fp8_values() -> Floats:
+    """The value of each of the 256 codes of e4m3 (OCP OFP8 1.0: bias 7, no infinities, NaN is ``S.1111.111``).
+
+    >>> [float(fp8_values()[code]) for code in (0x00, 0x01, 0x38, 0x7E, 0xFE)]
+    [0.0, 0.001953125, 1.0, 448.0, -448.0]
+    """
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
+    magnitude[codes & 0x7F == 0x7F] = np.nan
+    values = np.copysign(magnitude, np.where(codes & 0x80, -1.0, 1.0)).astype(np.float32)
+    values.flags.writeable = False
+    return values

@@ -19,27 +19,11 @@ from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
 from paddle_reshard.pipeline.checkpoint.stored_tensors import Integers, Packed, Scales
 from paddle_reshard.storage.store import Read, Source
 from paddle_reshard.storage.views import ComputedSource
-from paddle_reshard.tasks.cast import Floats, bfloat16_bits, widened
+from paddle_reshard.tasks.cast import Floats, bfloat16_bits, fp8_values, widened
 
 CODES = 256
 CHUNK_ELEMENTS = 1 << 16
 """Elements dequantised at a time: they fit the processor's cache."""
-
-
-@cache
-def fp8_values() -> Floats:
-    """The value of each of the 256 codes of e4m3 (OCP OFP8 1.0: bias 7, no infinities, NaN is ``S.1111.111``).
-
-    >>> [float(fp8_values()[code]) for code in (0x00, 0x01, 0x38, 0x7E, 0xFE)]
-    [0.0, 0.001953125, 1.0, 448.0, -448.0]
-    """
-    codes = np.arange(256)
-    exponent, fraction = codes >> 3 & 15, codes & 7
-    magnitude = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
-    magnitude[codes & 0x7F == 0x7F] = np.nan
-    values = np.copysign(magnitude, np.where(codes & 0x80, -1.0, 1.0)).astype(np.float32)
-    values.flags.writeable = False
-    return values
 
 
 def dequantise(buffer: memoryview, first: int, layout: Scales, rows: bytearray) -> None:

@@ -24,8 +24,7 @@ from paddle_reshard.pipeline.checkpoint.quantising import (
     WeightRows,
 )
 from paddle_reshard.storage.store import CopyRange, NewFile, ReadRange, Receipt, WritePart
-from paddle_reshard.tasks.cast import Floats
-from paddle_reshard.tasks.dequantise import fp8_values
+from paddle_reshard.tasks.cast import Floats, fp8_values
 
 Codes = npt.NDArray[np.uint8]
 
