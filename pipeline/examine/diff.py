@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.planning.compare import Comparison, Difference, pla
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import Works
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import DiffOptions
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.groups_ended import groups_ended
@@ -192,7 +192,6 @@ def diff(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
-    check_names(options, DiffOptions)
     if not (atol >= 0 and rtol >= 0 and math.isfinite(atol + rtol)):
         raise UsageError(f"atol {atol} and rtol {rtol}: tolerances cannot be negative or infinite")
     reader = Reader.of(options, observe)

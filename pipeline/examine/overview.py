@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.inspection import Inspection, inspect
 from paddle_reshard.pipeline.indexing.finished import lacking, merging
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
@@ -112,7 +112,6 @@ def ls(
     ListingError
         If there is no such folder.
     """
-    check_names(options, InspectOptions)
     access = source_access(options)
     roots = [open_root(os.fspath(at), access.options, access.schemes) for at in (run, *targets)]
     here, *elsewhere = roots
