@@ -35,17 +35,14 @@ def checked(function: Function, options: Any = None) -> Function:
 
     An unknown option is a ``TypeError``, as Python would make it, and a wrong value a ``UsageError``.
     """
-    own = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    own = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(own, args, strict=False))
-        if options is None:
-            given |= kwargs
-        else:
-            given |= {name: value for name, value in kwargs.items() if name in own}
+        if options is not None:
             check_given({name: value for name, value in kwargs.items() if name not in own}, options)
-        check_types(given, function)
+        check_types({**dict(zip(own, args, strict=False)), **kwargs}, function)
         return function(*args, **kwargs)
 
     return cast(Function, call)

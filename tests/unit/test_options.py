@@ -175,6 +175,8 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
     places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect", "launch", "ls") else [{}, "b"]
     with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))
+    with pytest.raises(TypeError, match="unknown option 'options'"):
+        TAKE_OPTIONS[name](*places, options={})
 
 
 @pytest.mark.parametrize(
