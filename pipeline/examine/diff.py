@@ -126,9 +126,13 @@ class DiffReport(Shown):
         extent = f"{self.tensors} tensors compared ({readable_bytes(self.read_bytes)} read)"
         if not self.differing and not self.unmatched:
             return f"no difference; {extent}"
-        within = "within the tolerance" if self.agree else "outside of the tolerance"
-        alone = f"; {len(self.unmatched)} tensors have no counterpart" if self.unmatched else ""
-        return f"{len(self.differing)} tensors differ in {changed:,} elements, {within}{alone}; {extent}"
+        alone = f"{len(self.unmatched)} tensors have no counterpart"
+        if not self.differing:
+            return f"{alone}, no others differ; {extent}"
+        outside = any(tensor.outside for tensor in self.differing)
+        within = "outside of the tolerance" if outside else "within the tolerance"
+        differing = f"{len(self.differing)} tensors differ in {changed:,} elements, {within}"
+        return "; ".join([differing, *([alone] if self.unmatched else []), extent])
 
     def _in_short(self) -> str:
         return self.verdict
