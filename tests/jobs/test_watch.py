@@ -843,10 +843,11 @@ def test_converted_checkpoints_are_published_in_the_order_of_their_steps(
     first = watch_and_publish(training, versions)
     assert "checkpoint-3: published: weight_v000001, full: the first version" in first.stderr
     assert "checkpoint-6: published: weight_v000002, delta: " in first.stderr
+    assert "2 converted, 2 published, 0 converted before, 1 waiting, 0 failed" in first.stderr
     copy_of_run(training, {20: "dense/single"})
     second = watch_and_publish(training, versions, "--keep", 1, "--json")
-    results = {name: of["result"] for name, of in json.loads(second.stdout)["checkpoints"].items()}
-    assert results["checkpoint-20 published"] == "converted"
+    results = {name: of["result"] for name, of in checked(second)["checkpoints"].items()}
+    assert (results["checkpoint-20"], results["checkpoint-20 published"]) == ("converted", "published")
     assert training.converted() == ["checkpoint-20"]
     assert "published" not in watch_and_publish(training, versions, "--keep", 1).stderr
     copy_of_run(training, {4: "dense/single"})  # older than what is published
