@@ -14,7 +14,13 @@ from pathlib import Path
 
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
-from paddle_reshard.pipeline.core.errors import CheckpointError, SignatureError, TargetError, UsageError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    ListingError,
+    SignatureError,
+    TargetError,
+    UsageError,
+)
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, SIGNATURE_SUFFIX
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
@@ -24,7 +30,6 @@ from paddle_reshard.storage.documents.fingerprints import parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import StorageOptions, is_local, local_path, open_source
-from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.signatures import (
     Trusted,
     check_signature,
@@ -105,8 +110,12 @@ def sign(
     if beside is not None:
         _write(beside, bundle)
     else:
-        with translated(Path(store.location), store.location, TargetError):
+        try:
             open_root(location, *access).replace(SIGNATURE, bundle)
+        except ListingError as error:
+            failure = TargetError(str(error))
+            failure.retryable = error.retryable
+            raise failure from error
     return SignReport(signed, str(beside or f"{store.location}/{SIGNATURE}"), signer)
 
 
