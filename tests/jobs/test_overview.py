@@ -76,7 +76,7 @@ def test_what_convert_refuses_for_an_older_signal_is_not_complete(tmp_path: Path
     os.utime(signal, (signal.stat().st_mtime - 7200,) * 2)
     (listed,) = paddle_reshard.ls(tmp_path).checkpoints
     assert listed.format == "hybrid"
-    with pytest.raises(paddle_reshard.CheckpointError, match="saved_signal_5 is .* older than") as refused:
+    with pytest.raises(paddle_reshard.CheckpointError, match=r"saved_signal_5 is .* older than") as refused:
         paddle_reshard.plan(tmp_path / "checkpoint-3", to="tp=1")
     assert listed.problem == str(refused.value)
 
