@@ -614,19 +614,20 @@ def test_a_checkpoint_that_is_refused_does_not_stop_the_others(training: Run) ->
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_folder_that_cannot_be_written_is_told_in_a_sentence(training: Run, complete: bool) -> None:
+def test_records_that_cannot_be_written_are_told_in_a_sentence(training: Run, complete: bool) -> None:
     """Nothing is wrong with the checkpoint, so it is not refused, and looked at again."""
     copy_checkpoint(training.run / "checkpoint-3")
     if not complete:
         (training.run / "checkpoint-3" / "saved_signal_5").unlink()
-    training.out.write_text("in the way")
+    training.out.mkdir()
+    records = training.out / ".paddle_reshard"
+    records.symlink_to(training.root / "nowhere")
     done = training.watch()
     assert done.returncode == 1
     assert (
-        f"ERROR checkpoint-3: {training.out}: {training.out} is a file, not a folder; will be checked again"
-        in (done.stderr)
+        f"ERROR checkpoint-3: {training.out}: file exists ({records}); will be checked again" in done.stderr
     )
-    assert "Error:" not in done.stderr
+    assert "refused" not in done.stderr
 
 
 @pytest.mark.parametrize(
