@@ -15,13 +15,13 @@ from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.pipeline.examine.cards import CardsPlan, plan_cards
+from paddle_reshard.pipeline.request.arguments import checked
 from paddle_reshard.pipeline.request.options import (
     ConversionOptions,
     ConvertOptions,
     Targets,
-    check_names,
     takes,
 )
 from paddle_reshard.pipeline.request.parse import locations_of, read_settings
@@ -85,7 +85,6 @@ def plan(
     ReshardError
         If the source is incomplete or inconsistent, or cannot be converted as requested.
     """
-    check_names(options, ConversionOptions)
     if cards is not None:
         if target is not None:
             raise UsageError(
@@ -123,10 +122,10 @@ def convert(
     FinishedError
         If ``resume`` is given without a request, and the targets are finished already.
     """
-    check_names(options, ConvertOptions)
     return convert_with(source, locations_of(target), read_settings(options, target), observe)
 
 
+@checked
 def clean(
     target: PathLike,
     *,
@@ -146,6 +145,6 @@ def clean(
     TargetError
         If the conversion is running, or its lock has not expired.
     """
-    access = Access(storage_options or {}, tuple(allow_scheme))
+    access = Access(storage_options or {}, texts_of(allow_scheme))
     unfinished = open_target(os.fspath(target), access, Permission(resume=True, take_over=take_over))
     return tuple(unfinished.clean())

@@ -11,8 +11,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -20,6 +21,7 @@ from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.storage.local.folders import entries_of, read_manifest, remove_files
 from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, check_scheme, is_local, local_path, open_folder
+from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.replaceable import EntryKind, changed, objection
 from paddle_reshard.storage.store import OWN_PREFIX
 
@@ -31,6 +33,19 @@ IsOurs = Callable[[bytes], bool]
 """Whether a manifest is the expected one."""
 _REMOVING = f"{OWN_PREFIX}removing.json"
 _NOT_OURS = "its manifest is not the one that was written"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _translated(method: Method) -> Method:
+    """The method of a :class:`LocalRoot`, whose errors are sentences, as those of a :class:`RemoteRoot`."""
+
+    @wraps(method)
+    def call(self: LocalRoot, *args: Any) -> Any:
+        with translated(self.root, self.location, ListingError):
+            return method(self, *args)
+
+    return cast(Method, call)
 
 
 class LocalRoot:
@@ -44,10 +59,12 @@ class LocalRoot:
         """Path of something below the root."""
         return str(self.root / path)
 
+    @_translated
     def is_there(self) -> bool:
         """Whether the folder exists."""
         return self.root.is_dir()
 
+    @_translated
     def folders(self) -> list[str]:
         """Names of the folders directly below the root; none if the root does not exist."""
         try:
@@ -55,6 +72,7 @@ class LocalRoot:
         except FileNotFoundError:
             return []
 
+    @_translated
     def files(self, folder: str) -> dict[str, str]:
         """Name of every file in a folder → its size and modification time."""
         stamps = {}
@@ -67,6 +85,7 @@ class LocalRoot:
             return {}
         return stamps
 
+    @_translated
     def read(self, path: str) -> bytes | None:
         """Contents of a small file; ``None`` if it does not exist."""
         try:
@@ -78,6 +97,7 @@ class LocalRoot:
                 f"{self.root / path}: is a folder where a small file of this name is needed; remove it"
             ) from error
 
+    @_translated
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file atomically."""
         folder = (self.root / path).parent
@@ -94,6 +114,7 @@ class LocalRoot:
             os.unlink(staged)
             raise
 
+    @_translated
     def append(self, path: str, line: bytes) -> None:
         """Add a line to the log ``<path>.jsonl``, in one write."""
         file = self.root / f"{path}.jsonl"
@@ -104,6 +125,7 @@ class LocalRoot:
         finally:
             os.close(descriptor)
 
+    @_translated
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:
         """Remove a converted checkpoint; the reason if this is refused. Can be repeated.
 

@@ -47,7 +47,6 @@ from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import (
     AverageOptions,
     Targets,
-    check_names,
     flag_of,
     of_one_source,
     takes,
@@ -288,7 +287,6 @@ def ema(
     ReshardError
         If the checkpoints are not of one model, or cannot be converted.
     """
-    check_names(options, AverageOptions)
     refuse_foreign(options)
     settings = read_settings(options, target)
     request = read_average(sources, locations_of(target), settings)

@@ -36,7 +36,7 @@ def parse_size(size_in_words: str | int, option: str = "") -> int:
     return int(size)
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str | int) -> int:
     """A memory budget per worker in bytes, not below the smallest one."""
     size = parse_size(text, "--memory")
     if size < SMALLEST_BUDGET_BYTES:

@@ -11,7 +11,7 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.signing import read_trusted, signer_of_target
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import CheckOptions
 from paddle_reshard.storage.locate import open_source, source_access, target_access
 
@@ -53,7 +53,6 @@ def check(
     SignatureError
         If the manifest has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
-    check_names(options, CheckOptions)
     trusted = read_trusted(public_key, ca_certificate, signature)
     store = open_source(os.fspath(target), *target_access(options))
     made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.planning.compare import Comparison, Difference, pla
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import Works
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import DiffOptions
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.groups_ended import groups_ended
@@ -126,9 +126,13 @@ class DiffReport(Shown):
         extent = f"{self.tensors} tensors compared ({readable_bytes(self.read_bytes)} read)"
         if not self.differing and not self.unmatched:
             return f"no difference; {extent}"
-        within = "within the tolerance" if self.agree else "outside of the tolerance"
-        alone = f"; {len(self.unmatched)} tensors have no counterpart" if self.unmatched else ""
-        return f"{len(self.differing)} tensors differ in {changed:,} elements, {within}{alone}; {extent}"
+        alone = f"{len(self.unmatched)} tensors have no counterpart"
+        if not self.differing:
+            return f"{alone}, no others differ; {extent}"
+        outside = any(tensor.outside for tensor in self.differing)
+        within = "outside of the tolerance" if outside else "within the tolerance"
+        differing = f"{len(self.differing)} tensors differ in {changed:,} elements, {within}"
+        return "; ".join([differing, *([alone] if self.unmatched else []), extent])
 
     def _in_short(self) -> str:
         return self.verdict
@@ -192,7 +196,6 @@ def diff(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
-    check_names(options, DiffOptions)
     if not (atol >= 0 and rtol >= 0 and math.isfinite(atol + rtol)):
         raise UsageError(f"atol {atol} and rtol {rtol}: tolerances cannot be negative or infinite")
     reader = Reader.of(options, observe)

@@ -16,11 +16,13 @@ from paddle_reshard.pipeline.examine.coverage import reasons_left_out
 from paddle_reshard.pipeline.examine.explanation import ExplainedTensor, Explanation, Origin, Stretch
 from paddle_reshard.pipeline.examine.origins import Origins, of_values
 from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.request.arguments import checked
 
 SHOWN_NAMES = 20
 """Names that a message lists."""
 
 
+@checked
 def explain(
     plan: ConversionPlan,
     file: str | None = None,

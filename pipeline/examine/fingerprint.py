@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.reading import Reader, spare_of
 from paddle_reshard.pipeline.planning.sums import plan_sums
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -78,7 +78,6 @@ def fingerprint(
     TargetError
         If ``output`` cannot be written.
     """
-    check_names(options, FingerprintOptions)
     path = None if output is None else Path(output)
     if path is not None and not (folder := path.absolute().parent).is_dir():  # before everything is read
         raise TargetError(f"{path}: cannot be written: the folder {folder} does not exist")

@@ -38,9 +38,10 @@ from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.request.inputs import given_inputs
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.locate import source_access
+from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
 
 
@@ -174,8 +175,11 @@ def inspect(
         If it is not a single, complete, consistent checkpoint, or the rules for its family contradict it. For a family
         without a rule table, only files that cannot be parsed are an error.
     """
-    check_names(options, InspectOptions)
-    store = open_checkpoint(os.fspath(source), source_access(options))
+    return inspect_store(open_checkpoint(os.fspath(source), source_access(options)), observe, options)
+
+
+def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> Inspection:
+    """:func:`inspect` of a checkpoint that is open."""
     index_files = partial(index_here, observe=observe)
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     files = SourceFiles(store, config, index_here, index_files)

@@ -13,9 +13,10 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
 from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.examine.inspection import Inspection, inspect
-from paddle_reshard.pipeline.indexing.finished import lacking, merging
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.examine.inspection import Inspection, inspect_store
+from paddle_reshard.pipeline.indexing.finished import check_signals, lacking, merging
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
@@ -112,7 +113,6 @@ def ls(
     ListingError
         If there is no such folder.
     """
-    check_names(options, InspectOptions)
     access = source_access(options)
     roots = [open_root(os.fspath(at), access.options, access.schemes) for at in (run, *targets)]
     here, *elsewhere = roots
@@ -130,7 +130,9 @@ def ls(
             before = frozenset(files)
         described: Inspection | None = None
         try:
-            described = inspect(here.at(name), observe=observe, **options)
+            store = open_checkpoint(here.at(name), access)
+            described = inspect_store(store, observe, options)
+            check_signals(store)
         except ReshardError as error:
             doubt = str(error)
         listed.append(_described(name, step, described, doubt, made, elsewhere))

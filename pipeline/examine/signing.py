@@ -14,16 +14,22 @@ from pathlib import Path
 
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
-from paddle_reshard.pipeline.core.errors import CheckpointError, SignatureError, TargetError, UsageError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    ListingError,
+    SignatureError,
+    TargetError,
+    UsageError,
+)
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, SIGNATURE_SUFFIX
 from paddle_reshard.pipeline.core.shown import Facts, Shown
-from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.pipeline.examine.fingerprint import read_document
+from paddle_reshard.pipeline.request.arguments import checked
 from paddle_reshard.storage.documents.fingerprints import parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import StorageOptions, is_local, local_path, open_source
-from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.signatures import (
     Trusted,
     check_signature,
@@ -54,6 +60,7 @@ class SignReport(Shown):
         return [("signed", self.path), ("by", self.signed_by), ("signature", self.signature)]
 
 
+@checked
 def sign(
     path: PathLike,
     *,
@@ -90,21 +97,25 @@ def sign(
         If the signature cannot be written, or a file that is no signature is in the way.
     """
     require_library()
-    location = os.fspath(path)
+    location, access = os.fspath(path), (storage_options or {}, texts_of(allow_scheme))
     beside = None if signature is None else Path(signature)
     if is_local(location) and local_path(location).is_file():
         file = local_path(location)
         name, signed, data = file.name, location, _statement(file)
         beside = beside or Path(f"{file}{SIGNATURE_SUFFIX}")
     else:
-        store = open_source(location, storage_options or {}, allow_scheme)
+        store = open_source(location, *access)
         name, signed, data = MANIFEST, f"{store.location}/{MANIFEST}", _manifest(store)
     bundle, signer = sign_bytes(name, data, Path(key), None if certificate is None else Path(certificate))
     if beside is not None:
         _write(beside, bundle)
     else:
-        with translated(Path(store.location), store.location, TargetError):
-            open_root(location, storage_options or {}, allow_scheme).replace(SIGNATURE, bundle)
+        try:
+            open_root(location, *access).replace(SIGNATURE, bundle)
+        except ListingError as error:
+            failure = TargetError(str(error))
+            failure.retryable = error.retryable
+            raise failure from error
     return SignReport(signed, str(beside or f"{store.location}/{SIGNATURE}"), signer)
 
 

@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.planning.compare import (
     plan_self_comparison,
 )
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.locate import Access, open_source, target_access
@@ -183,7 +183,6 @@ def verify(
     SignatureError
         If ``against`` has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
-    check_names(options, VerifyOptions)
     fingerprints, signer = _given_fingerprints(against, public_key, ca_certificate, signature)
     scope = Scope(
         None if states is None else frozenset(texts_of(states)),

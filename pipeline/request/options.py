@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, wraps
-from typing import Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, TypedDict, cast, get_type_hints
 
 from paddle_reshard.pipeline.core.choices import (
     CHECKS,
@@ -36,7 +36,6 @@ from paddle_reshard.pipeline.core.choices import (
     Quantised,
     Replicas,
 )
-from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.topology import Strategy, Topology
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
 from paddle_reshard.pipeline.formats.registry import (
@@ -46,6 +45,7 @@ from paddle_reshard.pipeline.formats.registry import (
     help_of_formats,
     option_of_formats,
 )
+from paddle_reshard.pipeline.request.arguments import Function, checked
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES
 
 
@@ -210,7 +210,7 @@ class ConversionOptions(TargetOptions, total=False):
         ),
     ]
     memory: Annotated[
-        str,
+        str | int,
         Option(
             metavar="SIZE",
             decides=Decides.EXECUTION,
@@ -514,19 +514,18 @@ def of_one_source() -> tuple[str, ...]:
     return tuple(name for name, option in declarations().items() if option.of_one_source)
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 def takes(options: Any) -> Callable[[Function], Function]:
     """Make ``help``, the reference and completion list the ``options``, a TypedDict, of a function with ``**options``.
 
-    Each has its type, its default, and its help. Type checkers know them from the annotation ``Unpack[…]``.
+    Each has its type, its default, and its help. Type checkers know them from the annotation ``Unpack[…]``; whoever
+    has none is told by :func:`~paddle_reshard.pipeline.request.arguments.checked`.
     """
 
     def spell_out(function: Function) -> Function:
         signature = inspect.signature(function)
         if "observe" in signature.parameters:
             function = _shown_in_notebooks(function)
+        function = checked(function, options)
         *own, _ = signature.parameters.values()
         types = get_type_hints(options)
         named = [
@@ -587,18 +586,6 @@ def _default_of(name: str) -> Any:
     """The default of an option in Python."""
     option = declarations()[name]
     return {Kind.FLAG: False, Kind.LIST: ()}.get(option.kind, option.default)
-
-
-def check_names(given: Mapping[str, Any], options: Any) -> None:
-    """Refuse keyword arguments that are not among the ``options``, a TypedDict, as Python would.
-
-    Raises
-    ------
-    TypeError
-    """
-    for name in given:
-        if name not in options.__annotations__:
-            raise TypeError(f"unknown option {name!r}{did_you_mean(name, options.__annotations__)}")
 
 
 def flag_of(name: str) -> str:

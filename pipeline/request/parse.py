@@ -35,6 +35,7 @@ from paddle_reshard.pipeline.core.units import (
 )
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
+from paddle_reshard.pipeline.request.arguments import check_given
 from paddle_reshard.pipeline.request.given_file import GivenFile, read_object
 from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
@@ -133,6 +134,10 @@ def read_options(options: ConversionOptions, target: Targets | None = None, resu
     """
     of_targets: Collection[Mapping[str, Any]] = [options]
     if isinstance(target, Mapping):
+        for own in target.values():
+            if not isinstance(own, Mapping):
+                raise UsageError(f"target: the options of a location are a mapping, not {type(own).__name__}")
+            check_given(own, TargetOptions)
         if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
             raise UsageError(
                 f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
@@ -177,6 +182,10 @@ def value_of(name: str, given: Any) -> Any:
         return given if isinstance(given, GivenFile) else GivenFile.read(given)
     if option.kind is Kind.LIST:
         return texts_of(given)
+    if option.kind is Kind.COUNT:
+        if given < 1:
+            raise UsageError(f"{flag_of(name)} {given}: at least 1 is expected")
+        return int(given)
     if option.decides is Decides.LOCATION:
         return os.fspath(given)
     if option.choices and given not in option.choices:
@@ -479,6 +488,8 @@ def _misplaced(name: str, value: Any, format: str) -> str:
 
 _TARGET = re.compile(rf"(?P<location>.+?):(?P<format>{'|'.join(FORMATS)})(?::(?P<options>.*))?")
 
+_FLAGS = {"true": True, "false": False}
+
 
 def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
     """Location and options of ``DST:FORMAT:NAME=VALUE,…``; a NAME can also be an axis of the topology.
@@ -520,8 +531,17 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
             raise UsageError(f"--target {text!r}: {item!r} has no value; write NAME=VALUE")
         if name in given:
             raise UsageError(f"--target {text!r}: {name.replace('_', '-')} is given twice")
-        given[name] = value
+        given[name] = _as_in_python(text, name, value)
     if axes:
         given["to"] = ",".join(axes)
     check_options(match["format"], given)
     return match["location"], cast(TargetOptions, given)
+
+
+def _as_in_python(target: str, name: str, value: str) -> str | bool:
+    """The value of an option of a ``--target``."""
+    if declarations()[name].kind is not Kind.FLAG:
+        return value
+    if value not in _FLAGS:
+        raise UsageError(f"--target {target!r}: {name} is {value!r}; known: {', '.join(_FLAGS)}")
+    return _FLAGS[value]

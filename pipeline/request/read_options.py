@@ -36,7 +36,7 @@ class InspectOptions(ReadOptions, total=False):
 class VerifyOptions(InspectOptions, total=False):
     """Options of ``verify``."""
 
-    memory: str
+    memory: str | int
     cluster: Annotated[str, "Where tensors are compared, as in convert."]
     workers: int | None
     label_selector: Sequence[str]
@@ -62,7 +62,7 @@ class CheckOptions(TypedDict, total=False):
 class LoadOptions(ReadOptions, total=False):
     """Options of ``load_into``."""
 
-    memory: Annotated[str, "Memory that loading may use besides the tensors, as in 512MiB or 4GiB."]
+    memory: Annotated[str | int, "Memory that loading may use besides the tensors, as in 512MiB or 4GiB."]
     fill: PathLike | None
     allow_missing: Annotated[
         Sequence[str],
@@ -78,7 +78,7 @@ class LoadOptions(ReadOptions, total=False):
 class FingerprintOptions(InspectOptions, total=False):
     """Options of ``fingerprint``."""
 
-    memory: str
+    memory: str | int
     allow_missing: Annotated[Sequence[str], "Keys that the checkpoint may lack; * matches anything."]
     cluster: Annotated[str, "Where the tensors are read, as in convert."]
     workers: int | None
@@ -88,7 +88,7 @@ class FingerprintOptions(InspectOptions, total=False):
 class DiffOptions(InspectOptions, total=False):
     """Options of ``diff``."""
 
-    memory: str
+    memory: str | int
     allow_missing: Annotated[Sequence[str], LACKS]
     source_storage_options: Annotated[StorageOptions | None, OF_FIRST]
     target_storage_options: Annotated[StorageOptions | None, OF_SECOND]

@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import ReadOptions
 from paddle_reshard.pipeline.training.decisions import (
     Due,
@@ -327,7 +327,6 @@ class AsyncEma:
         CheckpointError, PlanError
             If the checkpoint's average does not fit this rank's tensors, naming the tensor and both shapes.
         """
-        check_names(options, ReadOptions)
         store = open_source(os.fspath(directory), *source_access(options))
         companion = self._companion(self.weights())
         companion.wait()

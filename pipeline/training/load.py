@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_con
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
-from paddle_reshard.pipeline.request.options import check_names, takes
+from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import LoadOptions
 from paddle_reshard.pipeline.training.layout import (
     Names,
@@ -116,11 +116,6 @@ def load_into(
         Errors while bytes are moved (a master drift, a store that is down, a checkpoint that changes) may leave some
         tensors filled.
     """
-    if not isinstance(state_dict, Mapping):
-        raise UsageError(
-            f"state_dict is a {type(state_dict).__name__}, not a dict; pass the result of its state_dict()"
-        )
-    check_names(options, LoadOptions)
     settings, location = _settings(options), os.fspath(source)
     missing = MissingPolicy(allowed=texts_of(options.get("allow_missing", ())))
     store, checkpoint = _open(location, config, missing, options)

@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, S
 from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.request.options import ConversionOptions, check_names, takes
+from paddle_reshard.pipeline.request.options import ConversionOptions, takes
 from paddle_reshard.pipeline.request.parse import (
     Asked,
     ConversionSettings,
@@ -131,7 +131,6 @@ def publish(
     ReshardError
         If the checkpoint cannot be exported, or a version in the folder is damaged.
     """
-    check_names(options, ConversionOptions)
     if options.get("format") not in (None, _EXPORT):
         raise UsageError(f"versions are exports of the format {_EXPORT}, not {options['format']}")
     form = DeltaForm.named(encoding, checksum)

@@ -23,7 +23,8 @@ from paddle_reshard.pipeline.convert.manifest import (
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
+from paddle_reshard.pipeline.request.arguments import checked
 from paddle_reshard.pipeline.versions.chain import (
     SAFETENSORS,
     Chain,
@@ -65,12 +66,13 @@ Recorded = Mapping[tuple[str, int], str]
 """(file, first byte) → checksum of a part of the copy that the new one is made from, as its manifest records it."""
 
 
+@checked
 def pull(
     versions: PathLike,
     local: PathLike,
     *,
     version: int | None = None,
-    memory: str = DEFAULT_MEMORY,
+    memory: str | int = DEFAULT_MEMORY,
     take_over: bool = False,
     no_space_check: bool = False,
     storage_options: StorageOptions | None = None,
@@ -113,7 +115,7 @@ def pull(
     if not is_local(where):
         raise UsageError(f"{where}: versions are pulled to a folder of this machine")
     check_apart(os.fspath(versions), where)
-    access = Access(storage_options or {}, tuple(allow_scheme))
+    access = Access(storage_options or {}, texts_of(allow_scheme))
     known = Versions(open_root(os.fspath(versions), access.options, access.schemes), access)
     number = _wanted(known, version)
     target = open_target(where, Access({}), Permission(overwrite=True, resume=True, take_over=take_over))
@@ -143,7 +145,7 @@ def pull(
 
 def _wanted(known: Versions, version: int | None) -> int:
     """The version to pull."""
-    number = newest_version(known.root) if version is None else version
+    number = newest_version(known.root) if version is None else int(version)
     if number is None:
         raise CheckpointError(f"{known.root.location}: has no version like {version_name(1)}")
     if number not in (numbers := numbers_of(known.root)):

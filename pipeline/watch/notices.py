@@ -13,9 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Result(str, Enum):
-    """Result of a checkpoint in one pass."""
+    """Result of a checkpoint, or of its publication, in one pass."""
 
     CONVERTED = "converted"
+    PUBLISHED = "published"
     DONE = "done"
     WAITING = "waiting"
     STALE = "stale"

@@ -44,7 +44,7 @@ class Publisher:
         published: dict[str, Result] = {}
         for name in self.due(held, results):
             published[f"{name} published"] = result = self._publish(name)
-            if result is not Result.CONVERTED:
+            if result is not Result.PUBLISHED:
                 break
         return published
 
@@ -86,5 +86,5 @@ class Publisher:
             notice = failed(str(error), "not published: ")
         else:
             version = dict(report.facts())["version"]
-            notice = Notice(Result.CONVERTED, logging.INFO, f"published: {version}")
+            notice = Notice(Result.PUBLISHED, logging.INFO, f"published: {version}")
         return self.notices.give(name, notice, about=f"{name} published")

@@ -195,6 +195,8 @@ class Watcher:
             return self.notices.give(name, decision)
         try:
             incomplete = self.inspector.look(name, self._order, self.clock())
+        except ListingError:  # of the records, or the run: no word about the checkpoint
+            raise
         except ReshardError as error:
             notice = failed(str(error), "refused: ")
             if self.notices.messages.get(name) != f"{name}: {notice.message}":

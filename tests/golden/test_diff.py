@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,21 @@ def test_one_changed_bit_is_one_ulp(tmp_path: Path) -> None:
     whole = paddle_reshard.diff(SOURCE, tmp_path / "model")
     assert len(whole.unmatched) == 273 - 39
     assert whole.differing == report.differing
+
+
+def test_the_verdict_tells_tensors_without_a_counterpart_from_those_that_differ(tmp_path: Path) -> None:
+    """The tolerance is of values: a tensor that one side lacks is neither within nor outside of it."""
+    paddle_reshard.convert(SOURCE, tmp_path / "without", to="tp=1", drop=["ema"])
+    whole = paddle_reshard.diff(SOURCE, tmp_path / "without")
+    assert not whole
+    assert whole.verdict.startswith("39 tensors have no counterpart, no others differ; 234 tensors compared")
+    paddle_reshard.convert(SOURCE, tmp_path / "model", format="huggingface", dtype="float16")
+    both = paddle_reshard.diff(SOURCE, tmp_path / "model", atol=1.0)
+    assert not both
+    assert re.match(
+        r"\d+ tensors differ in [\d,]+ elements, within the tolerance; 234 tensors have no counterpart; 39 ",
+        both.verdict,
+    )
 
 
 def test_wrong_requests_are_refused() -> None:

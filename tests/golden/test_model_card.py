@@ -86,7 +86,7 @@ def test_the_donor_gives_its_licence_and_its_id(tmp_path: Path) -> None:
         "license": "other",
         "license_name": "some-license",
     }
-    with pytest.raises(UsageError, match="card is 'yes'"):
+    with pytest.raises(UsageError, match="card: True or False is expected, not str"):
         paddle_reshard.plan(source, {tmp_path / "t": {"format": "huggingface", "card": "yes"}})  # type: ignore[dict-item]
     paddle_reshard.convert(source, tmp_path / "without", format="huggingface", like=donor)
     assert not (tmp_path / "without/README.md").exists()

@@ -69,7 +69,7 @@ def test_a_full_disk_leaves_nothing_of_what_it_does_not_hold(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ListingError, match="no space left on the disk"):
         root.replace("records/x.json", b"new")
     assert {path.name: path.read_bytes() for path in (tmp_path / "records").iterdir()} == {"x.json": b"old"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,17 @@ def test_a_run_whose_topology_changes_is_complete_all_the_same(tmp_path: Path, r
     assert [(checkpoint.name, checkpoint.problem) for checkpoint in found.checkpoints] == [
         (f"checkpoint-{step}", None) for step in range(len(cases))
     ]
+
+
+def test_what_convert_refuses_for_an_older_signal_is_not_complete(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE, tmp_path / "checkpoint-3", copy_function=shutil.copyfile)
+    signal = tmp_path / "checkpoint-3" / "saved_signal_5"
+    os.utime(signal, (signal.stat().st_mtime - 7200,) * 2)
+    (listed,) = paddle_reshard.ls(tmp_path).checkpoints
+    assert listed.format == "hybrid"
+    with pytest.raises(paddle_reshard.CheckpointError, match=r"saved_signal_5 is .* older than") as refused:
+        paddle_reshard.plan(tmp_path / "checkpoint-3", to="tp=1")
+    assert listed.problem == str(refused.value)
 
 
 def test_conversions_name_their_source_as_published(run: Path) -> None:

@@ -613,6 +613,23 @@ def test_a_checkpoint_that_is_refused_does_not_stop_the_others(training: Run) ->
     assert "1 converted, 0 converted before, 0 waiting, 1 failed" in done.stderr
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_records_that_cannot_be_written_are_told_in_a_sentence(training: Run, complete: bool) -> None:
+    """Nothing is wrong with the checkpoint, so it is not refused, and looked at again."""
+    copy_checkpoint(training.run / "checkpoint-3")
+    if not complete:
+        (training.run / "checkpoint-3" / "saved_signal_5").unlink()
+    training.out.mkdir()
+    records = training.out / ".paddle_reshard"
+    records.symlink_to(training.root / "nowhere")
+    done = training.watch()
+    assert done.returncode == 1
+    assert (
+        f"ERROR checkpoint-3: {training.out}: file exists ({records}); will be checked again" in done.stderr
+    )
+    assert "refused" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "trouble",
     [
@@ -843,10 +860,11 @@ def test_converted_checkpoints_are_published_in_the_order_of_their_steps(
     first = watch_and_publish(training, versions)
     assert "checkpoint-3: published: weight_v000001, full: the first version" in first.stderr
     assert "checkpoint-6: published: weight_v000002, delta: " in first.stderr
+    assert "2 converted, 2 published, 0 converted before, 1 waiting, 0 failed" in first.stderr
     copy_of_run(training, {20: "dense/single"})
     second = watch_and_publish(training, versions, "--keep", 1, "--json")
-    results = {name: of["result"] for name, of in json.loads(second.stdout)["checkpoints"].items()}
-    assert results["checkpoint-20 published"] == "converted"
+    results = {name: of["result"] for name, of in checked(second)["checkpoints"].items()}
+    assert (results["checkpoint-20"], results["checkpoint-20 published"]) == ("converted", "published")
     assert training.converted() == ["checkpoint-20"]
     assert "published" not in watch_and_publish(training, versions, "--keep", 1).stderr
     copy_of_run(training, {4: "dense/single"})  # older than what is published

@@ -207,7 +207,11 @@ def test_verify_reports_each_state_that_one_side_lacks_once(tmp_path: Path) -> N
     assert different.returncode == 1
     assert different.stdout.splitlines()[0] == "ema_master_weight of lm_head.weight and 38 more: only in A"
     assert different.stdout.count("only in") == 1
-    assert "--states LIST to compare chosen states, or --subset" in different.stdout
+    assert "--states LIST to compare chosen states, or --subset if B may hold" in different.stdout
+    exchanged = run("verify", tmp_path / "unified", DEMO, "--subset")
+    assert exchanged.returncode == 1
+    assert "or exchange A and B and give --subset if A may hold" in exchanged.stdout
+    assert run("verify", DEMO, tmp_path / "unified", "--subset").returncode == 0
     assert len(json.loads(run("verify", DEMO, tmp_path / "unified", "--json").stdout)["differences"]) == 39
 
 

@@ -9,14 +9,17 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, SECTIONS, given
-from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.errors import TargetError, UsageError
 from paddle_reshard.pipeline.core.tensors import DROPPABLE
 from paddle_reshard.pipeline.formats.jobs.request import LayoutOptions
 from paddle_reshard.pipeline.formats.registry import FORMATS, FormatName
@@ -30,7 +33,10 @@ from paddle_reshard.pipeline.request.options import (
     flag_of,
 )
 from paddle_reshard.pipeline.request.parse import RunSettings, check_options
+from tests.conftest import COMMITTED
 from tests.jobs.command import invoke
+
+SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 
 CONVERT = cli.commands["convert"]
 RUN_OPTIONS = sorted(declarations().keys() - {*CONVERSION_OPTIONS})
@@ -121,7 +127,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
     }
     assert TAKE_OPTIONS.keys() == functions
     told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
-    assert "memory: str = '1GiB'" in told
+    assert "memory: str | int = '1GiB'" in told
     assert "replicas: Literal['compare', 'first'] = 'compare'" in told
     for name, function in TAKE_OPTIONS.items():
         (options,) = get_args(get_type_hints(function)["options"])
@@ -169,6 +175,91 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
     places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect", "launch", "ls") else [{}, "b"]
     with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
         TAKE_OPTIONS[name](*places, allow_skeme=("x",))
+    with pytest.raises(TypeError, match="unknown option 'options'"):
+        TAKE_OPTIONS[name](*places, options={})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paddle_reshard.ema("a", "b"), "^sources: a list of paths is expected, not str$"),
+        (lambda: paddle_reshard.ls("a", targets=Path("b")), "^targets: a list of paths is expected, not "),
+        (
+            lambda: paddle_reshard.ema(["a", "b"], "c", weights="11"),
+            "^weights: a list of numbers is expected",
+        ),
+        (lambda: paddle_reshard.ema(["a", "b"], "c", decay="0.9"), "^decay: a number is expected, not str$"),
+        (lambda: paddle_reshard.convert(["a"], "b"), "^source: a path is expected, not list of str$"),
+        (lambda: paddle_reshard.plan("a", drop=[1]), "^drop: a list of texts is expected, not list of int$"),
+        (lambda: paddle_reshard.plan("a", ranks=3), "^ranks: a text or a list of whole numbers is expected"),
+        (
+            lambda: paddle_reshard.plan("a", vocab_pad=300.0),
+            "^vocab_pad: a whole number is expected, not float$",
+        ),
+        (
+            lambda: paddle_reshard.plan("a", vocab_pad=True),
+            "^vocab_pad: a whole number is expected, not bool$",
+        ),
+        (
+            lambda: paddle_reshard.plan("a", to="tp=1", vocab_trim=0),
+            "^--vocab-trim 0: at least 1 is expected$",
+        ),
+        (
+            lambda: paddle_reshard.plan("a", paddle_version=3.4),
+            "^paddle_version: a text is expected, not float$",
+        ),
+        (lambda: paddle_reshard.convert("a", "b", overwrite="no"), "^overwrite: True or False is expected"),
+        (lambda: paddle_reshard.convert("a", "b", layout=1), "^layout: a path or a mapping is expected"),
+        (
+            lambda: paddle_reshard.plan("a", {"b": {"files": 2.5}}),
+            "^files: a whole number or a text is expected",
+        ),
+        (lambda: paddle_reshard.plan("a", {"b": "tp=1"}), "^target: the options of a location are a mapping"),
+        (lambda: paddle_reshard.verify("a", "b", states=[1]), "^states: a list of texts is expected"),
+        (lambda: paddle_reshard.verify("a", workers="2"), "^workers: a whole number is expected, not str$"),
+        (
+            lambda: paddle_reshard.check("a", allow_scheme=1),
+            "^allow_scheme: a list of texts is expected, not int$",
+        ),
+        (
+            lambda: paddle_reshard.pull("a", "b", version="1"),
+            "^version: a whole number is expected, not str$",
+        ),
+        (lambda: paddle_reshard.publish("a", "b", full_every=1.5), "^full_every: a whole number is expected"),
+        (lambda: paddle_reshard.clean("a", take_over="no"), "^take_over: True or False is expected"),
+        (lambda: paddle_reshard.sign("a", key=1), "^key: a path is expected, not int$"),
+        (lambda: paddle_reshard.inspect("a", storage_options="s3cret"), "a mapping is expected, not str$"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_before_anything_is_read(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_the_options_of_one_of_several_targets_are_refused_by_name_too() -> None:
+    with pytest.raises(TypeError, match="unknown option 'fles'; did you mean files"):
+        paddle_reshard.plan("a", {"b": {"format": "flex", "fles": 2}})  # type: ignore[dict-item]
+
+
+def test_what_stands_for_the_same_value_is_taken(tmp_path: Path) -> None:
+    """A single text for a list of it, any collection for a list, NumPy's numbers, bytes as a number."""
+    plans = [
+        paddle_reshard.plan(SOURCE, to="tp=1", drop=drop, memory=memory, vocab_pad=rows, allow_scheme="zip")
+        for drop, memory, rows in (
+            (["ema"], "1GiB", 256),
+            ("ema", 1 << 30, np.int64(256)),
+            ({"ema"}, None, 256),
+        )
+    ]
+    assert len({plan.plan.plan_id for plan in plans}) == 1
+    by_ranks = [
+        paddle_reshard.plan(SOURCE, to="tp=2", ranks=r) for r in ("1", [1], range(1, 2), np.array([1]))
+    ]
+    assert len({plan.plan.plan_id for plan in by_ranks}) == 1
+    with pytest.raises(TargetError):  # which has been opened
+        paddle_reshard.clean("zip://x", allow_scheme="zip")
 
 
 def test_kinds_agree_with_the_types_that_checkers_see() -> None:

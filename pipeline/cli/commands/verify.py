@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -200,7 +200,7 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     if len(further) > SHOWN_DIFFERENCES:
         say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
     if one_sided:
-        say("use --states LIST to compare chosen states, or --subset if B may hold fewer tensors")
+        say(_advice({side for _, side in one_sided}))
     if not alone:
         say(report.verdict)
         return
@@ -210,6 +210,18 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     say(f"no {MANIFEST}: only values that are stored twice were compared")
     found = f"contradicts itself: {counted(count, 'difference')}" if count else "consistent"
     say(f"{found}; {report.extent}")
+
+
+def _advice(sides: Collection[str]) -> str:
+    """How to compare what both have: --subset allows B to lack tensors, and A by exchanging the two, but not both."""
+    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A
+
+    advice = "use --states LIST to compare chosen states"
+    if len(sides) > 1:
+        return advice
+    if ONLY_IN_A in sides:
+        return f"{advice}, or --subset if B may hold fewer tensors"
+    return f"{advice}, or exchange A and B and give --subset if A may hold fewer tensors"
 
 
 def _only_on_one_side(

@@ -247,7 +247,7 @@ def _end(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:
     counts = ", ".join(
         f"{every.count(result)} {words.get(result, result.value)}"
         for result in Result
-        if result is not Result.STALE or result in every
+        if result not in (Result.PUBLISHED, Result.STALE) or result in every
     )
     logging.getLogger(__name__).info("%s", counts)
     if as_json:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
 from paddle_reshard.pipeline.core.choices import Dtype, ModelState, Quantised
-from paddle_reshard.pipeline.core.errors import UsageError
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
@@ -21,8 +20,6 @@ HUGGINGFACE: Final = "huggingface"
 EMA: Final = "ema"
 FLOATING: Final = get_args(Dtype)
 """What the values can be stored as; others (integers, booleans) keep their dtype."""
-_FLAGS = {None: False, False: False, True: True, "false": False, "true": True}
-"""A flag, or its value after a ``--target``."""
 _OPTIONS: Mapping[str, FormatOption] = {
     "state": FormatOption(
         "the parameters, or their moving average, which is stored in float32 and rounded to the "
@@ -91,9 +88,7 @@ class HuggingFaceFormat(Format):
             given["dtype"] = dtype_named(dtype)
         if size := asked.get("max_shard_size"):
             given["max_shard_bytes"] = parse_size(size)
-        if (card := asked.get("card")) not in _FLAGS:
-            raise UsageError(f"card is {card!r}; known: true, false")
-        return HuggingFaceTarget(card=_FLAGS[card], **given)
+        return HuggingFaceTarget(card=bool(asked.get("card")), **given)
 
 
 FORMAT = HuggingFaceFormat()
