@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.os_errors import translated_while_moving
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
+from tests.limited import files_up_to
 
 MEETING = threading.Barrier(2, timeout=30)
 MEETING_IS_OVER = threading.Event()
@@ -77,18 +77,14 @@ class KilledOnceWriting:
 
 @dataclass(frozen=True)
 class TakesNoMore:
-    """Writes in a process none of whose files may grow beyond a few bytes: EFBIG, as ``setrlimit(2)`` says."""
+    """Writes in a process none of whose files may grow beyond a few bytes."""
 
     writer: WritePart
     copies_in_flight: int = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
-        try:
+        with files_up_to(10):
             return self.writer.write_part(path, byte_offset, buffer)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, most)
 
 
 @dataclass(frozen=True)
