@@ -18,6 +18,7 @@ from paddle_reshard.storage.os_errors import translated_while_moving
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
 from tests.limited import files_up_to
+from tests.reads import OneByOne
 
 MEETING = threading.Barrier(2, timeout=30)
 MEETING_IS_OVER = threading.Event()
@@ -51,7 +52,7 @@ class Through(Engine):
 
 
 @dataclass(frozen=True)
-class KilledOnceReading(ReadRange):
+class KilledOnceReading(OneByOne):
     source: ReadRange
     marker: Path
 
@@ -88,7 +89,7 @@ class TakesNoMore:
 
 
 @dataclass(frozen=True)
-class StaleOnce(ReadRange):
+class StaleOnce(OneByOne):
     """A network file system that has lost a file, on one machine."""
 
     source: ReadRange
@@ -118,7 +119,7 @@ class ReadsTwoAtATime(ReadRange):
 
 
 @dataclass(frozen=True)
-class FailsOnce(ReadRange):
+class FailsOnce(OneByOne):
     """Loses one connection."""
 
     source: ReadRange
@@ -134,7 +135,7 @@ class FailsOnce(ReadRange):
 
 
 @dataclass(frozen=True)
-class KillsItsReader(ReadRange):
+class KillsItsReader(OneByOne):
     """Dies at one byte of one file, whoever reads it."""
 
     source: ReadRange
@@ -148,7 +149,7 @@ class KillsItsReader(ReadRange):
 
 
 @dataclass(frozen=True)
-class OneByteOff(ReadRange):
+class OneByteOff(OneByOne):
     """A file in which one byte is another."""
 
     source: ReadRange
@@ -163,7 +164,7 @@ class OneByteOff(ReadRange):
 
 
 @dataclass(frozen=True)
-class Unreachable(ReadRange):
+class Unreachable(OneByOne):
     """Fails as a store does that cannot be reached."""
 
     password: str
@@ -173,7 +174,7 @@ class Unreachable(ReadRange):
 
 
 @dataclass(frozen=True)
-class Watched(ReadRange):
+class Watched(OneByOne):
     """Notes which process reads, and a variable of it: by default on which GPU; takes its time."""
 
     source: ReadRange
@@ -189,7 +190,7 @@ class Watched(ReadRange):
 
 
 @dataclass(frozen=True)
-class NodesNoted(ReadRange):
+class NodesNoted(OneByOne):
     """Notes which process reads, and on which node of the cluster; takes its time."""
 
     source: ReadRange
