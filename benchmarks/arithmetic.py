@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, MASTER_WEIGHT, PARAM
-from paddle_reshard.storage.store import Openness, ReadRange
+from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 FLOAT32 = [dtype.name for dtype in DTYPES].index("float32")
 FINITE = np.uint32(0x7F7F)
@@ -102,6 +102,10 @@ class ArithmeticSource(ReadRange):
 
     def check_unchanged(self) -> None:
         """It never changes."""
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            self.read_into(read.path, read.byte_offset, read.buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         found = np.frombuffer(buffer, dtype=np.uint8)

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.store import Openness, ReadRange, Receipt
+from paddle_reshard.storage.store import Openness, Read, ReadRange, Receipt
 from paddle_reshard.tasks.group import GroupReport
 
 prepare()  # Ray reads its settings when it is imported
@@ -76,7 +76,7 @@ class Nothing(ReadRange):
     def versions(self) -> Mapping[str, str]:
         return dict.fromkeys(self.files, "1")
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+    def read_many(self, reads: Sequence[Read]) -> None:
         """Leave new memory as it is."""
 
 

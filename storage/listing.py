@@ -23,6 +23,7 @@ from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, check_scheme, is_local, local_path, open_folder
 from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.replaceable import EntryKind, changed, objection
+from paddle_reshard.storage.session.staging import append_to_file
 from paddle_reshard.storage.store import OWN_PREFIX
 
 if TYPE_CHECKING:
@@ -119,11 +120,7 @@ class LocalRoot:
         """Add a line to the log ``<path>.jsonl``, in one write."""
         file = self.root / f"{path}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, line + b"\n")
-        finally:
-            os.close(descriptor)
+        append_to_file(file, line + b"\n", 0o644)
 
     @_translated
     def remove(self, folder: str, is_ours: IsOurs) -> str | None:

@@ -62,6 +62,17 @@ def translated_while_moving(
         raise translation from error
 
 
+@contextmanager
+def writing(path: Path, failure: type[ReshardError]) -> Iterator[None]:
+    """Turn an ``OSError`` while a file is written that the user named into a ``failure`` that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in NO_SPACE
+        advice = "free some, or give a file on another disk" if full else "give another file"
+        raise failure(f"{path}: cannot be written: {_reason(error)}; {advice}") from error
+
+
 def may_succeed_elsewhere(error: ReshardError) -> bool:
     """Whether this is an error of the operating system that may not occur on a different machine."""
     cause = error.__cause__
@@ -71,9 +82,12 @@ def may_succeed_elsewhere(error: ReshardError) -> bool:
 def _sentence(error: OSError, path: Path) -> str:
     if error.errno == errno.ENOTDIR and (blocking := _file_above(path)) is not None:
         return f"{blocking} is a file, not a folder"
-    text = _SENTENCES.get(error.errno or 0) or (error.strerror or str(error)).lower()
     where = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
-    return f"{text} ({where if where.is_relative_to(path) else path.parent})"
+    return f"{_reason(error)} ({where if where.is_relative_to(path) else path.parent})"
+
+
+def _reason(error: OSError) -> str:
+    return _SENTENCES.get(error.errno or 0) or (error.strerror or str(error)).lower()
 
 
 def _file_above(path: Path) -> Path | None:

@@ -121,10 +121,7 @@ class Read:
 
 @runtime_checkable
 class ReadRange(Protocol):
-    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads.
-
-    A class defines ``read_into`` or ``read_many``; each is made of the other.
-    """
+    """Ranged reads from the files of one checkpoint. Can be pickled, and used by several threads."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill all of ``buffer`` with the bytes of ``path``, starting at ``byte_offset``, or raise."""
@@ -136,10 +133,9 @@ class ReadRange(Protocol):
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
 
+    @abstractmethod
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers, or raise. Stores with high latency are asked for all of them concurrently."""
-        for read in reads:
-            self.read_into(read.path, read.byte_offset, read.buffer)
 
     def kept_open(self) -> AbstractContextManager[ReadRange]:
         """The same files for many reads by one thread, between which they may be kept open."""

@@ -187,15 +187,20 @@ class CompletedSource(ComputedSource):
         """Name of every file → size in bytes, as it is stored or planned."""
         return {file.path: file.size_bytes for file in self.files} | dict(self.inner.sizes())
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on."""
-        if path in self.inner.sizes():
-            self.inner.read_into(path, byte_offset, buffer)
-            return
-        buffer[:] = bytes(len(buffer))
-        planned = self._planned.of_ranges([(self._numbers[path], byte_offset, byte_offset + len(buffer))])
-        for _, start, content in planned:
-            buffer[start : start + len(content)] = content
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers, those of files that are planned one by one."""
+        stored = self.inner.sizes()
+        self.inner.read_many([read for read in reads if read.path in stored])
+        for read in reads:
+            if read.path not in stored:
+                self._fill(read)
+
+    def _fill(self, read: Read) -> None:
+        """Fill a buffer with what is planned of a file."""
+        start, nbytes = read.byte_offset, len(read.buffer)
+        read.buffer[:] = bytes(nbytes)
+        for _, at, content in self._planned.of_ranges([(self._numbers[read.path], start, start + nbytes)]):
+            read.buffer[at : at + len(content)] = content
 
     @cached_property
     def _planned(self) -> LiteralsByFile:

@@ -218,10 +218,6 @@ class DequantisedSource(ComputedSource):
         made = {path: len(content) for path, content in self.served.made.items()}
         return {**self.inner.sizes(), **served, **made}
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, as they are served."""
-        self.read_many([Read(path, byte_offset, buffer)])
-
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill several buffers; the store gets all reads at once, those of scales included."""
         reading = _Reading([], [])

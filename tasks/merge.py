@@ -129,13 +129,8 @@ class MergedSource(ComputedSource):
     """Path of a file of the base → fragments of the changed weights in it, all two-dimensional bfloat16."""
     cache: _MatrixCache = field(default_factory=_MatrixCache, compare=False, repr=False)
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of ``path`` from ``byte_offset`` on, merged."""
-        self.inner.read_into(path, byte_offset, buffer)
-        self._merge(path, byte_offset, buffer)
-
     def read_many(self, reads: Sequence[Read]) -> None:
-        """Fill several buffers with one call to the store."""
+        """Fill several buffers, merged, with one call to the store."""
         self.inner.read_many(reads)
         for read in reads:
             self._merge(read.path, read.byte_offset, read.buffer)

@@ -32,10 +32,6 @@ class NeededBytes(ReadRange):
         self._sides = (("source", work.ops), ("target", work.ops[work.ops["kind"] != MOVE]))
         self.read_bytes = 0
 
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill the needed bytes of one band."""
-        self.read_many([Read(path, byte_offset, buffer)])
-
     def read_many(self, reads: Sequence[Read]) -> None:
         """Fill the needed bytes of several bands."""
         pieces = [piece for read in reads for piece in self._pieces(read)]

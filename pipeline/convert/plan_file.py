@@ -25,6 +25,7 @@ from paddle_reshard.pipeline.planning.ops import OP, Ops
 from paddle_reshard.pipeline.planning.parts import PART
 from paddle_reshard.pipeline.planning.plan import BAND, Plan
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.local.folders import written_whole
 
 require("pyarrow", "arrow", "a saved plan")
 import pyarrow as pa  # noqa: E402 (only once it is known to be there)
@@ -81,24 +82,21 @@ def save_plan(plan: Plan, path: Path) -> None:
         "plan_id": plan.plan_id,
         **{name: getattr(plan, name) for name in _SCALARS},
     }
-    try:
-        with path.open("wb") as file:
-            _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
-            _write_narrow(file, "ops", {_OPS[name]: column for name, column in plan.ops.narrow()})
-            for name, dtype in _ROWS.items():
-                rows = np.ascontiguousarray(getattr(plan, name)).view(dtype)
-                _write_narrow(
-                    file, name, {field: narrowed(rows[field], len(rows)) for field in dtype.names or ()}
-                )
-            for name, columns in _tables_of(plan).items():
-                schema = _TABLES[name]
-                _write(file, name, schema, _batches(columns, schema))
-            templates, files = plan.literals.templates()
-            _write(file, "literals", _TABLES["literals"], _batches_of_literals(templates))
-            schema = _TABLES["literal_files"]
-            _write(file, "literal_files", schema, _batches(files, schema))
-    except OSError as error:
-        raise UsageError(f"{path}: the plan cannot be saved: {error}") from error
+    with written_whole(path, UsageError) as file:
+        _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
+        _write_narrow(file, "ops", {_OPS[name]: column for name, column in plan.ops.narrow()})
+        for name, dtype in _ROWS.items():
+            rows = np.ascontiguousarray(getattr(plan, name)).view(dtype)
+            _write_narrow(
+                file, name, {field: narrowed(rows[field], len(rows)) for field in dtype.names or ()}
+            )
+        for name, columns in _tables_of(plan).items():
+            schema = _TABLES[name]
+            _write(file, name, schema, _batches(columns, schema))
+        templates, files = plan.literals.templates()
+        _write(file, "literals", _TABLES["literals"], _batches_of_literals(templates))
+        schema = _TABLES["literal_files"]
+        _write(file, "literal_files", schema, _batches(files, schema))
 
 
 def _write(

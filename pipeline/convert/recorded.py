@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.engine import Engine
-from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of, names_and_sizes
+from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import NOT_A_MANIFEST
 from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
 from paddle_reshard.pipeline.core.catalog import Catalog
@@ -44,9 +44,14 @@ class Known:
 
     fingerprints: Fingerprints
     location: str
+    unchanged: bool
+    """Whether nothing else has changed either. Other small files may make other tensors of the same bytes."""
 
     def checksum(self, tensor: Tensor, passed: int | None) -> int | None:
-        """The checksum of a tensor, if it is on record; refused if that of the values that ``passed`` is another."""
+        """The checksum of a tensor, if it is on record and cannot have changed.
+
+        Refused if it is on record, and that of the values that ``passed`` is another.
+        """
         number = self.fingerprints.tensors.find(tensor.key, tensor.state)
         if number is None:
             return None
@@ -59,14 +64,15 @@ class Known:
                 f"{tensor.label}: its values have crc64nvme {passed:016x}, but {MANIFEST} of {self.location} records "
                 f"{recorded:016x}: {_CHANGED}. {_advice(self.location)}"
             )
-        return recorded
+        return recorded if self.unchanged else None
 
 
 def known_of(store: Source) -> Known | None:
-    """What the manifest of a source records, if its files have the names and sizes that it lists.
+    """What the manifest of a source records.
 
-    A file of tensors that has the right size, but visibly another content, is refused. So is a damaged manifest, which
-    may have recorded other values.
+    A file of tensors that is visibly not the one that it lists is refused. So is a damaged manifest, which may have
+    recorded other values. Files without tensors may be others, and files may be missing: the values that are left must
+    be those on record all the same.
     """
     if MANIFEST not in store.sizes():
         return None
@@ -80,19 +86,20 @@ def known_of(store: Source) -> Known | None:
         return None
     if manifest.changed:
         raise CheckpointError(f"{store.location}/{MANIFEST}: {manifest.changed}. {_advice(store.location)}")
-    if manifest.fingerprints is None or names_and_sizes(store, manifest):
+    if manifest.fingerprints is None:
         return None
-    for damage in check_target_quickly(store, manifest):
-        if damage.path.endswith(_TENSOR_FILES):
+    damages = check_target_quickly(store, manifest)
+    for damage in damages:
+        if damage.path in store.sizes() and damage.path.endswith(_TENSOR_FILES):
             raise CheckpointError(
                 f"{store.location}: {damage.path}{damage.stretch}: {damage.detail}: {_CHANGED}. "
                 f"{_advice(store.location)}"
             )
-    return Known(manifest.fingerprints, store.location)
+    return Known(manifest.fingerprints, store.location, unchanged=not damages)
 
 
 _TENSOR_FILES = (".pdparams", ".pdopt", ".distcp", ".metadata", ".safetensors")
-_CHANGED = "the file was changed after it was written"
+_CHANGED = "the checkpoint was changed after it was written"
 
 
 def _advice(location: str) -> str:

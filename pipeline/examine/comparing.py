@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import typed
+from paddle_reshard.storage.local.folders import written_whole
+from paddle_reshard.storage.os_errors import writing
+from paddle_reshard.storage.session.staging import append_to_file
 from paddle_reshard.storage.store import ReadRange, Source
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.groups_ended import groups_ended
@@ -52,21 +55,20 @@ def run_comparisons(
     ``resume`` is a progress file. It is created if it does not exist, refused if it belongs to another comparison, and
     removed when everything is compared.
     """
-    with ExitStack() as stack:
-        done, log = dict[int, Compared](), None
-        if resume is not None:
-            head = FORMAT, version.__version__, plan.plan_id, _hash_of(stores)
-            done = _finished_earlier(resume, _line(head))
-            log = stack.enter_context(resume.open("ab", buffering=0))
-        observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
-        read_bytes = sum(group.read_bytes for group in done.values())
-        observe(Progress(read_bytes, before=True, groups=len(done)))
-        batches = stack.enter_context(closing(engine.compare(Works(plan, done), source)))
+    done = dict[int, Compared]()
+    if resume is not None:
+        head = FORMAT, version.__version__, plan.plan_id, _hash_of(stores)
+        done = _finished_earlier(resume, _line(head))
+    observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
+    read_bytes = sum(group.read_bytes for group in done.values())
+    observe(Progress(read_bytes, before=True, groups=len(done)))
+    with closing(engine.compare(Works(plan, done), source)) as batches:
         for reports in batches:
             groups = [compared(report) for report in reports]
             done |= {group.group: group for group in groups}
-            if log is not None:
-                log.write(_line(list(map(astuple, groups))))
+            if resume is not None:
+                with writing(resume, UsageError):
+                    append_to_file(resume, _line(list(map(astuple, groups))))
             for ended in groups_ended(plan, reports):
                 observe(ended)
             observe(Progress(sum(group.read_bytes for group in groups)))
@@ -91,16 +93,14 @@ def _hash_of(stores: Sequence[Source]) -> str:
 
 def _finished_earlier(path: Path, first: bytes) -> dict[int, Compared]:
     """The finished groups in a progress file, which then has only complete lines, the ``first`` at least."""
-    try:
-        path.touch()
-        data = path.read_bytes()
+    with writing(path, UsageError):
+        data = path.read_bytes() if path.exists() else b""
         done, lines = _finished(data, first, path)
-        if lines != data:
-            with path.open("r+b") as file:
-                file.write(lines)
-                file.truncate()
-    except OSError as error:
-        raise UsageError(f"--resume {path}: {error.strerror or error}") from error
+        if lines == data:
+            append_to_file(path, b"")  # refused at once if later lines could not be added
+            return done
+    with written_whole(path, UsageError) as file:
+        file.write(lines)
     return done
 
 

@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
-from paddle_reshard.storage.local.folders import write_whole
+from paddle_reshard.storage.local.folders import check_writable, written_whole
 from paddle_reshard.storage.locate import absolute
 
 
@@ -79,8 +79,8 @@ def fingerprint(
         If ``output`` cannot be written.
     """
     path = None if output is None else Path(output)
-    if path is not None and not (folder := path.absolute().parent).is_dir():  # before everything is read
-        raise TargetError(f"{path}: cannot be written: the folder {folder} does not exist")
+    if path is not None:
+        check_writable(path, TargetError)
     report = fingerprint_with(os.fspath(source), Reader.of(options, observe))
     if path is not None:
         write_fingerprints(report, path)
@@ -103,10 +103,8 @@ def fingerprint_with(source: str, reader: Reader) -> FingerprintReport:
 def write_fingerprints(report: FingerprintReport, path: Path) -> None:
     """Write the fingerprints of a checkpoint to a local file."""
     facts = {"version": version.__version__, "checkpoint": absolute(report.path)}
-    try:
-        write_whole(path, format_fingerprints(report.fingerprints, facts))
-    except OSError as error:
-        raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with written_whole(path, TargetError) as file:
+        file.write(format_fingerprints(report.fingerprints, facts))
 
 
 def read_document(path: PathLike) -> bytes:

@@ -29,7 +29,9 @@ from paddle_reshard.pipeline.request.arguments import checked
 from paddle_reshard.storage.documents.fingerprints import parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
+from paddle_reshard.storage.local.folders import written_whole
 from paddle_reshard.storage.locate import StorageOptions, is_local, local_path, open_source
+from paddle_reshard.storage.os_errors import writing
 from paddle_reshard.storage.signatures import (
     Trusted,
     check_signature,
@@ -143,12 +145,11 @@ def _manifest(store: Source) -> bytes:
 
 def _write(path: Path, bundle: bytes) -> None:
     """Write a signature to a local file, and replace only another signature."""
-    try:
+    with writing(path, TargetError):
         if path.exists() and not is_signature(path.read_bytes()):
             raise TargetError(f"{path}: exists and is not a signature; choose another file with --signature")
-        path.write_bytes(bundle)
-    except OSError as error:
-        raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with written_whole(path, TargetError) as file:
+        file.write(bundle)
 
 
 def read_trusted(

@@ -43,7 +43,8 @@ from paddle_reshard.pipeline.report.next_steps import (
 )
 from paddle_reshard.pipeline.report.picture import Picture
 from paddle_reshard.pipeline.report.run_record import RunRecord
-from paddle_reshard.pipeline.report.writing import check_writable, save_report
+from paddle_reshard.pipeline.report.writing import save_report
+from paddle_reshard.storage.local.folders import check_writable
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class HtmlReport:
     ) -> None:
         self.path = Path(os.fspath(path))
         self.command = command
-        check_writable(self.path)
+        check_writable(self.path, UsageError)
         self._record, self._observe = RunRecord(private_bytes), observe
         self._conversion: ConversionPlan | None = None
         self._picture: Picture | None = None

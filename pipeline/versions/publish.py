@@ -161,6 +161,13 @@ class _Publisher:
         self.began = time.monotonic()
         access = target_access(asked.shared)
         self.versions = Versions(open_root(versions, access.options, access.schemes), access)
+        root = self.versions.root.location
+        self.private = None if is_local(root) else temporary_folder(f"export {root}")
+        """The folder that scratch is in, unless that is the one of the versions: nobody else may put anything there."""
+        self.scratch = (
+            local_path(root) / f"{OWN_PREFIX}export" if self.private is None else self.private / "export"
+        )
+        """Where the export of a delta lies until the delta is published. After an error it stays, to be continued."""
 
     def publish(self, full_every: int | None) -> PublishReport:
         """Publish the next version, or complete the publication of the newest one."""
@@ -177,7 +184,9 @@ class _Publisher:
         chain = self.versions.chain(last)
         if full_every is not None and len(chain.deltas) >= full_every:
             return self._publish_full(number, f"after {counted(len(chain.deltas), 'delta')}")
-        scratch = str(self._make_scratch())
+        if self.private is not None:
+            make_private(self.private)
+        scratch = str(self.scratch)
         self._export(scratch, overwrite=True)
         new = read_model(open_source(scratch, {}))
         reason = why_full(chain, new, self.form.encoding)
@@ -210,30 +219,15 @@ class _Publisher:
 
     # ------------------------------------------------------------------------------------------------ export
 
-    def _scratch(self) -> Path:
-        """Where the export of a delta lies until the delta is published. After an error it stays, to be continued."""
-        root = self.versions.root.location
-        if is_local(root):
-            return Path(os.path.abspath(local_path(root))) / f"{OWN_PREFIX}export"
-        return temporary_folder(f"export {root}") / "export"
-
-    def _make_scratch(self) -> Path:
-        """The same, in a folder that nobody else can put anything into."""
-        scratch = self._scratch()
-        if not is_local(self.versions.root.location):
-            make_private(scratch.parent)
-        return scratch
-
     def _remove_scratch(self) -> None:
-        scratch = self._scratch()
-        shutil.rmtree(scratch)
-        if not is_local(self.versions.root.location):
+        shutil.rmtree(self.scratch)
+        if self.private is not None:
             with suppress(OSError):  # another call has begun to export
-                scratch.parent.rmdir()
+                self.private.rmdir()
 
     def _tidy(self, manifest: Mapping[str, Any]) -> None:
         """Remove the export of a version that was published by a call that was killed then."""
-        export = self._scratch() / MANIFEST
+        export = self.scratch / MANIFEST
         if export.is_file() and (own_manifest(export.read_bytes()) or {}).get("source") == manifest.get(
             "source"
         ):

@@ -6,11 +6,13 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
+from paddle_reshard.storage.os_errors import writing
 from paddle_reshard.storage.replaceable import Entry, EntryKind, objection, removal_order
 
 LARGEST_MANIFEST_BYTES = 1 << 30
@@ -55,21 +57,32 @@ def make_private(folder: Path) -> None:
         raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that replaces an existing one, and appears as a whole or not at all; a link or pipe stays one."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout is both
-        path.write_bytes(content)
-        return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except OSError:
-        with contextlib.suppress(
-            OSError
-        ):  # a read-only file system refuses that too, even if there is nothing
-            unfinished.unlink()
-        raise
+def check_writable(path: Path, failure: type[ReshardError]) -> None:
+    """Refuse a file that could never be written, before anything is done whose result it is to hold."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise failure(f"{path}: cannot be written: it is a folder; give the name of a file")
+    if not folder.is_dir():
+        raise failure(f"{path}: cannot be written: the folder {folder} does not exist")
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, failure: type[ReshardError]) -> Iterator[BinaryIO]:
+    """A file to write that replaces an existing one, and appears as a whole or not at all; a link or pipe stays one."""
+    with writing(path, failure):
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout is both
+            with path.open("wb") as file:
+                yield file
+            return
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with unfinished.open("wb") as file:
+                yield file
+            unfinished.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # on a read-only file system, even if there is nothing
+                unfinished.unlink()
+            raise
 
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:

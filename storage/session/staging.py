@@ -108,15 +108,7 @@ class DiskSessionStore:
 
     def append(self, lines: bytes) -> None:
         """Add lines in one write."""
-        descriptor = os.open(
-            self.lines, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self.openness.files
-        )
-        try:
-            written = os.write(descriptor, lines)
-        finally:
-            os.close(descriptor)
-        if written != len(lines):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.lines))
+        append_to_file(self.lines, lines, self.openness.files)
 
     def flush(self) -> None:
         """Nothing to wait for: lines are written immediately."""
@@ -231,6 +223,16 @@ def write_file(path: Path, data: bytes, mode: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)
+
+
+def append_to_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Add all of the data to the end of a file, in one write if the disk takes it, or raise."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        while data:  # on a disk that is almost full the first write is short, and the next one fails
+            data = data[os.write(descriptor, data) :]
+    finally:
+        os.close(descriptor)
 
 
 def _replace_file(path: Path, data: bytes, mode: int) -> None:

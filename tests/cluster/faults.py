@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import signal
 import threading
 import time
@@ -18,6 +17,8 @@ from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.os_errors import translated_while_moving
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
+from tests.limited import files_up_to
+from tests.reads import OneByOne
 
 MEETING = threading.Barrier(2, timeout=30)
 MEETING_IS_OVER = threading.Event()
@@ -51,7 +52,7 @@ class Through(Engine):
 
 
 @dataclass(frozen=True)
-class KilledOnceReading(ReadRange):
+class KilledOnceReading(OneByOne):
     source: ReadRange
     marker: Path
 
@@ -77,22 +78,18 @@ class KilledOnceWriting:
 
 @dataclass(frozen=True)
 class TakesNoMore:
-    """Writes in a process none of whose files may grow beyond a few bytes: EFBIG, as ``setrlimit(2)`` says."""
+    """Writes in a process none of whose files may grow beyond a few bytes."""
 
     writer: WritePart
     copies_in_flight: int = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, most[1]))
-        try:
+        with files_up_to(10):
             return self.writer.write_part(path, byte_offset, buffer)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, most)
 
 
 @dataclass(frozen=True)
-class StaleOnce(ReadRange):
+class StaleOnce(OneByOne):
     """A network file system that has lost a file, on one machine."""
 
     source: ReadRange
@@ -122,7 +119,7 @@ class ReadsTwoAtATime(ReadRange):
 
 
 @dataclass(frozen=True)
-class FailsOnce(ReadRange):
+class FailsOnce(OneByOne):
     """Loses one connection."""
 
     source: ReadRange
@@ -138,7 +135,7 @@ class FailsOnce(ReadRange):
 
 
 @dataclass(frozen=True)
-class KillsItsReader(ReadRange):
+class KillsItsReader(OneByOne):
     """Dies at one byte of one file, whoever reads it."""
 
     source: ReadRange
@@ -152,7 +149,7 @@ class KillsItsReader(ReadRange):
 
 
 @dataclass(frozen=True)
-class OneByteOff(ReadRange):
+class OneByteOff(OneByOne):
     """A file in which one byte is another."""
 
     source: ReadRange
@@ -167,7 +164,7 @@ class OneByteOff(ReadRange):
 
 
 @dataclass(frozen=True)
-class Unreachable(ReadRange):
+class Unreachable(OneByOne):
     """Fails as a store does that cannot be reached."""
 
     password: str
@@ -177,7 +174,7 @@ class Unreachable(ReadRange):
 
 
 @dataclass(frozen=True)
-class Watched(ReadRange):
+class Watched(OneByOne):
     """Notes which process reads, and a variable of it: by default on which GPU; takes its time."""
 
     source: ReadRange
@@ -193,7 +190,7 @@ class Watched(ReadRange):
 
 
 @dataclass(frozen=True)
-class NodesNoted(ReadRange):
+class NodesNoted(OneByOne):
     """Notes which process reads, and on which node of the cluster; takes its time."""
 
     source: ReadRange

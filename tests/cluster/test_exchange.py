@@ -16,6 +16,7 @@ from paddle_reshard.tasks.device import Buffer
 from paddle_reshard.tasks.group import load_band
 from paddle_reshard.tasks.run_group import finish_group, run_group
 from tests.conftest import case_directory
+from tests.reads import OneByOne
 from tests.sized import in_groups
 
 CASES = ("mp2pp2sh2_s1v2_meta_ema", "mp2_tied", "nlp_fused_mp2")
@@ -88,7 +89,7 @@ def test_a_share_needs_only_its_own_bands(tmp_path: Path) -> None:
             assert len(share.needs) > 0 or len(share.work.ops) == 0
 
 
-class Broken(ReadRange):
+class Broken(OneByOne):
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         raise CheckpointError(f"{path}: vanished")
 

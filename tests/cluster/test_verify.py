@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ray.cluster_utils import Cluster
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Progress
 from tests.conftest import case_directory
+from tests.limited import files_up_to
 from tests.sized import Sized, in_groups
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
@@ -70,3 +72,21 @@ def test_an_interrupted_comparison_continues(pair: tuple[Sized, Path, Path], tmp
     read = [group[2] for line in lines[1:-1] for group in json.loads(line)]
     assert (before, sum(further)) == (sum(read), inline.read_bytes - sum(read))
     assert not progress.exists()
+
+
+def test_progress_that_does_not_fit_ends_the_comparison_and_the_next_one_continues(
+    pair: tuple[Sized, Path, Path], tmp_path: Path
+) -> None:
+    small, *both = pair
+    progress = tmp_path / "progress"
+    with ExitStack() as full:
+
+        def fill(event: object) -> None:
+            if isinstance(event, Progress) and not event.before:
+                full.enter_context(files_up_to(progress.stat().st_size + 9))
+
+        with pytest.raises(UsageError, match=f"^{progress}: cannot be written: .*; give another file"):
+            small.verify(*both, resume=progress, observe=fill)
+    events: list[object] = []
+    assert small.verify(*both, resume=progress, observe=events.append) == small.verify(*both)
+    assert next(event.done_bytes for event in events if isinstance(event, Progress)) > 0

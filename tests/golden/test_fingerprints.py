@@ -17,6 +17,8 @@ from safetensors import deserialize
 import paddle_reshard
 from paddle_reshard import CheckpointError, FormatError, TargetError, UsageError
 from paddle_reshard.pipeline.convert.integrity import SMALL_FILE_BYTES
+from paddle_reshard.pipeline.convert.recorded import known_of
+from paddle_reshard.storage.local.source import LocalSource
 from tests import oracle
 from tests.conftest import COMMITTED, case_directory
 from tests.golden.test_every_format import config_of, folder_of
@@ -278,7 +280,7 @@ def test_two_targets_are_compared_by_what_they_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["mp2pp2sh2_s1v2_meta_ema", "small-families/qwen2_single"])
 def test_a_source_that_is_not_what_its_manifest_records_is_refused(case: str, tmp_path: Path) -> None:
-    """A large file, and a small one, which is read before anything is moved."""
+    """A large file, whose values tell, and a small one, which is read as a whole."""
     card = tmp_path / "card"
     paddle_reshard.convert(case_directory(case) / "checkpoint-3", card, to="tp=1", fingerprint="known")
     file = card / "optimizer.pdopt"
@@ -286,10 +288,55 @@ def test_a_source_that_is_not_what_its_manifest_records_is_refused(case: str, tm
     content = bytearray(file.read_bytes())
     content[1000] ^= 1  # of a moment
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="the file was changed after it was written"):
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
         paddle_reshard.convert(card, tmp_path / "made", to="tp=2", fingerprint="known")
     assert not (tmp_path / "made").exists()
     paddle_reshard.convert(card, tmp_path / "made", to="tp=2")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda card: (card / "config.json").write_text((card / "config.json").read_text() + "\n"),
+        lambda card: (card / "README.md").write_text("what this is"),
+        lambda card: (card / "ema.pdopt").unlink(),
+    ],
+    ids=["an edited config", "a new file", "a missing state"],
+)
+def test_a_change_elsewhere_does_not_switch_off_the_comparison(change: Any, tmp_path: Path) -> None:
+    card, made = tmp_path / "card", tmp_path / "made"
+    paddle_reshard.convert(SOURCE, card, to="tp=1", fingerprint="known")
+    known = known_of(LocalSource(card))
+    assert known is not None
+    tensor = known.fingerprints.tensors[0]
+    change(card)
+    paddle_reshard.convert(card, made, to="tp=2", fingerprint="known")
+    assert recorded(made)["root"] == paddle_reshard.fingerprint(card).root
+    changed = known_of(LocalSource(card))
+    assert changed is not None
+    # What nobody has read is not taken to be on record: another config may make another tensor of the same bytes.
+    assert (known.checksum(tensor, None), changed.checksum(tensor, None)) == (
+        known.fingerprints.checksums[0],
+        None,
+    )
+    file = card / "optimizer.pdopt"
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"moment1.* was changed after it was written.*--fingerprint off"
+    ):
+        paddle_reshard.convert(card, tmp_path / "again", to="tp=2", fingerprint="known")
+
+
+def test_a_file_of_tensors_that_the_manifest_of_the_source_does_not_list_is_refused(tmp_path: Path) -> None:
+    """Also if it belongs to the checkpoint as well as those that it lists."""
+    card = tmp_path / "card"
+    paddle_reshard.convert(SOURCE, card, to="tp=1", fingerprint="known", drop=["ema"])
+    paddle_reshard.convert(SOURCE, tmp_path / "whole", to="tp=1")
+    shutil.copy(tmp_path / "whole" / "ema.pdopt", card)
+    with pytest.raises(CheckpointError, match=r"ema\.pdopt.*added later.*--fingerprint off"):
+        paddle_reshard.convert(card, tmp_path / "made", to="tp=2", fingerprint="known")
 
 
 def test_fingerprints_replace_a_file_whole_and_go_through_links(tmp_path: Path) -> None:

@@ -239,6 +239,15 @@ def test_what_is_no_statement_of_ours_is_not_signed(
             paddle_reshard.sign(place, key=keys[0])
 
 
+def test_a_signature_is_replaced_as_a_whole(fingerprints: Path, keys: tuple[Path, Path]) -> None:
+    """A part of one, as a full disk leaves it, would be in the way of the next: it is no signature."""
+    signature = Path(paddle_reshard.sign(fingerprints, key=keys[0]).signature)
+    kept, before = fingerprints.with_name("kept"), signature.read_bytes()
+    kept.hardlink_to(signature)
+    paddle_reshard.sign(fingerprints, key=keys[0])
+    assert kept.read_bytes() == before != signature.read_bytes()
+
+
 def test_a_key_without_something_signed_is_refused(target: Path, keys: tuple[Path, Path]) -> None:
     with pytest.raises(UsageError, match="--public-key requires --against"):
         paddle_reshard.verify(SOURCE, target, public_key=keys[1])

@@ -14,6 +14,7 @@ import pytest
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from tests.jobs.command import GOLDEN, run_here, snapshot
+from tests.limited import files_up_to
 from tests.storage.servers import Store
 
 
@@ -81,6 +82,14 @@ def test_lines_of_a_log_keep_their_order(root: CheckpointRoot) -> None:
     assert root.read("x/audit.jsonl") in (b"1\n2\n3\n", None)
     objects = [root.read(f"x/audit/{name}") for name in sorted(root.files("x/audit"))]
     assert objects == ([] if root.read("x/audit.jsonl") else [b"1", b"2", b"3"])
+
+
+def test_a_line_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    """Of a line that the rest of a disk does not hold, a write takes what fits, and says how much that was."""
+    root = open_root(str(tmp_path), {})
+    root.append("audit", b"12")
+    with files_up_to(5), pytest.raises(ListingError, match="the file is larger than the limit"):
+        root.append("audit", b"34567")
 
 
 MANIFEST = b'{"format": "paddle-reshard manifest", "files": {"a": 1, "model_state/0_0.distcp": 1}}'

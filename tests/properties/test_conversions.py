@@ -29,11 +29,12 @@ from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import GroupWork, Works
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.store import ReadRange, Receipt
+from paddle_reshard.storage.store import Receipt
 from paddle_reshard.tasks.run_group import run_group
 from tests import oracle
 from tests.properties import synthetic
 from tests.properties.synthetic import Model
+from tests.reads import OneByOne
 from tests.sampling import examples
 from tests.sized import in_groups
 
@@ -334,7 +335,7 @@ def test_a_topology_is_taken_or_refused_without_a_trace(model: Model, target: Ta
 # --- groups -------------------------------------------------------------------------------------------
 
 
-class Recorder(ReadRange):
+class Recorder(OneByOne):
     """A target in memory that counts how often each byte is written, and what a group holds at once."""
 
     def __init__(self, files: TargetFiles, source: LocalSource) -> None:

@@ -260,6 +260,26 @@ def _nothing_may_grow() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", SMALL, "--to", "tp=1", "--save"],
+        ["plan", SMALL, "--to", "tp=1", "--report"],
+        ["fingerprint", SMALL, "--output"],
+        ["verify", SMALL, "--resume"],
+    ],
+    ids=lambda arguments: f"{arguments[0]}{arguments[-1]}",
+)
+def test_a_file_that_does_not_fit_is_not_left_in_part(arguments: list[Any], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*MAIN, *arguments, tmp_path / "file"], preexec_fn=_nothing_may_grow, capture_output=True, text=True
+    )
+    assert done.returncode in (1, 2)
+    assert f"{tmp_path}/file: cannot be written: the file is larger than the limit of this" in done.stderr
+    assert "; give another file" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_cleaning_needs_no_space(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         paddle_reshard.convert(SMALL, tmp_path / "t", observe=_full_after(1), **ONE_CARD)

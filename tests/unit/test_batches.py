@@ -19,6 +19,7 @@ from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from tests.cluster.test_exchange import Written
 from tests.conftest import case_directory
+from tests.reads import OneByOne
 from tests.sized import in_groups
 
 DONE = (0, 7, 8, 20, 1_000_000)
@@ -69,7 +70,7 @@ def test_a_batch_is_its_groups(
 
 
 @dataclass
-class FailsAfter(ReadRange):
+class FailsAfter(OneByOne):
     """A source that raises after some groups."""
 
     source: ReadRange

@@ -25,6 +25,7 @@ from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
 from tests.cluster.test_exchange import Written
 from tests.conftest import case_directory
+from tests.reads import OneByOne
 from tests.sized import in_groups
 
 MIB = 1 << 20
@@ -66,7 +67,7 @@ def test_each_literal_is_looked_at_once(tmp_path: Path) -> None:
 
 
 @dataclass
-class Reads(ReadRange):
+class Reads(OneByOne):
     """A source that counts reads; the one of number ``fails`` does, and all wait at a gate if there is one."""
 
     source: ReadRange

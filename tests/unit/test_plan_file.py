@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_h
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, _repr_of, _reprs, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import Works
+from tests.limited import files_up_to
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,14 @@ def test_another_generation_is_refused(plan: Plan, saved: Path, monkeypatch: pyt
         check_is_saved(plan, saved)
 
 
+def test_a_plan_that_does_not_fit_leaves_the_one_that_was_there(plan: Plan, saved: Path) -> None:
+    before = saved.read_bytes()
+    with files_up_to(100), pytest.raises(UsageError, match=r"; give another file$"):
+        save_plan(plan, saved)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
 def test_what_is_no_plan_is_refused(plan: Plan, tmp_path: Path) -> None:
     other = tmp_path / "other.arrow"
     with pa.OSFile(str(other), "wb") as file, pa.ipc.new_stream(file, pa.schema([("a", pa.int8())])):
@@ -138,7 +147,7 @@ def test_what_is_no_plan_is_refused(plan: Plan, tmp_path: Path) -> None:
         check_is_saved(plan, other)
     with pytest.raises(UsageError, match="the plan cannot be read"):
         check_is_saved(plan, tmp_path / "missing")
-    with pytest.raises(UsageError, match="the plan cannot be saved"):
+    with pytest.raises(UsageError, match="cannot be written: is a directory"):
         save_plan_into_a_folder(tmp_path)
 
 

@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.compare_group import compare_group
 from paddle_reshard.tasks.run_group import run_group
+from tests.reads import OneByOne
 from tests.sampling import exhaustive
 
 MIB = 1 << 20
@@ -109,7 +110,7 @@ class Files:
         return found
 
 
-class Memory(ReadRange):
+class Memory(OneByOne):
     """Source and target in memory, which counts what it is asked for."""
 
     copies_in_flight = 1

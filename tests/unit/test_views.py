@@ -6,7 +6,7 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.store import Read
+from paddle_reshard.storage.store import Read, ReadRange
 from paddle_reshard.storage.views import JoinedSource, Mount
 
 FILES = {
@@ -86,3 +86,11 @@ def test_a_file_that_could_be_of_either_is_refused(folders: dict[str, Path]) -> 
         CheckpointError, match="main: has a file with the path one, which the joined source needs"
     ):
         JoinedSource((Mount("", LocalSource(folders[""])), Mount("o", LocalSource(folders["SRC10/"]))))
+
+
+def test_a_source_that_cannot_read_is_not_made() -> None:
+    class Forgets(ReadRange):
+        """Defines nothing."""
+
+    with pytest.raises(TypeError, match="read_many"):
+        Forgets()

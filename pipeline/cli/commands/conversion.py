@@ -136,6 +136,9 @@ def plan(
 
     if save is not None:
         from paddle_reshard.pipeline.convert.plan_file import save_plan  # says at once if it cannot write any
+        from paddle_reshard.storage.local.folders import check_writable
+
+        check_writable(save, UsageError)
     with running("reading headers and planning") as run:
         planned = plan_with(source, locations_of(destination), settings, run)
         coverage = paddle_reshard.prove(planned) if prove else None

@@ -227,9 +227,9 @@ def _pages(request: ConvertArguments, report_dir: Path | None) -> MakePage | Non
         return None
 
     from paddle_reshard.pipeline.report.html_report import HtmlReport
-    from paddle_reshard.pipeline.report.writing import check_writable
+    from paddle_reshard.storage.local.folders import check_writable
 
-    check_writable(report_dir / "checkpoint.html")
+    check_writable(report_dir / "checkpoint.html", UsageError)
     command = command_of(request.context)
 
     def make(source: str, target: str, observe: Observer) -> HtmlReport:
