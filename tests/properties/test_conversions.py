@@ -3,6 +3,7 @@
 ``make fuzz`` draws many more examples.
 """
 
+import json
 import random
 import shutil
 import tempfile
@@ -255,6 +256,29 @@ def test_several_communication_buffers(overlap: bool) -> None:
         ranks = [folder / "A" / f"optimizer.pp00_shard{rank:02d}.pdopt" for rank in range(3)]
         slices = [oracle.unpickle(path)["embedding_0.w_0_moment1_0"] for path in ranks]
         assert [len(values) for values in slices] == [520 * 512 // 192 * 192 // 3 + 64] * 3
+
+
+def test_a_shared_head_lies_last_in_the_buffers_of_its_chunk(tmp_path: Path) -> None:
+    """And first in those of a stage, as in Paddle's own layers (``tests/unit/test_sharding_rules.py``)."""
+    model = Model(library="paddlenlp", hidden=16, vocab=24, intermediate=8, layers=6, tied=True, head_dim=4)
+    tensors = synthetic.write_checkpoint(model, tmp_path / "S")
+    held = {}
+    for overlap in (True, False):
+        layout, folder = {"comm_overlap": overlap}, tmp_path / f"overlap {overlap}"
+        target = Target(pp=3, vpp=2, sharding=2, strategy="stage1v2", layout=layout)
+        convert(tmp_path / "S", folder, target)
+        meta = json.loads((folder / "model_meta.json").read_text())
+        names = meta["sharding_metas"]["tp00_pp02"]["structure_name_mapping"]
+        held[overlap] = [
+            {key for key, name in names.items() if name in oracle.unpickle(path)["master_weights"]}
+            for path in (folder / f"optimizer.pp02_shard{rank:02d}.pdopt" for rank in range(2))
+        ]
+        convert(folder, tmp_path / "back", Target())
+        oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "back", model.shapes), tensors)
+        shutil.rmtree(tmp_path / "back")
+    head = "lm_head.weight"
+    assert [head in of_rank for of_rank in held[True]] == [False, True]
+    assert [head in of_rank for of_rank in held[False]] == [True, False]
 
 
 @examples(6)

@@ -235,6 +235,27 @@ def test_stage1_v2_slices_where_the_pipeline_makes_the_buffers(
         assert by_rank(ours, rank) == slices_of([b for buffers in by_chunk.values() for b in buffers])
 
 
+def test_a_shared_layer_is_the_first_of_a_model_and_has_its_place_in_a_chunk(paddle: ModuleType) -> None:
+    """So the buffers of a chunk have it elsewhere than the optimizer's list (``test_conversions`` cuts one)."""
+    from paddle.distributed.fleet.base.topology import CommunicateTopology
+    from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+
+    shared = SharedLayerDesc(
+        "shared", paddle.nn.Embedding, shared_weight_attr="weight", forward_func=print, num_embeddings=2,
+        embedding_dim=2,
+    )  # fmt: skip
+    layers = [shared, *[LayerDesc(paddle.nn.Linear, 2, 2)] * 2, LayerDesc(paddle.nn.LayerNorm, 2), shared]
+    axes = ["data", "pipe", "sharding", "sep", "model"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paddle.distributed.ParallelEnv, "device_id", 0)
+        model = PipelineLayer(
+            layers, 1, CommunicateTopology(axes, [1] * 5), seg_method="layer:Linear", num_virtual_pipeline_stages=2
+        )  # fmt: skip
+    one, other = ([name for name, _ in chunk.named_parameters()] for chunk in model.get_model_chunks())
+    assert next(model.named_parameters())[0] == "shared_layers.shared.weight"
+    assert (one[0], other[-1]) == ("shared.weight", "shared.weight")
+
+
 @settings(deadline=None)
 @given(shapes=SHAPES, limit_bytes=st.sampled_from((1, 256, 4_096, 20_000, 1 << 20)))
 def test_buffers_are_grouped_as_paddle_groups_them(

@@ -30,22 +30,28 @@ Slices = dict[str, dict[int, FlatSlice]]
 """Key → rank of its sharding group → slice of the flattened, padded tensor."""
 
 
-def expected_slices(strategy: str, ranks: Ranks, cells: Sequence[StoredCell], model: Model) -> list[Slices]:
+def expected_slices(
+    strategy: str, ranks: Ranks, cells: Sequence[StoredCell], model: Model, vpp: int
+) -> list[Slices]:
     """The slices that the ranks of each of the joined ``cells`` must hold, of all tensors that sharding cuts.
 
-    The buffers of all cells must have been closed at one size.
+    The buffers of all cells must have been closed at one size. With ``comm_overlap`` each of ``vpp`` virtual stages has
+    its own, with its parameters in the order in which they are built.
     """
     tensors = {tensor.key: tensor for tensor in model.tensors}
     if strategy == "stage3":
         return [_of_stage3(cell, ranks.topology.sharding) for cell in cells]
     if strategy != "stage1v2":
         return [{} for _ in cells]
+    built: dict[str, int] = {}
+    if ranks.comm_overlap and vpp > 1:
+        built = {tensor.key: number for number, tensor in enumerate(model.as_built(ranks.topology.pp))}
     limits: list[tuple[int, int | None]] = []
     expected: list[Slices] = []
     for cell in cells:
         members = [member for member in ranks.cells if (member.tp, member.pp) == (cell.tp, cell.pp)]
         slices: Slices = {}
-        for listed in _lists(ranks, cell, members, tensors):
+        for listed in _lists(ranks, cell, members, tensors, built):
             buffers = read_buffers(listed.parameters, listed.held)
             for buffer in buffers:
                 slices |= cut_buffer(buffer, listed.degree)
@@ -102,29 +108,34 @@ class _OptimizerList:
 
 
 def _lists(
-    ranks: Ranks, cell: StoredCell, members: Sequence[StoredCell], tensors: Mapping[str, ModelTensor]
+    ranks: Ranks,
+    cell: StoredCell,
+    members: Sequence[StoredCell],
+    tensors: Mapping[str, ModelTensor],
+    built: Mapping[str, int],
 ) -> Iterator[_OptimizerList]:
     """The lists of a joined cell: under expert parallelism, experts of each member have buffers of their own, and
     parameters of each color have them always."""
     topology = ranks.topology
     if topology.ep == 1:  # all data-parallel ranks have the buffers of the first
-        yield from _optimizer_lists(members[0], members[0], tensors, topology.sharding, {False, True})
+        yield from _optimizer_lists(members[0], members[0], tensors, built, topology.sharding, {False, True})
         return
-    yield from _optimizer_lists(cell, cell, tensors, topology.sharding, {False})
+    yield from _optimizer_lists(cell, cell, tensors, built, topology.sharding, {False})
     for member in members:
-        yield from _optimizer_lists(member, cell, tensors, topology.moe_sharding, {True})
+        yield from _optimizer_lists(member, cell, tensors, built, topology.moe_sharding, {True})
 
 
 def _optimizer_lists(
     listing: StoredCell,
     holding: StoredCell,
     tensors: Mapping[str, ModelTensor],
+    built: Mapping[str, int],
     degree: int,
     experts: set[bool],
 ) -> Iterator[_OptimizerList]:
     of_color: dict[str | None, list[Parameter]] = {None: []}
     held = {}
-    for key, of_states in _entries(listing, tensors):
+    for key, of_states in _entries(listing, tensors, built):
         tensor = tensors[of_states]
         state = _sliced_state(tensor)
         if (
@@ -145,8 +156,12 @@ def _optimizer_lists(
         yield _OptimizerList(parameters, held, degree)
 
 
-def _entries(listing: StoredCell, tensors: Mapping[str, ModelTensor]) -> Iterator[tuple[str, str]]:
+def _entries(
+    listing: StoredCell, tensors: Mapping[str, ModelTensor], built: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
     """The parameters of an optimizer: in what place of its list, and the key with the states of this parameter.
+
+    They are in the order in which they are ``built`` if that is given, and otherwise in that of the cell.
 
     Two parameters of one name have places of their own; two keys of one parameter have one. The states are cut where
     the last of the parameters lies; the key that has them changes places with it.
@@ -154,7 +169,7 @@ def _entries(listing: StoredCell, tensors: Mapping[str, ModelTensor]) -> Iterato
     named = (key for key in listing.names if tensors[key].rule.parameter_name is not None)
     twice = {listing.holders[key]: key for key in named if not tensors[key].is_alias}
     places = {a: b for key, last in twice.items() if key != last for a, b in ((key, last), (last, key))}
-    for key in listing.names:
+    for key in sorted(listing.names, key=lambda key: built.get(key, 0)):
         yield places.get(key, key), listing.holders[key] if key in places else key
 
 

@@ -557,7 +557,7 @@ class _HybridCatalogBuilder:
     ) -> None:
         self.source, self.model, self.policy = source, model, policy
         self.topology = source.ranks.topology
-        slices = expected_slices(strategy, source.ranks, source.cells, model)
+        slices = expected_slices(strategy, source.ranks, source.cells, model, _vpp(source.cells, model))
         self.groups = [
             ShardingGroup(strategy, self.topology.sharding, of_cell, _listed_twice(cell, model))
             for cell, of_cell in zip(source.cells, slices, strict=True)

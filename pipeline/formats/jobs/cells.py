@@ -240,6 +240,7 @@ class CellPlanner:
             return replace(sibling, tp=tp)
         tensors = self._of_rank(tensors, tp, ep)
         names = self._names(tp, pp, ep, tensors)
+        built = tensors
         if self.topology.pp > 1:
             # Layers are named as they are built, but a stage lists the layers that it shares with another
             # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
@@ -250,7 +251,10 @@ class CellPlanner:
         local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
         listed = _optimizer_list(tensors, names)
         parameters = list({tensor.key: tensor for tensor in listed}.values())
-        shares = self._shares(listed, local, turn)
+        # A chunk of a virtual pipeline lists a shared layer where it lies in the chunk (pp_layers.py:1045), and the
+        # engine makes buffers of each chunk.
+        by_chunk = self.target.sharding.comm_overlap and topology.vpp > 1
+        shares = self._shares(_optimizer_list(built, names) if by_chunk else listed, local, turn)
         apart = self.topology.dense_sharding
         held: dict[int, list[ModelTensor]] = {
             shard: [] for shard in range(turn % apart, self.topology.sharding, apart)
