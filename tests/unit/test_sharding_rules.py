@@ -241,16 +241,24 @@ def test_a_shared_layer_is_the_first_of_a_model_and_has_its_place_in_a_chunk(pad
     from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 
     shared = SharedLayerDesc(
-        "shared", paddle.nn.Embedding, shared_weight_attr="weight", forward_func=print, num_embeddings=2,
+        "shared",
+        paddle.nn.Embedding,
+        shared_weight_attr="weight",
+        forward_func=print,
+        num_embeddings=2,
         embedding_dim=2,
-    )  # fmt: skip
+    )
     layers = [shared, *[LayerDesc(paddle.nn.Linear, 2, 2)] * 2, LayerDesc(paddle.nn.LayerNorm, 2), shared]
     axes = ["data", "pipe", "sharding", "sep", "model"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paddle.distributed.ParallelEnv, "device_id", 0)
         model = PipelineLayer(
-            layers, 1, CommunicateTopology(axes, [1] * 5), seg_method="layer:Linear", num_virtual_pipeline_stages=2
-        )  # fmt: skip
+            layers,
+            1,
+            CommunicateTopology(axes, [1] * 5),
+            seg_method="layer:Linear",
+            num_virtual_pipeline_stages=2,
+        )
     one, other = ([name for name, _ in chunk.named_parameters()] for chunk in model.get_model_chunks())
     assert next(model.named_parameters())[0] == "shared_layers.shared.weight"
     assert (one[0], other[-1]) == ("shared.weight", "shared.weight")
