@@ -458,7 +458,9 @@ class Bench:
         for c in FINGERPRINTED:
             off, known = (runs[f"{c.name}, {mode}"] for mode in ("off", "known"))
             ratio = ratio_of_rounds(known, off, "cpu_seconds")
-            self._judge(f"{c.name}: CPU with fingerprints ÷ without", FINGERPRINT_GOAL, ratio, FINGERPRINT_LIMIT)
+            self._judge(
+                f"{c.name}: CPU with fingerprints ÷ without", FINGERPRINT_GOAL, ratio, FINGERPRINT_LIMIT
+            )
             seconds = (f"{median(found, 'cpu_seconds'):.2f}" for found in (off, known))
             rows.append((c.name, *seconds, f"{ratio:.2f}"))
         return table(("in memory", "CPU s", "with `--fingerprint known`", "÷"), rows)
