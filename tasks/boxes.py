@@ -21,7 +21,8 @@ BLOCK_ELEMENTS = 1 << 17
 longer than handing Python's lock to another thread."""
 TILE_EDGES = 240, 512
 """Lengths of a tile along the fastest dim of the side that it is read from and of the side that it is written to. The
-first is not a power of two, so that the elements of a column do not compete for a few lines of the cache."""
+first is not a power of two, so that the elements of a column do not compete for a few lines of the cache. A tile is no
+larger than a block."""
 
 Array = npt.NDArray[Any]
 Slices = tuple[slice, ...]
