@@ -22,7 +22,7 @@ from paddle_reshard.storage.local.folders import entries_of, read_manifest, remo
 from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, check_scheme, is_local, local_path, open_folder
 from paddle_reshard.storage.os_errors import translated
-from paddle_reshard.storage.replaceable import EntryKind, changed, objection
+from paddle_reshard.storage.replaceable import EntryKind, objection
 from paddle_reshard.storage.session.staging import append_to_file
 from paddle_reshard.storage.store import OWN_PREFIX
 
@@ -153,7 +153,7 @@ def _objection(folder: Path, is_ours: IsOurs) -> str | None:
     manifest = read_manifest(folder, entries)
     if manifest is None or not is_ours(manifest):
         return _NOT_OURS
-    return objection(entries, manifest) or changed(entries, manifest)
+    return objection(entries, manifest)
 
 
 def _remove(folder: Path, is_ours: IsOurs) -> str | None:
@@ -226,8 +226,7 @@ class RemoteRoot:
         if manifest is None or not is_ours(manifest):
             return _NOT_OURS
         entries = listing.entries()
-        reason = objection(entries, manifest) or (None if resumed else changed(entries, manifest))
-        if reason is not None:
+        if (reason := objection(entries, manifest)) is not None:
             return reason
         if not resumed:
             store.attempt(_REMOVING, store.put, _REMOVING, manifest)

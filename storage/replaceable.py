@@ -1,21 +1,22 @@
-"""Decide whether the contents of a folder may be replaced or pruned.
+"""Decide whether the contents of a folder may be replaced or pruned: only if our manifest lists all of it.
 
-Only a checkpoint may be, and only if nothing else is in the folder: either our manifest lists every file, or a trainer
-writes files of all these names. ``--overwrite``, ``watch --keep`` and ``clean`` share this decision, on disks and in
-object stores.
+``--overwrite`` and ``watch --keep`` share this decision, on disks and in object stores. What no manifest of ours lists
+is somebody's: a trainer's checkpoint, whatever its files are called, above all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from paddle_reshard.pipeline.core.errors import OccupiedError, TargetError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, TENSOR_FOLDERS
-from paddle_reshard.pipeline.core.trainer_files import is_by_product, is_by_trainer, is_tensor_file
 from paddle_reshard.storage.documents.manifest import own_manifest
 
 SHOWN = 3
+LONGEST_TOPOLOGY = 80
+"""Number of characters of an entry of a manifest beyond which it is not shown."""
 
 
 class EntryKind(str, Enum):
@@ -54,37 +55,55 @@ def listed_files(manifest: bytes | None) -> Mapping[str, int] | None:
 def objection(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
     """Why the contents of a folder may not be removed, naming the entries; ``None`` if they may.
 
+    A file of another size than the manifest lists is not the one that was written: a trainer may have saved over it.
+
     ``entries`` are everything in the folder and in a checkpoint's own subfolders; ``manifest`` is the content of
     ``paddle_reshard.json``, if it exists.
     """
     listed = listed_files(manifest)
-    foreign = [entry for entry in entries if not _is_ours(entry, listed)]
-    if foreign:
-        what = "the manifest there does not list" if listed is not None else "no trainer writes"
-        also = "" if len(foreign) == len(entries) else "also "
-        return f"there is {also}{_named(foreign)}, which {what}"
-    if entries and listed is None and not any(is_tensor_file(entry.path) for entry in entries):
-        return f"there is {_named(entries)}, but no file with tensors: this is not a checkpoint"
-    return None
-
-
-def changed(entries: Sequence[Entry], manifest: bytes | None) -> str | None:
-    """The files whose size differs from the manifest, as text; ``None`` if there are none."""
-    listed = listed_files(manifest) or {}
+    if listed is None:
+        return f"there is {_named(entries)}, which paddle-reshard did not write" if entries else None
+    if foreign := [entry for entry in entries if not _is_listed(entry, listed)]:
+        return f"there is also {_named(foreign)}, which the manifest there does not list"
     differing = [entry for entry in entries if entry.size_bytes != listed.get(entry.path, entry.size_bytes)]
-    return f"the size of {_named(differing)} differs from the manifest" if differing else None
+    return f"the size of {_named(differing)} differs from the manifest there" if differing else None
 
 
-def _is_ours(entry: Entry, listed: Mapping[str, int] | None) -> bool:
+def _is_listed(entry: Entry, listed: Collection[str]) -> bool:
+    """Whether an entry is a file that a manifest lists, the manifest itself, or a folder in which such files lie."""
     if entry.kind is EntryKind.FOLDER:
         return entry.path in TENSOR_FOLDERS
-    if entry.kind is not EntryKind.FILE:
-        return False
-    if entry.path in (MANIFEST, SIGNATURE):
-        return True
-    if listed is None:
-        return is_by_trainer(entry.path)
-    return entry.path in listed or is_by_product(entry.path)
+    return entry.kind is EntryKind.FILE and (entry.path in listed or entry.path in (MANIFEST, SIGNATURE))
+
+
+def refuse_occupied(location: str, entries: Sequence[Entry], manifest: bytes | None, overwrite: bool) -> None:
+    """Refuse a target that is not empty or, with ``overwrite``, of which our manifest does not list everything.
+
+    Only the first of the two, and only where everything is ours, is a matter of permission.
+
+    Raises
+    ------
+    OccupiedError
+        If something lies there that we did not write.
+    TargetError
+        If only a finished conversion does.
+    """
+    if (reason := objection(entries, manifest)) is not None:
+        raise OccupiedError(location, reason, overwrite)
+    if entries and not overwrite:
+        raise TargetError(
+            f"{location}: is not empty: it is a finished conversion{_of_job(manifest)}; choose another target, or "
+            "--overwrite to replace it"
+        )
+
+
+def _of_job(manifest: bytes | None) -> str:
+    """Which job a conversion is for, by its manifest."""
+    described = own_manifest(manifest) or {}
+    for word, entry in (("with", "topology"), ("to", "layout")):
+        if isinstance(what := described.get(entry), str) and len(what) <= LONGEST_TOPOLOGY:
+            return f" {word} {what}"
+    return ""
 
 
 def _named(entries: Iterable[Entry]) -> str:
@@ -96,8 +115,5 @@ def _named(entries: Iterable[Entry]) -> str:
 
 
 def removal_order(paths: Iterable[str]) -> list[str]:
-    """The order in which to remove the files of a checkpoint, so that a partly removed one is still recognised.
-
-    The manifest is last, and the tensor files come just before it.
-    """
-    return sorted(paths, key=lambda path: (path == MANIFEST, is_tensor_file(path), path))
+    """The order in which to remove the files of a conversion: the manifest, which lists the others, is last."""
+    return sorted(paths, key=lambda path: (path == MANIFEST, path))

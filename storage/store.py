@@ -26,7 +26,7 @@ class Permission(NamedTuple):
     """What the location of a new checkpoint may hold, because the user says so; by default nothing."""
 
     overwrite: bool = False
-    """A checkpoint, which is replaced."""
+    """A finished conversion, which is replaced if its manifest lists all that lies there."""
     resume: bool = False
     """An unfinished conversion, which is continued."""
     take_over: bool = False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     DriftError,
     FinishedError,
+    OccupiedError,
     TargetError,
     UsageError,
 )
@@ -52,6 +54,7 @@ from paddle_reshard.pipeline.core.shown import (
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.indexing.occupant import checkpoint_in_words, states_held
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
@@ -67,7 +70,7 @@ from paddle_reshard.pipeline.request.parse import (
 )
 from paddle_reshard.pipeline.request.record import completed, record_of
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
-from paddle_reshard.storage.locate import is_local, open_source, open_target
+from paddle_reshard.storage.locate import comparable_path, is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Permission
@@ -164,7 +167,20 @@ def plan_request(
     planned = plan_checkpoint(altered, request, limits, spare if in_process else None)
     check_targets(planned, outputs, settings.resume or settings.no_space_check)
     same_values = len(locations.sources) == 1 and all(change.keeps_values for change in request.changes)
-    return replace(planned, target_locations=outputs.locations, spare_bytes=spare, same_values=same_values)
+    return replace(
+        planned,
+        target_locations=outputs.locations,
+        spare_bytes=spare,
+        same_values=same_values,
+        losing=tuple(_losing(planned, locations)),
+    )
+
+
+def _losing(planned: ConversionPlan, locations: Locations) -> Iterator[tuple[str, ...]]:
+    """The states of what each target replaces that the new one will not hold."""
+    for location, target in zip(locations.targets, planned.targets, strict=True):
+        held = states_held(location, locations.writing) if locations.overwrite else frozenset()
+        yield tuple(sorted(held - target.states)) if held else ()
 
 
 def open_targets(locations: Locations, settings: RunSettings) -> Outputs:
@@ -176,11 +192,24 @@ def open_targets(locations: Locations, settings: RunSettings) -> Outputs:
             check_targets_apart(earlier, location)
     permission = Permission(locations.overwrite, settings.resume, settings.take_over)
     try:
-        return Outputs([open_target(at, locations.writing, permission) for at in locations.targets])
+        with _naming_occupants(locations):
+            return Outputs([open_target(at, locations.writing, permission) for at in locations.targets])
     except TargetError:
         for source in locations.sources:  # a mistake there comes first, as it does in the command
             open_source(source, *locations.reading)
         raise
+
+
+@contextmanager
+def _naming_occupants(locations: Locations) -> Iterator[None]:
+    """Have the refusal of a target say which checkpoint lies there, if one does."""
+    try:
+        yield
+    except OccupiedError as error:
+        there = comparable_path(error.location)
+        at = next((at for at in locations.targets if comparable_path(at) == there), None)
+        found = "" if at is None else checkpoint_in_words(at, locations.writing)
+        raise OccupiedError(error.location, error.held, error.overwrite, found) from None
 
 
 def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: RunSettings) -> Asked:
@@ -251,7 +280,8 @@ def run_request(
         len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
     )
     try:
-        moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
+        with _naming_occupants(request.locations):
+            moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
     except DriftError as error:
         if (lost := about_head(conversion.source, error.tensor)) is not None:
             raise CheckpointError(f"{lost}. {error.path_a} and {error.path_b} differ") from error

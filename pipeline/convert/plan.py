@@ -17,9 +17,7 @@ from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, reread_in_words
-from paddle_reshard.pipeline.core.tensors import (
-    MASTER_WEIGHT,
-)
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of_ranks, job_of, portion_of
@@ -59,6 +57,13 @@ class PlannedTarget:
     donated: tuple[str, ...] = ()
     """Names of small files that another model gave."""
 
+    @property
+    def states(self) -> frozenset[str]:
+        """The states that the target will hold; an export of averages holds them as parameters."""
+        if FORMATS[self.spec.format].model_only:
+            return frozenset((PARAM,))
+        return self.wanted.catalog.tensors.states.difference(self.states_not_carried)
+
     def __repr__(self) -> str:
         return f"<PlannedTarget: {self.spec.in_words()}>"
 
@@ -77,6 +82,8 @@ class ConversionPlan(Shown):
     """Number of boxes of all targets."""
     target_locations: tuple[str, ...] = ()
     """Locations of the targets; empty if the request named none."""
+    losing: tuple[tuple[str, ...], ...] = ()
+    """For each target, the states that only the conversion holds which it replaces."""
 
     dropped: tuple[str, ...] = ()
     """States of the source that were excluded by request."""
@@ -204,6 +211,10 @@ class ConversionPlan(Shown):
 
     def _not_carried(self) -> Facts:
         facts = [("dropped", f"{', '.join(self.dropped)}: as requested")] if self.dropped else []
+        for number, states in enumerate(self.losing):
+            if states:
+                words = f"{', '.join(states)}: held by the conversion that it replaces, not by this one"
+                facts.append((self._of(number, "lost"), words))
         for number, target in enumerate(self.targets):
             if target.states_not_carried:
                 model_only = FORMATS[target.spec.format].model_only

@@ -129,7 +129,7 @@ def _check_published(target: TargetStore, in_full: bool, observe: Observer = ign
         more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
         raise TargetError(
             f"{target.location}: finished, but damaged: {damages[0].path}: {damages[0].detail}{more}; list all damage "
-            f"with paddle-reshard verify {target.location}, or replace it: --overwrite without --resume"
+            f"with paddle-reshard verify {target.location}; to convert again, move it away"
         )
     return manifest
 

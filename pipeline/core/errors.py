@@ -18,6 +18,7 @@
     │   ├── UnsupportedError  not supported by this version
     │   └── CastError         a value is too large for the requested dtype (only the bytes can show it)
     ├── TargetError           the target is occupied
+    │   ├── OccupiedError     by something that this package did not write
     │   ├── BusyError         another run is writing it
     │   ├── StaleSessionError    the unfinished conversion there is a different one
     │   └── FinishedError     nothing to resume: the target is complete (exit status 0)
@@ -153,6 +154,29 @@ class CastError(PlanError):
 
 class TargetError(ReshardError):
     """The target is occupied, or was changed by another process."""
+
+
+class OccupiedError(TargetError):
+    """Something lies at the target that this package did not write; no option replaces it.
+
+    ``held`` names what lies there. ``checkpoint`` says which checkpoint that is, if it is one.
+    """
+
+    def __init__(self, location: str, held: str, overwrite: bool = False, checkpoint: str = "") -> None:
+        super().__init__(location, held, overwrite, checkpoint)
+        self.location, self.held, self.overwrite, self.checkpoint = location, held, overwrite, checkpoint
+
+    def __str__(self) -> str:
+        only = (
+            "; --overwrite replaces what a manifest of paddle-reshard lists, and nothing else"
+            * self.overwrite
+        )
+        if self.checkpoint:
+            return (
+                f"{self.location}: holds {self.checkpoint}, that paddle-reshard did not write; are SRC and DST "
+                f"exchanged? Choose another target, or move that away{only}"
+            )
+        return f"{self.location}: is not empty: {self.held}; move that away, or choose another target{only}"
 
 
 class BusyError(TargetError):

@@ -106,10 +106,9 @@ def _launch(*locations: str) -> NextStep:
 def _after_integrity(report: IntegrityReport, shown: tuple[str, ...]) -> NextSteps:
     if report.intact:
         return (_launch(*shown),)
-    source = without_secrets(report.recorded_source)
-    again = Command("convert", (source, *shown), (("--overwrite",),))
-    words = "Convert again, with the options that the manifest states; if it happens again, look at the disk."
-    return (NextStep(words, str(again)),)
+    made_from = f"{without_secrets(report.recorded_source)} again, with what `request` in its manifest states"
+    words = f"Move it away and convert {made_from}; if it happens again, look at the disk."
+    return (NextStep(words),)
 
 
 def _after_diff(report: DiffReport, shown: tuple[str, ...]) -> NextSteps:

@@ -387,7 +387,7 @@ class ConversionOptions(TargetOptions, total=False):
             help="Replaces --storage-options for the target.",
         ),
     ]
-    overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace an existing checkpoint at the target.")]
+    overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace the finished conversion at the target.")]
 
 
 class RunOptions(TypedDict, total=False):

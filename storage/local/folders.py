@@ -13,7 +13,7 @@ from typing import BinaryIO
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
 from paddle_reshard.storage.os_errors import writing
-from paddle_reshard.storage.replaceable import Entry, EntryKind, objection, removal_order
+from paddle_reshard.storage.replaceable import Entry, EntryKind, objection, refuse_occupied, removal_order
 
 LARGEST_MANIFEST_BYTES = 1 << 30
 
@@ -99,25 +99,15 @@ def object_to(folder: Path) -> tuple[list[Entry], str | None]:
 
 
 def check_free(root: Path, overwrite: bool) -> bool:
-    """Refuse a target that is not empty or, with ``overwrite``, that holds more than a checkpoint.
-
-    Returns whether a checkpoint exists there.
-    """
+    """Refuse a target that may not be written, as :func:`refuse_occupied` does; whether a checkpoint exists there."""
     if root.is_symlink():
         raise TargetError(f"{root}: is a link to {os.readlink(root)}; give the folder itself")
     if not os.path.lexists(root):
         return False
     if not root.is_dir():
         raise TargetError(f"{root}: exists and is not a folder")
-    entries, reason = object_to(root)
-    if entries and not overwrite:
-        advice = ", or --overwrite to replace it" if reason is None else f" ({reason})"
-        raise TargetError(f"{root}: is not empty; choose another target{advice}")
-    if reason is not None:
-        raise TargetError(
-            f"{root}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, or choose "
-            "another target"
-        )
+    entries = entries_of(root)
+    refuse_occupied(str(root), entries, read_manifest(root, entries), overwrite)
     return bool(entries)
 
 

@@ -12,11 +12,11 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import ClassVar
 
 from paddle_reshard.pipeline.core import trainer_files
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.trainer_files import is_tensor_file
 from paddle_reshard.storage.documents.strict_json import parse_json
 from paddle_reshard.storage.local.folders import make_private, temporary_folder
 from paddle_reshard.storage.local.target import LocalWriter
@@ -24,7 +24,7 @@ from paddle_reshard.storage.os_errors import translated
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder, Listing
 from paddle_reshard.storage.remote.source import FsspecSource
-from paddle_reshard.storage.replaceable import objection
+from paddle_reshard.storage.replaceable import refuse_occupied
 from paddle_reshard.storage.session.ledger import (
     Phase,
     Session,
@@ -67,6 +67,9 @@ def is_marker(name: str) -> bool:
 class FsspecTarget(TargetStore):
     """Base of all targets in stores without a rename. Subclasses write files and make them visible."""
 
+    can_replace: ClassVar[bool] = True
+    """Whether a finished conversion may be replaced here, if the user says so."""
+
     def __init__(self, folder: FsspecFolder, permission: Permission = Permission()) -> None:
         self.folder, self.permission = folder, permission
         self.location = folder.location
@@ -106,23 +109,16 @@ class FsspecTarget(TargetStore):
         """Remove everything written that is not visible. Returns the number of failures."""
 
     def check_free(self, listing: Listing) -> list[str]:
-        """Refuse a folder that is not empty or, with ``overwrite``, that holds more than a checkpoint.
+        """Refuse a folder that may not be written, as :func:`refuse_occupied` does.
 
         Remains of a killed process do not count. Returns the files that may be removed.
         """
         names = [name for name in listing.files if not name.startswith(OWN_PREFIX)]
         if not names and not listing.folders:
             return []
-        if not self.permission.overwrite:
-            raise TargetError(
-                f"{self.location}: is not empty; choose another target, or --overwrite to replace it"
-            )
         manifest = self._read(MANIFEST, listing) if MANIFEST in listing.files else None
-        if (reason := objection(listing.entries(), manifest)) is not None:
-            raise TargetError(
-                f"{self.location}: --overwrite replaces a checkpoint and nothing else, and {reason}; move that away, "
-                "or choose another target"
-            )
+        overwrite = self.permission.overwrite or not self.can_replace
+        refuse_occupied(self.location, listing.entries(), manifest, overwrite)
         return names
 
     def is_published(self, session: SessionRecord, listing: Listing) -> bool:
@@ -182,11 +178,7 @@ class FsspecTarget(TargetStore):
         self.current_session().note(records)
 
     def finish(self, receipts: Iterable[Receipt]) -> FsspecSource:
-        """Make all files except the markers visible, and open them as they are in the store.
-
-        Tensor files come first. They identify a folder as a checkpoint, so that after a kill ``--overwrite`` can
-        replace it.
-        """
+        """Make all files except the markers visible, and open them as they are in the store."""
         self.receipts = check_receipts(self.location, self.files.values(), receipts)
         session, listing = self.current_session(), self.folder.listing()
         session.flush()
@@ -196,8 +188,7 @@ class FsspecTarget(TargetStore):
             old = {MANIFEST, *session.record.replaces}
             self.folder.for_each(self._delete, [n for n in listing.files if n in old and is_marker(n)])
         names = [name for name in self.files if not is_marker(name)]
-        self._show([name for name in names if is_tensor_file(name)], listing)
-        self._show([name for name in names if not is_tensor_file(name)], listing)
+        self._show(names, listing)
         source = FsspecSource(self.folder, names)
         sizes = source.sizes()
         for name in names:
@@ -316,6 +307,8 @@ class StagedTarget(FsspecTarget):
     machine can resume.
     """
 
+    can_replace = False
+
     def open_session_store(self) -> SessionStore:
         """The session in the staging folder, whose name is derived from the target's location."""
         self.staging = Staging(temporary_folder(self.location), self.location)
@@ -328,12 +321,12 @@ class StagedTarget(FsspecTarget):
 
     def check_free(self, listing: Listing) -> list[str]:
         """Refuse a folder that is not empty: during the long upload neither checkpoint would be complete."""
-        if names := super().check_free(listing):
+        if super().check_free(listing):
             raise TargetError(
-                f"{self.location}: holds {names[0]}, and in this kind of store a replacement would leave no complete "
-                "checkpoint for a long time; choose another target, or remove this one first"
+                f"{self.location}: holds a finished conversion, and in this kind of store a replacement would leave no "
+                "complete checkpoint for a long time; choose another target, or remove this one first"
             )
-        return names
+        return []
 
     def begin_files(
         self, files: Sequence[NewFile], identity: Identity

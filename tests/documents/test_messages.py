@@ -126,7 +126,8 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
         without_credentials,
         """inspect s3://training/checkpoint-1000 --storage-options '{"endpoint_url": "http://127.0.0.1:9"}'""",
     ),
-    "is not empty; choose another": (converted, "convert checkpoint-1000 one --to tp=1"),
+    "choose another target, or --overwrite": (converted, "convert checkpoint-1000 one --to tp=1"),
+    "are SRC and DST exchanged": (converted, "convert one checkpoint-1000 --to tp=1"),
     "crc64nvme is": (converted_and_corrupted, "verify one"),
     "different:": (converted_and_corrupted, "verify checkpoint-1000 one"),
 }

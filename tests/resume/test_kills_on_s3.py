@@ -57,6 +57,14 @@ def wanted(driver: Driver, store: Store, source: Path) -> dict[str, bytes]:
     return in_bucket(store, "undisturbed", "whole/")
 
 
+@pytest.fixture(scope="module")
+def old(driver: Driver, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished conversion to two ranks, with two signals, that is to be replaced."""
+    folder = tmp_path_factory.mktemp("old") / "t"
+    driver.convert(source, folder, request={"to": "tp=2"})
+    return folder
+
+
 @pytest.mark.parametrize(("of", "nth", "after"), BOUNDARIES)
 def test_a_kill_at_an_effect_is_made_good(
     of: str,
@@ -158,17 +166,19 @@ def test_an_overwritten_checkpoint_never_looks_finished_again(
     store: Store,
     bucket: str,
     source: Path,
+    old: Path,
     wanted: dict[str, bytes],
 ) -> None:
-    fill_bucket(store, bucket, "t/", source)
+    fill_bucket(store, bucket, "t/", old)
     left = _kill_and_resume(
         driver, store, source, f"{bucket}/t", wanted, of=of, kill_at=nth, request={"overwrite": True}
     )
     # Its own markers go before anything else changes, and nothing is marked before the new one is whole.
     assert bool(looks_finished(left)) == marked
     if marked:
-        assert left.items() <= in_folder(source).items()
-    assert "paddle_reshard.json" not in left
+        assert left.items() <= in_folder(old).items()
+    else:
+        assert "paddle_reshard.json" not in left
 
 
 @pytest.mark.parametrize(
@@ -189,14 +199,15 @@ def test_clean_keeps_the_old_checkpoint_complete_or_refuses(
     store: Store,
     bucket: str,
     source: Path,
+    old: Path,
     wanted: dict[str, bytes],
 ) -> None:
-    fill_bucket(store, bucket, "t/", source)
+    fill_bucket(store, bucket, "t/", old)
     target, request = f"s3://{bucket}/t", {"overwrite": True, "storage_options": store.options}
     assert driver.convert(source, target, of=of, kill_at=nth, request=request) == KILLED
     if not begun:
         paddle_reshard.clean(target, storage_options=store.options)
-        assert in_bucket(store, bucket, "t/") == in_folder(source)
+        assert in_bucket(store, bucket, "t/") == in_folder(old)
         return
     before = in_bucket(store, bucket, "t/")
     with pytest.raises(paddle_reshard.ReshardError, match="the same command with --resume publishes it"):

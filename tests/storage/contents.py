@@ -50,7 +50,12 @@ def in_memory(folder: str) -> dict[str, bytes]:
 
 def fill_bucket(store: Store, bucket: str, prefix: str, folder: Path) -> None:
     """Copy a folder into a bucket."""
-    for name, content in in_folder(folder).items():
+    put_in_bucket(store, bucket, prefix, in_folder(folder))
+
+
+def put_in_bucket(store: Store, bucket: str, prefix: str, files: dict[str, bytes]) -> None:
+    """Put files of these contents into a bucket."""
+    for name, content in files.items():
         store.client.put_object(Bucket=bucket, Key=prefix + name, Body=content)
 
 

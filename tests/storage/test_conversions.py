@@ -27,6 +27,7 @@ from tests.storage.contents import (
     in_memory,
     looks_finished,
     middle,
+    put_in_bucket,
     uploads,
     visible,
 )
@@ -157,14 +158,18 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(
 
 def test_a_store_that_is_written_slowly_replaces_nothing(bucket: str) -> None:
     """Between the first file and the last of an upload neither checkpoint could be read."""
-    fill_memory(f"/{bucket}/c", SMALL)
-    with pytest.raises(TargetError, match=r"no complete checkpoint.*choose another target"):
-        paddle_reshard.convert(SMALL, f"memory://{bucket}/c", overwrite=True, **ONE_CARD)
-    assert in_memory(f"/{bucket}/c") == in_folder(SMALL)
+    paddle_reshard.convert(SMALL, f"memory://{bucket}/c", **ONE_CARD)
+    before = in_memory(f"/{bucket}/c")
+    for overwrite in (True, False):
+        with pytest.raises(TargetError, match=r"no complete checkpoint.*choose another target, or remove"):
+            paddle_reshard.convert(SMALL, f"memory://{bucket}/c", overwrite=overwrite, **ONE_CARD)
+    assert in_memory(f"/{bucket}/c") == before
 
 
-def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(store: Store, bucket: str) -> None:
-    fill_bucket(store, bucket, "c/", SMALL)
+def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(
+    store: Store, bucket: str, for_four: dict[str, bytes]
+) -> None:
+    put_in_bucket(store, bucket, "c/", for_four)
 
     def fail(event: Event) -> None:
         if isinstance(event, StepEnded) and event.step == "move":
@@ -173,16 +178,16 @@ def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(store
     request = {"storage_options": store.options, "overwrite": True, **ONE_CARD}
     with pytest.raises(InterruptedError):
         paddle_reshard.convert(SMALL, f"s3://{bucket}/c", observe=fail, **request)
-    assert visible(in_bucket(store, bucket, "c/")) == in_folder(SMALL)
+    assert visible(in_bucket(store, bucket, "c/")) == for_four
     assert paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
-    assert in_bucket(store, bucket, "c/") == in_folder(SMALL)
+    assert in_bucket(store, bucket, "c/") == for_four
     assert uploads(store, bucket) == []
 
 
 def test_a_refusal_while_a_checkpoint_is_replaced_keeps_all_of_the_new_one(
-    store: Store, bucket: str, for_one_card: dict[str, bytes]
+    store: Store, bucket: str, for_one_card: dict[str, bytes], for_four: dict[str, bytes]
 ) -> None:
-    fill_bucket(store, bucket, "c/", SMALL)
+    put_in_bucket(store, bucket, "c/", for_four)
 
     def fail(event: Event) -> None:
         if isinstance(event, StepEnded) and event.step == "verify":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,18 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
+from paddle_reshard.pipeline.core.errors import OccupiedError, ReshardError, TargetError
 from paddle_reshard.pipeline.core.events import Event, StepStarted
 from tests.sampling import exhaustive
-from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, in_bucket
+from tests.storage.contents import (
+    ONE_CARD,
+    SMALL,
+    fill_bucket,
+    fill_memory,
+    in_bucket,
+    in_folder,
+    in_memory,
+)
 from tests.storage.servers import Store
 
 
@@ -81,39 +90,156 @@ FOREIGN = [_note, _code, _repository, _finetuned, _link, _inner]
 
 
 @pytest.mark.parametrize("put", FOREIGN)
-@pytest.mark.parametrize("kind", ["made", "trained"])
-def test_a_folder_with_more_than_a_checkpoint_is_kept(
-    kind: str, put: Callable[[Path], str], made: Path, tmp_path: Path
-) -> None:
-    target = tmp_path / "t"
-    shutil.copytree(made if kind == "made" else SMALL, target)
+def test_a_folder_with_more_than_a_conversion_is_kept(put: Callable[[Path], str], target: Path) -> None:
     named = put(target)
-    before = tree(tmp_path)
-    with pytest.raises(
-        TargetError, match=f"there is also {named}, which .* move that away, or choose another"
-    ):
-        paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
-    assert tree(tmp_path) == before
+    before = tree(target.parent)
+    for overwrite in (True, False):
+        with pytest.raises(OccupiedError) as refused:
+            paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=overwrite)
+        assert re.search(
+            f"there is also {named}, which the manifest there does not list; move that away, or choose another",
+            str(refused.value),
+        )
+        assert tree(target.parent) == before
 
 
-@pytest.mark.parametrize("kind", ["made", "trained"])
-def test_a_checkpoint_alone_is_replaced(kind: str, made: Path, tmp_path: Path) -> None:
-    target = tmp_path / "beside" / "t"
-    shutil.copytree(made if kind == "made" else SMALL, target)
+def test_a_conversion_alone_is_replaced(target: Path) -> None:
     paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
     assert paddle_reshard.check(target).intact
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_a_project_is_no_checkpoint(tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    (project / ".git").mkdir(parents=True)
-    (project / "optimizer.py").write_text("def step(): ...")
-    (project / "model.safetensors").write_bytes(b"weights")
-    before = tree(project)
-    with pytest.raises(TargetError, match=r"there is also \.git/, optimizer\.py"):
-        paddle_reshard.convert(SMALL, project, overwrite=True, **ONE_CARD)
-    assert tree(project) == before
+def test_a_trainer_that_saved_over_a_conversion_keeps_its_files(target: Path) -> None:
+    with open(target / "scheduler.pdparams", "ab") as file:
+        file.write(b"more")
+    before = tree(target)
+    with pytest.raises(
+        OccupiedError, match=r"the size of scheduler\.pdparams differs from the manifest there"
+    ):
+        paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
+    assert tree(target) == before
+
+
+# ------------------------------------------------------------------------------------ source and target exchanged
+
+EXCHANGED = (
+    "holds a checkpoint of paddleformers, tp=2,pp=2,sharding=2, with optimizer states and moving averages, that "
+    "paddle-reshard did not write; are SRC and DST exchanged? Choose another target, or move that away"
+)
+
+
+def _average(source: Path, target: str, **options: Any) -> object:
+    return paddle_reshard.average([source, source], target, uniform=True, **options)
+
+
+def _several(source: Path, target: str, to: str, **options: Any) -> object:
+    return paddle_reshard.convert(source, {f"{target}-new": {"to": "pp=2"}, target: {"to": to}}, **options)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "resume"),
+    [
+        (paddle_reshard.convert, False),
+        (paddle_reshard.convert, True),
+        (paddle_reshard.plan, False),
+        (_average, False),
+        (_several, False),
+        (_several, True),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_checkpoint_of_a_trainer_is_never_replaced(
+    attempt: Callable[..., object], overwrite: bool, resume: bool, made: Path, tmp_path: Path
+) -> None:
+    """Whoever exchanges the two is told what the target is, and is offered no option."""
+    trained = tmp_path / "trained"
+    shutil.copytree(SMALL, trained)
+    before = tree(tmp_path)
+    with pytest.raises(OccupiedError) as refused:
+        attempt(made, str(trained), overwrite=overwrite, resume=resume, **ONE_CARD)
+    assert EXCHANGED in str(refused.value)
+    assert overwrite or "--overwrite" not in str(refused.value)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_nor_is_it_in_a_store(scheme: str, store: Store, bucket: str, made: Path) -> None:
+    fill_bucket(store, bucket, "trained/", SMALL)
+    fill_memory(f"/{bucket}/trained", SMALL)
+    access = {"storage_options": {"s3": store.options}}
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(OccupiedError) as refused:
+            paddle_reshard.convert(made, f"{scheme}://{bucket}/trained", **options, **access, **ONE_CARD)
+        assert EXCHANGED in str(refused.value)
+    assert in_bucket(store, bucket, "trained/") == in_folder(SMALL)
+    assert in_memory(f"/{bucket}/trained") == in_folder(SMALL)
+
+
+def _half(folder: Path) -> str:
+    (folder / "optimizer.tp01_pp01_shard01.pdopt").unlink()
+    return r"holds files of a checkpoint \(ema\.tp00_pp00_shard00\.pdopt and 22 more\), that paddle-reshard did not"
+
+
+def _hostile(folder: Path) -> str:
+    for path in folder.iterdir():
+        path.write_bytes(b"\x80\x02" + b"(" * 1000)
+    return r"holds files of a checkpoint \(ema"
+
+
+def _pipe(folder: Path) -> str:
+    (folder / "optimizer.tp01_pp01_shard01.pdopt").unlink()
+    os.mkfifo(folder / "optimizer.tp01_pp01_shard01.pdopt")
+    return r"there is optimizer\.tp01_pp01_shard01\.pdopt \(a special file\), config\.json, .* did not write; move"
+
+
+def _link_elsewhere(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(SMALL / "config.json")
+    return r"there is config\.json \(a link\), .* did not write; move that away"
+
+
+def _endless(folder: Path) -> str:
+    with open(folder / "trainer_state.json", "wb") as file:
+        file.truncate(1 << 40)
+    return r"holds files of a checkpoint \(ema"
+
+
+def _other_programs_manifest(folder: Path) -> str:
+    (folder / "paddle_reshard.json").write_text('{"format": "another"}')
+    return "holds a checkpoint of paddleformers, tp=2"
+
+
+def _no_checkpoint(folder: Path) -> str:
+    shutil.rmtree(folder)
+    (folder / ".git").mkdir(parents=True)
+    (folder / "optimizer.py").write_text("def step(): ...")
+    return r"there is \.git/, optimizer\.py, which paddle-reshard did not write; move that away"
+
+
+@pytest.mark.parametrize(
+    "put",
+    [_half, _hostile, _pipe, _link_elsewhere, _endless, _other_programs_manifest, _no_checkpoint],
+)
+def test_whatever_lies_there_the_refusal_is_a_sentence(
+    put: Callable[[Path], str], made: Path, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    shutil.copytree(SMALL, there, copy_function=shutil.copyfile)
+    told = put(there)
+    before = sorted(os.listdir(there))
+    with pytest.raises(OccupiedError, match=told):
+        paddle_reshard.convert(made, there, overwrite=True, **ONE_CARD)
+    assert sorted(os.listdir(there)) == before
+
+
+def test_the_states_that_only_the_old_one_held_are_named(target: Path) -> None:
+    report = paddle_reshard.convert(SMALL, target, format="huggingface", overwrite=True)
+    (lost,) = (said for name, said in report.facts() if name == "lost")
+    assert lost.startswith(
+        "beta1_pow_acc, beta2_pow_acc, ema_master_weight, master_weight, moment1, moment2: held by"
+    )
+    again = paddle_reshard.convert(SMALL, target, format="huggingface", overwrite=True)
+    assert "lost" not in dict(again.facts())
 
 
 # ---------------------------------------------------------------------------------------- what comes in between
@@ -289,18 +415,16 @@ def test_what_somebody_put_into_a_staging_folder_is_kept(
 @pytest.mark.parametrize(
     "key", ["optimizer.py", *map(exhaustive, ("notes.txt", "checkpoint-100/config.json", "runs/events.1"))]
 )
-def test_a_prefix_with_more_than_a_checkpoint_is_kept(
+def test_a_prefix_with_more_than_a_conversion_is_kept(
     key: str, store: Store, bucket: str, made: Path
 ) -> None:
-    for prefix, folder in (("made/", made), ("trained/", SMALL)):
-        fill_bucket(store, bucket, prefix, folder)
-        store.client.put_object(Bucket=bucket, Key=prefix + key, Body=b"mine")
+    fill_bucket(store, bucket, "made/", made)
+    store.client.put_object(Bucket=bucket, Key=f"made/{key}", Body=b"mine")
     before = in_bucket(store, bucket)
-    for prefix in ("made", "trained"):
-        with pytest.raises(TargetError, match=f"there is also {key.split('/')[0]}.*move that away"):
-            paddle_reshard.convert(
-                SMALL, f"s3://{bucket}/{prefix}", storage_options=store.options, overwrite=True, to="pp=2"
-            )
+    with pytest.raises(OccupiedError, match=f"there is also {key.split('/')[0]}.*move that away"):
+        paddle_reshard.convert(
+            SMALL, f"s3://{bucket}/made", storage_options=store.options, overwrite=True, to="pp=2"
+        )
     assert in_bucket(store, bucket) == before
 
 

@@ -288,7 +288,7 @@ def test_overwrite_never_removes_a_folder_that_is_not_a_checkpoint(tmp_path: Pat
     (tmp_path / "papers" / "thesis.tex").write_text("years of work")
     done = run("convert", DEMO, tmp_path / "papers", "--to", "pp=2", "--overwrite")
     assert done.returncode == 1
-    assert "there is thesis.tex, which no trainer writes" in done.stderr
+    assert "there is thesis.tex, which paddle-reshard did not write" in done.stderr
     assert (tmp_path / "papers" / "thesis.tex").exists()
 
 

@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.errors import (
     ListingError,
     MasterDriftError,
     MemoryBudgetError,
+    OccupiedError,
     PlanError,
     RefusedJobError,
     RereadError,
@@ -93,6 +94,12 @@ EXAMPLES = [
         1,
     ),
     (TargetError("out: is not empty"), "out: is not empty", 1),
+    (
+        OccupiedError("out", "there is notes.txt, which paddle-reshard did not write"),
+        "out: is not empty: there is notes.txt, which paddle-reshard did not write; move that away, or choose another "
+        "target",
+        1,
+    ),
     (BusyError("out: another conversion is writing it"), "out: another conversion is writing it", 1),
     (FinishedError("out: already finished"), "out: already finished", 0),
     (StaleSessionError("out: begun with plan 1, this is 2"), "out: begun with plan 1, this is 2", 1),
