@@ -100,7 +100,7 @@ class S3Writer:
 
 
 class S3Target(FsspecTarget):
-    """A new checkpoint on S3. Its session lists the uploads; an empty file has none (``""``)."""
+    """A new checkpoint on S3. Its session lists the files before their uploads are created, then the uploads."""
 
     smallest_part_bytes = SMALLEST_PART_BYTES
     most_parts = MOST_PARTS
@@ -156,7 +156,9 @@ class S3Target(FsspecTarget):
         writes = any(new.size_bytes for new in files)
         with ThreadPoolExecutor(1) as beside:  # the trial and the session do not know each other
             trial = beside.submit(self._part_check, True) if writes and not self.permission.resume else None
-            session = Session.take(self.session_store, self.location, identity, self.permission)
+            session = Session.take(
+                self.session_store, self.location, identity, self.permission, (new.path for new in files)
+            )
             self.session = session
         self.uploads = dict(session.record.uploads)
         if self.permission.resume:
@@ -211,10 +213,9 @@ class S3Target(FsspecTarget):
         return dict(self.folder.for_each(parts, begun))
 
     def _abort_strays(self) -> None:
-        """Abort uploads of our files that a killed run created and that no session lists."""
+        """Abort uploads of files that the session lists, created by a run that was killed before it noted their ids."""
         for name, upload_id in self.folder.attempt("", uploads.list_uploads, self.s3):
-            ours = name in self.files or name.startswith(OWN_PREFIX)
-            if ours and upload_id != self.uploads.get(name):
+            if _is_upload_of(name, self.uploads) and upload_id != self.uploads.get(name):
                 self._abort(name, upload_id)
 
     def _abort(self, name: str, upload_id: str) -> None:
@@ -311,16 +312,23 @@ def find_leftovers(
 ) -> Leftovers:
     """Which of the visible files and uncompleted uploads (``strays``) at a target belong to an unfinished conversion.
 
-    Without the record of a session, only those with our own names do.
+    Those of files that its session lists do, and those with our own names. All others are another program's.
     """
     own = tuple(name for name in files if name.startswith(OWN_PREFIX))
+    listed = {} if session is None else session.uploads
+    pending = tuple(each for each in strays if _is_upload_of(each[0], listed))
     if session is None:
-        return Leftovers(tuple(each for each in strays if each[0].startswith(OWN_PREFIX)), (), own)
+        return Leftovers(pending, (), own)
     visible: list[str] = []
     if session.phase is not Phase.MOVE:
         open_uploads = {of for _, of in strays}
         visible = [name for name, of in session.uploads.items() if of not in open_uploads and name in files]
-    return Leftovers(tuple(strays), tuple(visible), own)
+    return Leftovers(pending, tuple(visible), own)
+
+
+def _is_upload_of(name: str, listed: Collection[str]) -> bool:
+    """Whether an upload of this name is of the session that lists these, or a trial of ours."""
+    return name in listed or name.startswith(OWN_PREFIX)
 
 
 def kept_records(

@@ -136,7 +136,7 @@ class SessionRecord:
     boot: str
     """Boot id of the machine that wrote the staged files; empty if they are not staged on a machine."""
     uploads: Mapping[str, str] = field(default_factory=dict)
-    """File → upload id, on stores that have uploads."""
+    """File → upload id, on stores that have uploads; empty before it is created, and for an empty file."""
     replaces: tuple[str, ...] = ()
     """Files of the overwritten checkpoint that may be removed; from ``FINISH`` on, on stores where files appear one by
     one."""
@@ -347,16 +347,29 @@ class Session:
         self._thread.start()
 
     @classmethod
-    def take(cls, store: SessionStore, location: str, identity: Identity, permission: Permission) -> Session:
+    def take(
+        cls,
+        store: SessionStore,
+        location: str,
+        identity: Identity,
+        permission: Permission,
+        uploads: Iterable[str] = (),
+    ) -> Session:
         """Begin a session, or resume the existing one.
 
+        ``uploads`` are the files that will have uploads: a session lists them before the first is created.
         A ``StaleSessionError`` if it belongs to another conversion, another ``TargetError`` if another run holds it or
         it may not be resumed.
         """
         lock = _new_lock()
         stored = store.read()
         if stored is None:
-            record, version, records = SessionRecord(identity, lock, Phase.MOVE, lock.holder.boot), None, []
+            names = dict.fromkeys(uploads, "")
+            record, version, records = (
+                SessionRecord(identity, lock, Phase.MOVE, lock.holder.boot, names),
+                None,
+                [],
+            )
         else:
             earlier = SessionRecord.parse(stored[0], store.location)
             version = stored[1]
