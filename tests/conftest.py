@@ -131,7 +131,9 @@ def case_directory(name: str) -> Path:
             target.parent.mkdir(exist_ok=True)
             staged = Path(tempfile.mkdtemp(dir=target.parent))
             with tarfile.open(archive, "r:xz") as packed:
-                packed.extractall(staged, filter="data")
+                # ``extractall(filter="data")`` is only in 3.10.12, 3.11.4 and later.
+                packed.extraction_filter = getattr(tarfile, "data_filter", None)
+                packed.extractall(staged)
             (staged / case).rename(target)
             shutil.rmtree(staged)
     return target

@@ -78,6 +78,9 @@ class GuardedStream(io.TextIOBase):
         """Flush, unless the stream has failed."""
         self._try(self.inner.flush)
 
+    def close(self) -> None:
+        """Leave the inner stream to who opened it: Python closes this one when it is collected, which may be later."""
+
     def _write(self, text: str) -> None:
         try:
             self.inner.write(text)

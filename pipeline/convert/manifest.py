@@ -81,7 +81,7 @@ class _Columns:
 class ManifestSource:
     """Entries about the source; further entries are for people."""
 
-    OPEN: ClassVar = True
+    OPEN: ClassVar[bool] = True
     location: str
     """For display only: nothing that a manifest names is opened."""
     files: Mapping[str, _Bytes]
@@ -94,7 +94,7 @@ class ManifestSource:
 class _Origins:
     """Of how many tensors fingerprints come from where; further entries are for people."""
 
-    OPEN: ClassVar = True
+    OPEN: ClassVar[bool] = True
     unknown: _Bytes = 0
 
 
@@ -102,7 +102,7 @@ class _Origins:
 class _Portion:
     """Which portion of which whole the files are."""
 
-    OPEN: ClassVar = True
+    OPEN: ClassVar[bool] = True
     ranks: str
     world_size: _Bytes
     whole: str
@@ -115,7 +115,7 @@ class _Portion:
 class _Entries:
     """Entries about the files; further entries are for people."""
 
-    OPEN: ClassVar = True
+    OPEN: ClassVar[bool] = True
     files: Mapping[str, _Bytes]
     source: ManifestSource
     parts: Mapping[str, _Columns]

@@ -28,7 +28,7 @@ Line = tuple[str, str, str, tuple[int, ...], str]
 class _Entries:
     """The entries of a document that are read; further ones are for people."""
 
-    OPEN: ClassVar = True
+    OPEN: ClassVar[bool] = True
     algorithm: Literal["crc64nvme"]
     root: str | None
     """``None`` in a manifest that lacks fingerprints of some tensors."""

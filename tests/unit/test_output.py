@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pty
@@ -18,7 +19,7 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.cli.output import Commands
+from paddle_reshard.pipeline.cli.output import Commands, GuardedStream
 from tests.conftest import COMMITTED
 from tests.published import SCHEMA, checked
 
@@ -65,6 +66,16 @@ def test_a_conversion_ends_well_whatever_becomes_of_its_output(closed: str, tmp_
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert paddle_reshard.check(tmp_path / "out").intact
+
+
+def test_a_stream_that_python_collects_leaves_the_inner_one_alone() -> None:
+    """Python closes what it collects; who opened the inner stream has maybe closed it before that, or writes on."""
+    inner = io.StringIO()
+    GuardedStream(inner).close()
+    inner.write("still open")
+    guarded = GuardedStream(inner)
+    inner.close()
+    guarded.close()
 
 
 def test_a_locale_without_a_character_does_not_fail_a_conversion(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Open:
-    OPEN: ClassVar = True
+    OPEN: ClassVar[bool] = True
     name: str
 
 
