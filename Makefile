@@ -6,7 +6,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table first-job bench memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table first-job bench scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -27,6 +27,7 @@ help:
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
+	@echo "make scaling  how conversions gain from more cores, and where they wait; eight minutes (ARGS=--write: into docs/performance.md)"
 	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
 	@echo "make rehearsal  index, plan, run, kill, resume and verify a conversion of 671B from 2,048 ranks to 512, into docs/performance.md (ARGS='--layers 4': print a smaller one)"
 	@echo "make s3       conversions on a private Ceph server, into docs/s3.md (Debian; 15 minutes)"
@@ -175,6 +176,9 @@ parity-table: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.disk $(ARGS)
+
+scaling: $(VENV)/.test
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
 
 memory: $(VENV)/.test
 	$(BIN)/python -m benchmarks.many $(ARGS)
