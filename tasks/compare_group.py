@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, volumes
-from paddle_reshard.pipeline.core.errors import DriftError, MasterDriftError, PlanError
+from paddle_reshard.pipeline.core.errors import DriftError, MasterDriftError, PlanError, TiedDriftError
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, MOVE, PROBE, SUM, Ops, hull
 from paddle_reshard.pipeline.planning.plan import Bands
@@ -262,9 +262,10 @@ def _difference(
     if op["kind"] in (HOLD, PROBE):
         detail = f"element {index} is {b}, {MasterDriftError.PHRASE} {_show(values[0])} is rounded to {a}"
         return MasterDriftError(tensor.label, detail, path_b, path_a)
-    return DriftError(
-        tensor.label, f"element {index} is {a} and {b}", path_a, path_b, bool(op["kind"] == COMPARE)
-    )
+    detail, are_copies = f"element {index} is {a} and {b}", bool(op["kind"] == COMPARE)
+    if are_copies and tensor.key in work.tied:
+        return TiedDriftError(tensor.label, work.tied[tensor.key], detail, path_a, path_b)
+    return DriftError(tensor.label, detail, path_a, path_b, are_copies)
 
 
 def _first_difference(

@@ -273,6 +273,7 @@ def plan_checkpoint(
     if _ties_heads(specs, request):
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
+    planning = replace(request.planning, tied=source.model.tied_by_config)
     sizes, listing = store.sizes(), SourceListing(store.sizes(), store.folders)
     _check_room(source, None, request, spare_bytes)
     laid_out = [lay_out(source, wanted, spec, listing) for spec in specs]
@@ -281,11 +282,11 @@ def plan_checkpoint(
     _check_room(source, joined, request, spare_bytes)
     carried = _carried(laid_out, sizes)
     checks = master_checks(source.catalog, joined.catalog, request.check_in_full)
-    plan = plan_conversion(joined.catalog, joined.files, carried, request.planning, limits, checks)
+    plan = plan_conversion(joined.catalog, joined.files, carried, planning, limits, checks)
     portion = None
     if request.ranks:
         portion = _portion(store, source, specs[0], joined, plan, request.ranks)
-        plan, joined = _plan_portion(portion, specs[0], source, joined, carried, request.planning, limits)
+        plan, joined = _plan_portion(portion, specs[0], source, joined, carried, planning, limits)
     targets = tuple(_planned_targets(source, wanted, specs, laid_out))
     pieces, quantised = len(joined.files.fragments), joined.files.quantised
     del laid_out, joined

@@ -9,6 +9,7 @@
     │   │   └── UnsafePickleError    a pickle refers to something outside the allow-list
     │   ├── CoverageError     a hole, an overlap or a contradiction in a tensor
     │   ├── DriftError        copies of one tensor differ (only the bytes can show it)
+    │   │   ├── TiedDriftError  two tensors that tie_word_embeddings makes one differ
     │   │   └── MasterDriftError  a parameter is not the cast of its master weight
     │   └── SignatureError    a signature is missing, or not by this key over this file
     ├── PlanError             the checkpoint is complete, but cannot become the requested target
@@ -242,6 +243,26 @@ class DriftError(CheckpointError):
         if self.replicas:
             return f"{drift}; with --allow-replica-drift the first copy is taken"
         return f"{drift}; the target would keep the master weight only"
+
+
+class TiedDriftError(DriftError):
+    """Two tensors that ``tie_word_embeddings`` makes one have different values. Nothing is published.
+
+    They are two parameters, of which one would be lost; no option takes the first of them.
+    """
+
+    def __init__(self, tensor: str, twin: str, detail: str, path_a: str, path_b: str) -> None:
+        super().__init__(tensor, detail, path_a, path_b, False)
+        self.args = (tensor, twin, detail, path_a, path_b)
+        self.twin = twin
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor} and {self.twin}: {self.detail} ({self.path_a} and {self.path_b}): config.json makes the "
+            "two one tensor (tie_word_embeddings), but they are two parameters with values of their own, of which one "
+            'would be lost. With "tie_word_embeddings": false in config.json (that of the source, or of --config where '
+            "it has none) both are converted"
+        )
 
 
 class MasterDriftError(DriftError):

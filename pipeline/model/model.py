@@ -92,6 +92,15 @@ class Model:
         return aliases
 
     @property
+    def tied_by_config(self) -> dict[str, str]:
+        """Key → the key that only ``tie_word_embeddings`` ties to it: its class has a parameter of its own for it."""
+        return {
+            tensor.tied_to: tensor.key
+            for tensor in self.tensors
+            if tensor.tied_to is not None and tensor.is_alias and not tensor.rule.always_tied
+        }
+
+    @property
     def has_lora(self) -> bool:
         """Whether it contains LoRA matrices."""
         return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)

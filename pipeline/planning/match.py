@@ -259,15 +259,16 @@ def in_common(source: Fragments, target: Fragments) -> Ops:
 def plan_ops(
     source: Catalog,
     target: Fragments,
-    compare_replicas: bool = True,
+    compared: Collection[int] | None = None,
     casts: Collection[Cast] = (),
     omitted: Collection[int] = (),
 ) -> Ops:
     """Everything that must be moved or compared to make ``target`` from ``source``.
 
-    Further copies of a tensor are compared with the first, unless ``compare_replicas`` is off. ``casts`` are allowed in
-    addition to those that formats define. ``omitted`` are tensors that some of several targets omit and others hold.
-    Refused is a target with an element that would not be written once, and one that would drop a source tensor.
+    Further copies of a tensor are compared with the first; with ``compared`` only those of these tensors. ``casts`` are
+    allowed in addition to those that formats define. ``omitted`` are tensors that some of several targets omit and
+    others hold. Refused is a target with an element that would not be written once, and one that would drop a source
+    tensor.
     """
     first = source.fragments["replica"] == 0
     primary = source.fragments if first.all() else source.fragments[first]
@@ -275,7 +276,9 @@ def plan_ops(
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
     stored, used = (np.bincount(t, minlength=len(source.tensors)) > 0 for t in (primary["tensor"], fed))
     implied = _implied_by_definition(source, sorted({*np.flatnonzero(stored & ~used).tolist(), *omitted}))
-    copies = source.fragments[~first] if compare_replicas else primary[:0]
+    copies = source.fragments[~first]
+    if compared is not None:
+        copies = copies[np.isin(copies["tensor"], list(compared))]
     unmoved = primary[np.isin(primary["tensor"], list(implied))] if implied else primary[:0]
     ops = _described(
         [

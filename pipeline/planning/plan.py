@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -110,6 +110,8 @@ class Plan:
     """Memory of each group in bytes: its parts and the bands of its largest pass."""
     allow_replica_drift: bool = False
     """Whether copies of a tensor may differ: the first is used, and every difference is reported."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """As in the settings. Not saved with a plan, nor part of its id: it follows from the source."""
     allow_master_drift: bool = False
     """Whether parameters may differ from their rounded master weights: both are kept, and it is reported."""
     compared_only: int = 0
@@ -303,7 +305,8 @@ def plan_conversion(
     plan = _without_groups(source, target, carried, settings, checks)
 
     def make_ops() -> Ops:
-        ops = plan_ops(source, target.fragments, settings.compare_replicas, target.casts, target.omitted)
+        compared = None if settings.compare_replicas else _of_keys(source.tensors, settings.tied)
+        ops = plan_ops(source, target.fragments, compared, target.casts, target.omitted)
         _check_tiles(ops, target, source)
         return ops
 
@@ -324,6 +327,12 @@ def plan_conversion(
     return replace(planned, read_once_budget_bytes=enough_bytes)
 
 
+def _of_keys(tensors: Tensors, keys: Collection[str]) -> list[int]:
+    """The numbers of all states of some keys."""
+    found = (tensors.find(key, state) for key in keys for state in tensors.states)
+    return [number for number in found if number is not None]
+
+
 def _without_groups(
     source: Catalog,
     target: TargetFiles,
@@ -340,6 +349,7 @@ def _without_groups(
         budget_bytes=settings.budget_bytes,
         carried=tuple(carried),
         allow_replica_drift=settings.allow_replica_drift,
+        tied=settings.tied,
         allow_master_drift=settings.allow_master_drift,
         compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 STEP_BYTES = 4 << 20
 """Both sides of a step of each of a few workers fit the third-level cache."""
@@ -36,6 +37,9 @@ class PlanSettings:
     """Whether all copies of a tensor are compared; if not, only the first is read."""
     allow_replica_drift: bool = False
     """Whether copies that differ are reported instead of refused."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Key → another tensor that only an entry of the config makes the same. They are compared, and refused if they
+    differ, whatever is said of copies."""
     allow_master_drift: bool = False
     """Whether parameters that differ from their rounded master weights are reported instead of refused."""
     allow_reread: bool = False

@@ -47,6 +47,8 @@ class GroupWork:
     """By tensor number, at least the tensors in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """As in the plan."""
     allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how it is computed, at least for the mixed tensors in ``ops``."""
@@ -122,6 +124,7 @@ class Works(Iterable[GroupWork]):
             tensors=plan.tensors,
             peak_bytes=int(plan.group_peaks[first:stop].max()),
             allow_replica_drift=plan.allow_replica_drift,
+            tied=plan.tied,
             allow_master_drift=plan.allow_master_drift,
             mixtures=_only(tensors, plan.mixtures),
             summed=None if plan.summed is None else _only(tensors, plan.summed),

@@ -499,6 +499,7 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
     """
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     built = model.as_built(pp)
+    apart = {head: words for words, head in model.tied_by_config.items()}
     position = {tensor.key: number for number, tensor in enumerate(built)}
     held = [
         sorted({position[key] for key in cell.names} | _base_positions(cell, ranks, model))
@@ -510,6 +511,11 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
             tensors = [built[number] for number in positions]
             predicted = predict_parameter_names(tensors, model.config, pp, tp, sequence_parallel, ep)
             for key, name in cell.names.items():
+                if predicted[key] != name and key in apart:
+                    return (
+                        f"{key} has a parameter name of its own in {cell.label()}, {name}, but config.json makes it one "
+                        f"tensor with {apart[key]} (tie_word_embeddings); with false there both are converted"
+                    )
                 if predicted[key] != name:
                     return (
                         f"{key} has the parameter name {name} in {cell.label()}, but {predicted[key]} by the naming "
