@@ -513,8 +513,8 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
             for key, name in cell.names.items():
                 if predicted[key] != name and key in apart:
                     return (
-                        f"{key} has a parameter name of its own in {cell.label()}, {name}, but config.json makes it one "
-                        f"tensor with {apart[key]} (tie_word_embeddings); with false there both are converted"
+                        f"{key} has a parameter name of its own in {cell.label()}, {name}, but config.json makes it "
+                        f"one tensor with {apart[key]} (tie_word_embeddings); with false there both are converted"
                     )
                 if predicted[key] != name:
                     return (
