@@ -129,7 +129,10 @@ class ReadRange(Protocol):
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """Read exactly ``nbytes`` bytes of a file."""
-        buffer = bytearray(nbytes)
+        try:
+            buffer = bytearray(nbytes)
+        except MemoryError as error:
+            raise MemoryError(f"{path}: {nbytes} bytes of it are needed at once") from error
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
 

@@ -282,6 +282,8 @@ def diff_data(report: DiffReport) -> Json:
         "tensors": report.tensors,
         "elements": report.elements,
         "read_bytes": report.read_bytes,
+        "atol": report.atol,
+        "rtol": report.rtol,
         "differing": [
             {
                 **asdict(difference),

@@ -31,6 +31,8 @@ from paddle_reshard.tasks.statistics import Statistics, Tolerance, combined
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 NO_LAYER = "outside of layers"
+SHOWN_OUTSIDE = 3
+"""Number of tensors outside the tolerance that the verdict names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,12 @@ class DiffReport(Shown):
     elements: int
     read_bytes: int
     differing: tuple[TensorDifference, ...]
-    """The tensors that differ, the largest relative difference first."""
+    """The tensors that differ: those outside the tolerance first, and the largest relative difference first."""
     unmatched: tuple[Difference, ...] = field(default=())
     """Tensors that only one side has, or that have different shapes."""
+    atol: float = 0.0
+    rtol: float = 0.0
+    """The tolerance: how far values may be apart, and the share of the value in B that is allowed in addition."""
 
     @property
     def agree(self) -> bool:
@@ -122,17 +127,39 @@ class DiffReport(Shown):
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        changed = sum(tensor.changed for tensor in self.differing)
         extent = f"{self.tensors} tensors compared ({readable_bytes(self.read_bytes)} read)"
         if not self.differing and not self.unmatched:
             return f"no difference; {extent}"
         alone = f"{len(self.unmatched)} tensors have no counterpart"
         if not self.differing:
             return f"{alone}, no others differ; {extent}"
-        outside = any(tensor.outside for tensor in self.differing)
-        within = "outside of the tolerance" if outside else "within the tolerance"
-        differing = f"{len(self.differing)} tensors differ in {changed:,} elements, {within}"
-        return "; ".join([differing, *([alone] if self.unmatched else []), extent])
+        return "; ".join([*self._differing(), *([alone] if self.unmatched else []), extent])
+
+    def _differing(self) -> Iterator[str]:
+        """How many tensors and elements differ, and of these how many by more than the tolerance."""
+        changed = sum(tensor.changed for tensor in self.differing)
+        if not (tolerance := self.tolerance):
+            yield f"{len(self.differing)} of {self.tensors} tensors differ in {changed:,} elements"
+            return
+        outside = [tensor for tensor in self.differing if tensor.outside]
+        if not outside:
+            yield f"{len(self.differing)} of {self.tensors} tensors differ in {changed:,} elements, within {tolerance}"
+            return
+        beyond = sum(tensor.outside for tensor in outside)
+        named = ", ".join(f"{tensor.key} ({tensor.state})" for tensor in outside[:SHOWN_OUTSIDE])
+        more = " …" if len(outside) > SHOWN_OUTSIDE else ""
+        yield (
+            f"{len(outside)} of {self.tensors} tensors outside {tolerance} ({beyond:,} of {self.elements:,} elements): "
+            f"{named}{more}"
+        )
+        if within := len(self.differing) - len(outside):
+            yield f"{within} more differ within it"
+
+    @property
+    def tolerance(self) -> str:
+        """The tolerance that was given; empty if every difference counts."""
+        given = (("atol", self.atol), ("rtol", self.rtol))
+        return ", ".join(f"{name}={value:g}" for name, value in given if value)
 
     def _in_short(self) -> str:
         return self.verdict
@@ -207,10 +234,12 @@ def diff(
         store.check_unchanged()
     differing = sorted(
         _differing(plan, statistics),
-        key=lambda tensor: (-tensor.relative, -tensor.largest, tensor.key, tensor.state),
+        key=lambda tensor: (not tensor.outside, -tensor.relative, -tensor.largest, tensor.key, tensor.state),
     )
     elements = sum(measured.elements for measured in statistics.values())
-    return DiffReport(comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences)
+    return DiffReport(
+        comparison.tensors, elements, plan.read_bytes, tuple(differing), comparison.differences, atol, rtol
+    )
 
 
 def _planned(a: Contents, b: Contents, states: Sequence[str] | None, settings: PlanSettings) -> Comparison:

@@ -209,6 +209,8 @@ def cut_buffer(buffer: Sequence[Parameter], degree: int) -> dict[str, dict[int, 
     # stores [0, 256) of a and [0, 256) of b, rank 1 stores [256, 768) of b.
     padded = [padded_elements(p.elements, p.dtype, degree) for p in buffer]
     part = sum(padded) // degree
+    if not part:  # only parameters without elements: no rank stores any of them
+        return {p.key: {} for p in buffer}
     slices: dict[str, dict[int, FlatSlice]] = {}
     first = 0
     for parameter, length in zip(buffer, padded, strict=True):

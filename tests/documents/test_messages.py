@@ -102,6 +102,14 @@ def without_credentials(folder: Path) -> None:
     os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(folder)}
 
 
+def exported_and_tied(folder: Path) -> None:
+    assert run_here("convert", "checkpoint-1000", "model", "--format", "huggingface").returncode == 0
+    config = folder / "model/config.json"
+    config.write_text(
+        config.read_text("utf-8").replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
+    )
+
+
 def nothing(folder: Path) -> None:
     pass
 
@@ -126,6 +134,7 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
         without_credentials,
         """inspect s3://training/checkpoint-1000 --storage-options '{"endpoint_url": "http://127.0.0.1:9"}'""",
     ),
+    "config.json makes the two": (exported_and_tied, "convert model two --to tp=1"),
     "choose another target, or --overwrite": (converted, "convert checkpoint-1000 one --to tp=1"),
     "are SRC and DST exchanged": (converted, "convert one checkpoint-1000 --to tp=1"),
     "crc64nvme is": (converted_and_corrupted, "verify one"),

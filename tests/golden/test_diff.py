@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import paddle_reshard
 from paddle_reshard import UsageError
@@ -72,6 +73,25 @@ def test_one_changed_bit_is_one_ulp(tmp_path: Path) -> None:
     assert whole.differing == report.differing
 
 
+def test_a_tolerance_counts_what_is_outside_of_it(tmp_path: Path) -> None:
+    """Two norms far apart, and all weights that a cast rounds: only what exceeds the tolerance is counted and named."""
+    paddle_reshard.convert(SOURCE, tmp_path / "a", format="huggingface", dtype="float32")
+    paddle_reshard.convert(SOURCE, tmp_path / "b", format="huggingface", dtype="float16")
+    (file,) = (tmp_path / "b").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"][:37] += 1
+    save_file(tensors, file)
+    report = paddle_reshard.diff(tmp_path / "a", tmp_path / "b", atol=1e-2)
+    assert (report.differing[0].key, report.differing[0].outside) == ("model.norm.weight", 37)
+    within = len(report.differing) - 1
+    assert within > 10
+    assert report.verdict.startswith(
+        "1 of 39 tensors outside atol=0.01 (37 of 139,840 elements): model.norm.weight (param); "
+        f"{within} more differ within it; 39 tensors compared"
+    )
+    assert sum(tensor.outside for tensor in report.differing) == 37
+
+
 def test_the_verdict_tells_tensors_without_a_counterpart_from_those_that_differ(tmp_path: Path) -> None:
     """The tolerance is of values: a tensor that one side lacks is neither within nor outside of it."""
     paddle_reshard.convert(SOURCE, tmp_path / "without", to="tp=1", drop=["ema"])
@@ -82,7 +102,7 @@ def test_the_verdict_tells_tensors_without_a_counterpart_from_those_that_differ(
     both = paddle_reshard.diff(SOURCE, tmp_path / "model", atol=1.0)
     assert not both
     assert re.match(
-        r"\d+ tensors differ in [\d,]+ elements, within the tolerance; 234 tensors have no counterpart; 39 ",
+        r"\d+ of 39 tensors differ in [\d,]+ elements, within atol=1; 234 tensors have no counterpart; 39 ",
         both.verdict,
     )
 

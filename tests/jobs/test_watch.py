@@ -150,7 +150,6 @@ def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
 
 def test_each_conversion_has_a_page(training: Run, tmp_path: Path) -> None:
     pages = tmp_path / "pages"
-    pages.mkdir()
     copy_checkpoint(training.run / "checkpoint-3")
     of_another_step(tmp_path).rename(training.run / "checkpoint-4")
     done = training.watch("--report-dir", pages, "--settle", 0)
@@ -162,7 +161,7 @@ def test_each_conversion_has_a_page(training: Run, tmp_path: Path) -> None:
     assert training.records()[-1]["reason"] in refused.text
     for options, message in (
         (["--report", pages / "one.html"], "--report-dir"),
-        (["--report-dir", pages / "no"], "does not exist"),
+        (["--report-dir", pages / "checkpoint-3.html"], "cannot be written"),
     ):
         wrong = training.watch(*options)
         assert (wrong.returncode, message in wrong.stderr) == (2, True), wrong.stderr

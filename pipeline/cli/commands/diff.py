@@ -63,8 +63,8 @@ def diff(
 ) -> None:
     """Measure how far two checkpoints are apart. Their topologies, formats and dtypes may differ.
 
-    Tensors are sorted by their largest relative difference. Units in the last place (ulps) are those of the coarser
-    dtype: 0 means that the finer values are rounded to the other.
+    Tensors outside the tolerance come first, then those with the largest relative difference. Units in the last place
+    (ulps) are those of the coarser dtype: 0 means that the finer values are rounded to the other.
 
     Exit status: 0 all tensors agree within --atol and --rtol, 1 they do not, 2 the comparison could not be made.
     """
@@ -87,11 +87,13 @@ def _show(report: DiffReport) -> None:
                 str(found.ulps),
                 f"{found.relative:.3g}",
                 f"{found.changed_share:.2%}",
+                *([f"{found.outside:,}"] if report.tolerance else []),
                 f"{list(found.first)}: {found.values[0]:g}, {found.values[1]:g}",
             )
             for found in shown
         ]
-        print_table(("tensor", "largest", "mean", "ulps", "relative", "changed", "first"), rows)
+        outside = [f"outside {report.tolerance}"] if report.tolerance else []
+        print_table(("tensor", "largest", "mean", "ulps", "relative", "changed", *outside, "first"), rows)
     if len(report.differing) > len(shown):
         say(f"… and {len(report.differing) - len(shown)} more, listed with --json")
     for heading, summaries in (("state", report.by_state()), ("layer", report.by_layer())):

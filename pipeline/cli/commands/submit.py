@@ -82,13 +82,21 @@ def _run(request: ConversionJob, address: str | None, follow: bool, as_json: boo
             facts |= {"status": None, "result": None}
             print_answer(Answer("submit", "interrupted; the job continues", "Interrupted", True, facts))
         return exit_status(interrupt)
-    if not (end.succeeded and quiet):
-        _say(f"{end.submission_id} {end.status}{'' if end.succeeded else f': {end.message}'}")
+    _tell_end(end, [] if as_json or not quiet else lines, quiet)
     if not (end.succeeded or request.env) and any(reason in line for line in lines for reason in NO_ACCESS):
         _say("the job has none of this shell's environment variables; pass credentials with --env 'AWS_*'")
     if as_json:
         print_answer(_answer_about(end, lines, facts))
     return 0 if end.succeeded else 1
+
+
+def _tell_end(end: JobEnd, untold: Sequence[str], quiet: bool) -> None:
+    """Tell how a job ended; of a failure the last of the lines that were not shown, which gives the reason."""
+    if end.succeeded and quiet:
+        return
+    for line in [line for line in untold if line.strip()][-1:]:
+        relay(f"{line}\n", err=True)
+    _say(f"{end.submission_id} {end.status}{'' if end.succeeded else f': {end.message}'}")
 
 
 def _answer_about(end: JobEnd, lines: Sequence[str], facts: Mapping[str, Any]) -> Answer:

@@ -228,7 +228,10 @@ def _pages(request: ConvertArguments, report_dir: Path | None) -> MakePage | Non
 
     from paddle_reshard.pipeline.report.html_report import HtmlReport
     from paddle_reshard.storage.local.folders import check_writable
+    from paddle_reshard.storage.os_errors import writing
 
+    with writing(report_dir, UsageError):
+        report_dir.mkdir(parents=True, exist_ok=True)
     check_writable(report_dir / "checkpoint.html", UsageError)
     command = command_of(request.context)
 
