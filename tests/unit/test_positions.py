@@ -34,6 +34,10 @@ def as_read(parameters: list[Parameter], held: dict[str, dict[int, int]], degree
     return lengths({key: cut for buffer in buffers for key, cut in cut_buffer(buffer, degree).items()})
 
 
+def test_no_rank_holds_a_slice_of_parameters_without_elements() -> None:
+    assert cut_buffer([Parameter("p", 0, dtype_named("float32"))], 2) == {"p": {}}
+
+
 @given(PARAMETERS, st.integers(2, 6), LIMITS)
 def test_slices_tell_the_buffers_and_the_size_at_which_they_were_closed(
     parameters: list[Parameter], degree: int, limit: int
