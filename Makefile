@@ -1,12 +1,15 @@
 # Everything starts from a clean clone with only Python (3.10 or later), make and git.
 PYTHON ?= python3
-VENV := .venv
+VERSION := $(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
+$(if $(VERSION),,$(error $(PYTHON) cannot be run; Python 3.10 or later is needed))
+# Another Python has an environment of its own: `make test PYTHON=python3.13` makes .venv-3.13.0.
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(VERSION))
 BIN := $(VENV)/bin
 WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table first-job bench scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table first-job bench scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -21,7 +24,8 @@ help:
 	@echo "make docs     the documentation as a site in English and Chinese and a manual page, into .docs"
 	@echo "make orchestrators  the examples for Prefect and Airflow, each with the real thing (1 GB)"
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
-	@echo "make lowest   the same with the lowest version of every dependency that pyproject.toml allows"
+	@echo "make pythons  the demo and a sample of the tests with the wheel and every Python from 3.10 to 3.13 that is here"
+	@echo "make lowest   convert and publish with the wheel and the lowest version of every dependency that pyproject.toml allows"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
@@ -34,8 +38,11 @@ help:
 	@echo "make chaos    kill a conversion of 1 GB 100 times at random and resume it (ARGS='--kills 10', ARGS=--s3: on Ceph)"
 	@echo "make clean    remove the environment and everything that these commands made"
 
-$(VENV)/.made:
-	$(PYTHON) -m venv $(VENV)
+# Every environment has this link; where it is missing, python3 was another Python when the environment was made.
+$(BIN)/python$(basename $(VERSION)):
+	$(PYTHON) -m venv --clear $(VENV)
+
+$(VENV)/.made: $(BIN)/python$(basename $(VERSION))
 	$(BIN)/pip install --quiet --upgrade pip
 	touch $@
 
@@ -135,14 +142,26 @@ package:
 	cd .package && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1
 	cd .package && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
 	rm -rf .package
+	$(MAKE) pythons
 	$(MAKE) lowest
 
-# pip always takes the newest versions; uv can take the lowest.
+# All from the cache of uv but for the first time: a minute for each on two cores.
+pythons:
+	rm -rf .pythons
+	$(PYTHON) -m venv .pythons
+	.pythons/bin/pip install --quiet uv
+	.pythons/bin/uv build --quiet --python .pythons/bin/python --out-dir .pythons/dist .
+	tests/pythons.sh .pythons/bin/uv .pythons/dist .pythons
+	rm -rf .pythons
+
+# pip always takes the newest versions; uv can take the lowest, here of those that have a wheel for this Python.
 lowest:
 	rm -rf .lowest
 	$(PYTHON) -m venv .lowest
 	.lowest/bin/pip install --quiet uv
-	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --resolution lowest-direct '.[arrow,s3,ray,sign,metrics,publish]'
+	.lowest/bin/uv build --quiet --python .lowest/bin/python --out-dir .lowest/dist .
+	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --resolution lowest-direct --only-binary :all: \
+		"$$(ls .lowest/dist/*.whl)[arrow,s3,ray,sign,metrics,publish]"
 	.lowest/bin/uv pip list --python .lowest/bin/python
 	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
@@ -193,4 +212,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf $(VENV) .corpus .demo .disk .docs .package .lowest .parity .bench .s3 .chaos .orchestrators build dist *.egg-info
+	rm -rf .venv .venv-* .corpus .demo .disk .docs .package .lowest .pythons .parity .bench .s3 .chaos .orchestrators build dist *.egg-info
