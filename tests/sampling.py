@@ -52,6 +52,9 @@ SAMPLED = (
 ELSEWHERE = ("exhaustive", "cluster", "serving", "browser")
 """Marks of what has a command of its own."""
 
+# A busy machine fails no property.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 settings.register_profile("light", max_examples=25)
 settings.register_profile("many", max_examples=2000)
 

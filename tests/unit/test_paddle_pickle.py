@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import collections
 import importlib
+import inspect
 import io
 import math
 import pickle
@@ -464,7 +465,7 @@ NUMPY_2 = {  # numpy 2.4.6: arange(8, dtype="u1").reshape(2, 2, 2) with other or
 
 @pytest.mark.parametrize("permutation", NUMPY_2)
 def test_dims_in_another_order_as_numpy_2_writes_them(permutation):
-    """Five arguments, under the name ``numpy._core``, which numpy 1 cannot load."""
+    """Five arguments, which NumPy loads since 2.4: Python 3.10 has an older one."""
     shape = (2, 3, 4)
     stored = np.arange(24, dtype="u1").reshape(shape)
     data = (
@@ -480,7 +481,8 @@ def test_dims_in_another_order_as_numpy_2_writes_them(permutation):
     expected = stored.transpose(permutation)
     assert ref.shape == expected.shape
     assert_same_array(array_at(data, ref), expected)
-    assert_same_array(oracle(data)["w"], expected)
+    if "axis_order" in inspect.signature(np._core.numeric._frombuffer).parameters:  # from NumPy 2.4 on
+        assert_same_array(oracle(data)["w"], expected)
     small = parse_pickle(Ranges(data), len(data), "file").root["w"]
     strides = strides_in_order(small.shape, 1, small.axes)
     assert strides == expected.strides
