@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.limits import most_bytes
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.storage.local.folders import entries_of, read_manifest, remove_files
 from paddle_reshard.storage.local.source import list_folder
 from paddle_reshard.storage.locate import StorageOptions, check_scheme, is_local, local_path, open_folder
 from paddle_reshard.storage.os_errors import translated
+from paddle_reshard.storage.plain import read_small
 from paddle_reshard.storage.replaceable import EntryKind, objection
 from paddle_reshard.storage.session.staging import append_to_file
 from paddle_reshard.storage.store import OWN_PREFIX
@@ -90,13 +92,9 @@ class LocalRoot:
     def read(self, path: str) -> bytes | None:
         """Contents of a small file; ``None`` if it does not exist."""
         try:
-            return (self.root / path).read_bytes()
+            return read_small(self.root / path, most_bytes(path), ListingError)
         except FileNotFoundError:
             return None
-        except IsADirectoryError as error:
-            raise ListingError(
-                f"{self.root / path}: is a folder where a small file of this name is needed; remove it"
-            ) from error
 
     @_translated
     def replace(self, path: str, data: bytes) -> None:

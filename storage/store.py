@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from paddle_reshard.pipeline.core.errors import FormatError
+from paddle_reshard.pipeline.core.limits import most_bytes, too_large
+
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.core.part_limits import CopyLimits
     from paddle_reshard.storage.space import Room
@@ -128,7 +131,9 @@ class ReadRange(Protocol):
         self.read_many([Read(path, byte_offset, buffer)])
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """Read exactly ``nbytes`` bytes of a file."""
+        """Read exactly ``nbytes`` bytes of a file; refused, before memory is taken, if they are too many for it."""
+        if nbytes > (most := most_bytes(path)):
+            raise FormatError("too_large", path, None, too_large(nbytes, most))
         try:
             buffer = bytearray(nbytes)
         except MemoryError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_META, SCHEDULER
-from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES
+from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES, too_large
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.files.paddle_pickle import parse_pickle
@@ -75,9 +75,7 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
         raise CheckpointError(f"{path} is missing")
     most = MAX_META_BYTES if path == MODEL_META or path.endswith(".index.json") else MAX_CONFIG_BYTES
     if sizes[path] > most:
-        raise FormatError(
-            "too_large", path, None, f"{sizes[path]} bytes; at most {most} are supported for this file"
-        )
+        raise FormatError("too_large", path, None, too_large(sizes[path], most))
     try:
         value = parse_json(store.read(path, 0, sizes[path]))
     except JsonError as error:

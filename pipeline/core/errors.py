@@ -53,6 +53,16 @@ class UsageError(ReshardError):
 class CheckpointError(ReshardError):
     """The source is not a complete, consistent checkpoint."""
 
+    unfinished = False
+    """Whether completion signals are missing, or older than the tensors: the trainer may still write it."""
+
+
+def unfinished(message: str) -> CheckpointError:
+    """The error of a checkpoint that its trainer may still write."""
+    error = CheckpointError(message)
+    error.unfinished = True
+    return error
+
 
 class FormatError(CheckpointError):
     """A file violates its format. ``reason`` is a short code for programs."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from paddle_reshard.pipeline.core.file_names import MANIFEST
+
 MAX_RANKS: Final = 1 << 18
 """Ranks of a job, and so the size of an axis and the number in a file name: the largest known job has
 100,000 cards."""
@@ -28,6 +30,12 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 """``config.json``, ``ema.json`` and the like: the longest lists of labels or modules take some hundred kilobytes."""
 MAX_META_BYTES: Final = 1 << 29
 """``model_meta.json``: 45,000 parameters in each of 8 cells take 120 MB."""
+MAX_MANIFEST_BYTES: Final = 1 << 28
+"""``paddle_reshard.json``: 100,000 files and as many fingerprints take some 50 MB."""
+MAX_STATE_BYTES: Final = 1 << 27
+"""``trainer_state.json``: 400,000 entries of its log take 120 MB."""
+MAX_LEDGER_BYTES: Final = 1 << 30
+"""The ledger of a conversion on a disk: a million groups, each with a few parts."""
 FREE_VALUES: Final = 1 << 16
 """Values, opcodes and containers that a file may have, however short they are."""
 JSON_VALUE_BYTES: Final = 5
@@ -46,3 +54,20 @@ MAX_STACK_VALUES: Final = 1 << 14
 """Values on the stack of a pickle. Those that write them append 1000 items at a time, and nest four deep."""
 MAX_STACK_MARKS: Final = 1 << 8
 """Marks on the stack of a pickle, one or two for each open container."""
+
+
+def most_bytes(path: str) -> int:
+    """The largest number of bytes of a file, by its name, that may be read into memory at once.
+
+    >>> most_bytes("checkpoint-3/paddle_reshard.json") == MAX_MANIFEST_BYTES
+    True
+    """
+    return _OF_NAME.get(path.rpartition("/")[2], MAX_META_BYTES)
+
+
+def too_large(size_bytes: int, most: int) -> str:
+    """Why a file is not read."""
+    return f"{size_bytes} bytes; at most {most} are supported for this file"
+
+
+_OF_NAME: Final = {MANIFEST: MAX_MANIFEST_BYTES, "trainer_state.json": MAX_STATE_BYTES}

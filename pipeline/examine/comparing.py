@@ -68,7 +68,7 @@ def run_comparisons(
             done |= {group.group: group for group in groups}
             if resume is not None:
                 with writing(resume, UsageError):
-                    append_to_file(resume, _line(list(map(astuple, groups))))
+                    append_to_file(resume.resolve(), _line(list(map(astuple, groups))))
             for ended in groups_ended(plan, reports):
                 observe(ended)
             observe(Progress(sum(group.read_bytes for group in groups)))
@@ -97,7 +97,7 @@ def _finished_earlier(path: Path, first: bytes) -> dict[int, Compared]:
         data = path.read_bytes() if path.exists() else b""
         done, lines = _finished(data, first, path)
         if lines == data:
-            append_to_file(path, b"")  # refused at once if later lines could not be added
+            append_to_file(path.resolve(), b"")  # refused at once if later lines could not be added
             return done
     with written_whole(path, UsageError) as file:
         file.write(lines)

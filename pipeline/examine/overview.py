@@ -123,8 +123,11 @@ def ls(
     before: frozenset[str] = frozenset()
     for step, name in steps_of(here.folders()):
         files = here.files(name)
-        doubt = merging(files)
-        made = own_manifest(here.read(f"{name}/{MANIFEST}") if MANIFEST in files else None)
+        doubt, made = merging(files), None
+        try:
+            made = own_manifest(here.read(f"{name}/{MANIFEST}") if MANIFEST in files else None)
+        except ListingError as error:  # of this checkpoint only: a pipe, or larger than any manifest
+            doubt = str(error)
         if made is None:
             doubt = doubt or lacking(files, before)
             before = frozenset(files)
@@ -164,5 +167,8 @@ def _described(
 
 def _target(root: CheckpointRoot, name: str) -> str | None:
     """What a folder of conversions holds under a name, by its manifest; ``None`` if nothing."""
-    made = own_manifest(root.read(f"{name}/{MANIFEST}"))
+    try:
+        made = own_manifest(root.read(f"{name}/{MANIFEST}"))
+    except ListingError as error:
+        return str(error)
     return None if made is None else f"{root.at(name)} ({made.get('layout') or made.get('topology')})"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.errors import unfinished
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.shown import readable_seconds
 from paddle_reshard.pipeline.core.trainer_files import (
@@ -42,6 +42,8 @@ class Incomplete:
 
     reason: str
     since: float
+    damaged: bool = False
+    """Whether the trainer has said that it is finished, so that waiting will not help."""
 
     def is_stale(self, now: float, stale_seconds: float | None) -> bool:
         """Whether it has not changed for too long; ``None``: without a limit."""
@@ -104,7 +106,7 @@ def check_signals(store: Source) -> None:
     times = store.modified()
     older = older_signal(times, COPYING_NS)
     if older is not None:
-        raise CheckpointError(older.in_words(times))
+        raise unfinished(older.in_words(times))
 
 
 class Older(NamedTuple):

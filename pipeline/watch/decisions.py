@@ -71,6 +71,19 @@ def decide(seen: Observation, record: CheckpointRecord, policy: Policy, now: flo
     return Action.LOOK
 
 
+def in_the_past(record: CheckpointRecord, policy: Policy, now: float) -> CheckpointRecord:
+    """A record without times in the future, which a clock that was ahead wrote: they count as now.
+
+    A failure in the future was before this watcher began, so it does not count where earlier ones are forgotten.
+    """
+    ended_at = record.ended_at
+    if ended_at > now:
+        ended_at = 0.0 if policy.forget_before else now
+    return replace(
+        record, since=min(record.since, now), ended_at=ended_at, looked_at=min(record.looked_at, now)
+    )
+
+
 def _is_refused(record: CheckpointRecord, seen: Observation) -> bool:
     """Whether a checkpoint was refused, and neither target nor this package has changed since."""
     at = record.target_stamp, record.version

@@ -9,7 +9,7 @@ from paddle_reshard.pipeline.changes.change import Reading
 from paddle_reshard.pipeline.changes.kinds import Fill
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
-from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.errors import CheckpointError, unfinished
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.indexing.finished import (
     Incomplete,
@@ -46,43 +46,50 @@ class Inspector:
     def look(self, name: str, order: Sequence[str], now: float) -> Incomplete | None:
         """Why a checkpoint is incomplete, or ``None``; a ``ReshardError`` if it is complete and cannot be converted.
 
+        It is damaged if its names mark it as finished, and it has not changed for as long as it takes to settle.
+
         ``order`` are all checkpoints of the run, by step.
         """
         files = self.records.run.files(name)
         stamp = digest(files)
         record = self.records.read(name, stamp, now)
+        lacks = self._lacks(name, files, order)
+        settled = lacks is None and now - record.since >= self.settle_seconds
         if record.state in (State.CONVERTING, State.FAILED):
             return None  # it was complete when that attempt began, and has not changed since
-        if record.version == __version__ and 0 <= now - record.looked_at < LISTED_SECONDS:
+        if not settled and record.version == __version__ and 0 <= now - record.looked_at < LISTED_SECONDS:
             return Incomplete(record.reason, record.since)
-        reason = self._lacking(name, stamp)
-        if reason is not None:
+        error = self._lacking(name, stamp)
+        if error is not None:
+            if settled and not (error.retryable or error.unfinished):
+                return Incomplete(str(error), record.since, damaged=True)
+            reason = str(error)
             if self.records.read(name, stamp, now) == record:  # to index takes a while, and others may go on
                 self.records.write(replace(record, reason=reason, looked_at=now, version=__version__))
             return Incomplete(reason, record.since)
-        doubt = self._doubt(name, files, order)
+        doubt = lacks or self._complete[name][1]
         if doubt is None or self.settle_seconds == 0:
             return None
         since = self.records.unchanged_since(name, stamp, now)
         return settling(doubt, since, now, self.settle_seconds)
 
-    def _lacking(self, name: str, stamp: str) -> str | None:
+    def _lacking(self, name: str, stamp: str) -> CheckpointError | None:
         """Why a checkpoint is incomplete, by its files and their metadata."""
         if name not in self._complete or self._complete[name][0] != stamp:
             try:
                 doubt = self._index(name)
             except CheckpointError as error:
-                return str(error)
+                return error
             if digest(self.records.run.files(name)) != stamp:
-                return "its files are still changing"
+                return unfinished("its files are still changing")
             self._complete[name] = stamp, doubt
         return None
 
-    def _doubt(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
-        """Why the trainer may not have finished with a checkpoint whose tensors are complete, or ``None``."""
+    def _lacks(self, name: str, files: Mapping[str, str], order: Sequence[str]) -> str | None:
+        """What the trainer has yet to write, by the names of the files; ``None`` if all is there."""
         number = order.index(name)
         before = self.records.run.files(order[number - 1]) if number else {}
-        return merging(files) or lacking(files, before) or self._complete[name][1]
+        return merging(files) or lacking(files, before)
 
     def _index(self, name: str) -> str | None:
         source = open_source(self.records.run.at(name), *self.access)

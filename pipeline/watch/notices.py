@@ -60,6 +60,9 @@ def of_incomplete(incomplete: Incomplete, now: float, stale_seconds: float | Non
             f"incomplete, and has not changed since {since}, longer than --stale allows; its job may have died: "
             f"{incomplete.reason}",
         )
+    if incomplete.damaged:
+        marked = f"damaged: it is marked as finished, and has not changed since {since}: {incomplete.reason}"
+        return failed(marked, "")
     return waiting(f"{incomplete.reason}; unchanged since {since}")
 
 

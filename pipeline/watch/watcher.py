@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.watch.decisions import (
     decide,
     ended,
     given_up,
+    in_the_past,
     in_words,
     made,
     refused,
@@ -181,8 +182,12 @@ class Watcher:
 
     def _decide(self, name: str) -> tuple[Action | Notice, Observation, CheckpointRecord]:
         seen = self.records.observe(name)
-        record = self.records.read(name, seen.source_stamp, self.clock())
-        return decide(seen, record, self.policy, self.clock()), seen, record
+        now = self.clock()
+        record = self.records.read(name, seen.source_stamp, now)
+        past = in_the_past(record, self.policy, now)
+        if past != record:  # time has to pass since then, in the passes to come
+            self.records.write(past)
+        return decide(seen, past, self.policy, now), seen, past
 
     def _handle(self, name: str) -> Result:
         """Decide what to do about a checkpoint, and do it."""
@@ -199,15 +204,20 @@ class Watcher:
             raise
         except ReshardError as error:
             notice = failed(str(error), "refused: ")
-            if self.notices.messages.get(name) != f"{name}: {notice.message}":
+            if self._is_news(name, notice):
                 self.tell(self._outcome("refused", name, error=str(error)))
             return self.notices.give(name, notice)
         if incomplete is not None:
             about = of_incomplete(incomplete, self.clock(), self.policy.stale_seconds)
             if about.result is Result.STALE:
                 self.tell(self._outcome("stale", name, error=about.message))
+            elif about.result is Result.FAILED and self._is_news(name, about):
+                self.tell(self._outcome("refused", name, error=about.message))
             return self.notices.give(name, about)
         return self._convert(name, record)
+
+    def _is_news(self, name: str, notice: Notice) -> bool:
+        return self.notices.messages.get(name) != f"{name}: {notice.message}"
 
     def _compare(self, name: str, seen: Observation, record: CheckpointRecord) -> Action | Notice:
         """Decide about a target that no record explains, of a killed watcher or made by hand, from its manifest."""
@@ -278,7 +288,7 @@ class Watcher:
         return self._record(name, ended(current, error, self.records.observe(name), self.clock()), started)
 
     def _release(self, before: CheckpointRecord, current: CheckpointRecord) -> None:
-        """CheckpointRecord that an attempt does not count, if it has begun."""
+        """Record that an attempt does not count, if it has begun."""
         if current is not before:
             self.records.write(replace(current, state=State.SEEN))
 
@@ -288,7 +298,7 @@ class Watcher:
         return record.plan_id == self.records.plan_id(name) is not None and record.ended_at > since
 
     def _record(self, name: str, record: CheckpointRecord, started: float) -> Result:
-        """CheckpointRecord and report an attempt that has ended."""
+        """Record and report an attempt that has ended."""
         self.records.write(record)
         seconds, done = max(0.0, self.clock() - started), record.state is State.DONE
         outcome = replace(

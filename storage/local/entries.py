@@ -18,14 +18,7 @@ from pathlib import Path
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.trainer_files import is_by_trainer
-
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a link that leads to itself",
-}
+from paddle_reshard.storage.plain import KINDS, UNWAITING
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +86,7 @@ def _resolve(root: Path, path: str, within: Collection[Path] | None) -> tuple[Pa
             raise CheckpointError(f"{path}: is a folder, and a trainer writes a file of this name")
         return resolved, True
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
+        kind = KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
         raise CheckpointError(f"{path}: is {kind}, where only files and folders are read; remove it")
     return resolved, False
 
@@ -112,7 +105,7 @@ def opened(resolved: Path, path: str) -> Iterator[int]:
     Refused if it is no longer a plain file, or no longer exists.
     """
     try:
-        descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(resolved, os.O_RDONLY | UNWAITING)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: disappeared while it was read") from error
     except OSError as error:

@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.limits import MAX_MANIFEST_BYTES
 from paddle_reshard.storage.os_errors import writing
+from paddle_reshard.storage.plain import read_small
 from paddle_reshard.storage.replaceable import Entry, EntryKind, objection, refuse_occupied, removal_order
-
-LARGEST_MANIFEST_BYTES = 1 << 30
 
 
 def entries_of(folder: Path) -> list[Entry]:
@@ -86,10 +86,10 @@ def written_whole(path: Path, failure: type[ReshardError]) -> Iterator[BinaryIO]
 
 
 def read_manifest(folder: Path, entries: Iterable[Entry]) -> bytes | None:
-    """The manifest in a folder; ``None`` if there is no plain file of this name."""
+    """The manifest in a folder; ``None`` if there is no plain file of this name, or one too large for a manifest."""
     found = (entry for entry in entries if entry.path == MANIFEST and entry.kind is EntryKind.FILE)
-    is_there = any(entry.size_bytes <= LARGEST_MANIFEST_BYTES for entry in found)
-    return (folder / MANIFEST).read_bytes() if is_there else None
+    is_there = any(entry.size_bytes <= MAX_MANIFEST_BYTES for entry in found)
+    return read_small(folder / MANIFEST, MAX_MANIFEST_BYTES, TargetError) if is_there else None
 
 
 def object_to(folder: Path) -> tuple[list[Entry], str | None]:

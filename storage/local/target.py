@@ -20,6 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
+from paddle_reshard.pipeline.core.limits import MAX_MANIFEST_BYTES
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.storage.checksum import Checksum
@@ -34,6 +35,7 @@ from paddle_reshard.storage.local.direct import (
 from paddle_reshard.storage.local.folders import check_free, object_to, remove_files, set_aside
 from paddle_reshard.storage.local.source import LocalSource, list_folder
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
+from paddle_reshard.storage.plain import plain_opener, read_small
 from paddle_reshard.storage.replaceable import EntryKind
 from paddle_reshard.storage.session.ledger import (
     Phase,
@@ -80,7 +82,10 @@ class LocalWriter:
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         """Write all of ``buffer`` into a staged file."""
         whole = Checksum()
-        with self._translated(path), open(self.staging / path, "r+b", buffering=0) as file:
+        with (
+            self._translated(path),
+            open(self.staging / path, "r+b", buffering=0, opener=plain_opener) as file,
+        ):
             target = PartFile(file.fileno(), self.direct)
             if target.bypasses(len(buffer)):
                 self._write_through_block(target, byte_offset, buffer, whole)
@@ -108,7 +113,7 @@ class LocalWriter:
         with (
             source.opened(copy.source_path) as from_file,
             self._translated(copy.path, f", while {source.location}/{copy.source_path} was copied there"),
-            open(self.staging / copy.path, "r+b", buffering=0) as file,
+            open(self.staging / copy.path, "r+b", buffering=0, opener=plain_opener) as file,
         ):
             target = PartFile(file.fileno(), self.direct)
             done = 0
@@ -200,7 +205,7 @@ class LocalTarget(TargetStore):
             self._sweep()
             if self.staging.find() is not None or not (self.root / manifest_path).is_file():
                 return None
-            return (self.root / manifest_path).read_bytes()
+            return read_small(self.root / manifest_path, MAX_MANIFEST_BYTES, TargetError)
 
     def reopen(self) -> LocalSource:
         """Open the published checkpoint for reading."""

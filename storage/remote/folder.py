@@ -22,6 +22,7 @@ from fsspec.registry import known_implementations
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.limits import most_bytes, too_large
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
 from paddle_reshard.storage.replaceable import Entry, EntryKind
@@ -193,10 +194,17 @@ class FsspecFolder:
     def read_object(self, name: str) -> tuple[bytes, str] | None:
         """A small file and the store's identifier of its version, if it tells; ``None`` if there is no such file."""
         file_system, root = self.open()
+        file_system.invalidate_cache()  # or it may answer from a listing without a file that has been written since
         try:
+            self.check_size(name, file_system.info(f"{root}/{name}").get("size"))
             return bytes(file_system.cat_file(f"{root}/{name}")), ""
         except FileNotFoundError:
             return None
+
+    def check_size(self, name: str, size_bytes: int | None) -> None:
+        """Refuse a file that is larger than small files of this name are."""
+        if size_bytes is not None and size_bytes > (most := most_bytes(name)):
+            raise self.failure(f"{self.location}/{name}: {too_large(size_bytes, most)}; remove it")
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an existing one."""

@@ -133,6 +133,7 @@ class FsspecTarget(TargetStore):
 
     def _read(self, name: str, listing: Listing) -> bytes:
         stamp = listing.files[name]
+        self.folder.check_size(name, stamp.size_bytes)
         buffer = bytearray(stamp.size_bytes)
         self.folder.attempt(name, self.folder.read_range, name, stamp, 0, memoryview(buffer))
         return bytes(buffer)

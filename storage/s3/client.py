@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -185,9 +185,15 @@ class Client:
             logger.info("reads of %s are left to botocore, which is permitted what was refused", bucket)
         return told
 
-    def read_object(self, **parameters: Any) -> tuple[bytes, dict[str, Any]]:
-        """The whole body of the answer to ``get_object``, which is short, and the rest of the answer."""
+    def read_object(
+        self, check_size: Callable[[int | None], None], **parameters: Any
+    ) -> tuple[bytes, dict[str, Any]]:
+        """The whole body of the answer to ``get_object``, and the rest of the answer.
+
+        ``check_size`` is given the length before the body is read, and raises if it is too large.
+        """
         with self._answered(parameters) as answer:
+            check_size(answer.get("ContentLength"))
             content: bytes = answer.pop("Body").read()
         return content, answer
 

@@ -144,7 +144,7 @@ class S3Folder(FsspecFolder):
         """A small file and its ETag; ``None`` if it does not exist."""
         bucket, key = self.key(name)
         try:
-            content, answer = self.client.read_object(Bucket=bucket, Key=key)
+            content, answer = self.client.read_object(partial(self.check_size, name), Bucket=bucket, Key=key)
         except OSError as error:
             if retry.code_of(error) in ("NoSuchKey", "404"):
                 return None

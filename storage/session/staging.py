@@ -24,8 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.pipeline.core.limits import MAX_LEDGER_BYTES, MAX_MANIFEST_BYTES
 from paddle_reshard.storage.checksum import source_checksum
 from paddle_reshard.storage.os_errors import NO_SPACE
+from paddle_reshard.storage.plain import UNWAITING, plain_opener, read_small
 from paddle_reshard.storage.session.holder import this_process
 from paddle_reshard.storage.session.ledger import (
     Phase,
@@ -67,7 +69,7 @@ class DiskSessionStore:
                 raise self._foreign(f"a link to {os.readlink(self.folder)}")
             if not stat.S_ISDIR(mode):
                 raise self._foreign("a file")
-            data = _read_file(self.session)
+            data = read_small(self.session, MAX_MANIFEST_BYTES, TargetError)
         except FileNotFoundError:
             self._check_half_made()
             return None
@@ -86,7 +88,11 @@ class DiskSessionStore:
             path = self.folder / name
             with contextlib.suppress(FileNotFoundError):  # another run is resuming it at this moment
                 empty = path == self.lock and _is_file(path) and path.stat().st_size == 0
-                if not empty and not (path == new and _is_file(path) and begins_record(_read_file(path))):
+                if not empty and not (
+                    path == new
+                    and _is_file(path)
+                    and begins_record(read_small(path, MAX_MANIFEST_BYTES, TargetError))
+                ):
                     raise self._foreign(
                         f"a folder with {name!r} and without a {self.session.name} of this tool"
                     )
@@ -119,7 +125,7 @@ class DiskSessionStore:
     def ledger(self) -> list[Record]:
         """All whole lines; a torn last line is cut off, so that the next line starts on its own."""
         try:
-            data = self.lines.read_bytes()
+            data = read_small(self.lines, MAX_LEDGER_BYTES, TargetError)
         except FileNotFoundError:
             return []
         records, good_bytes = parse_ledger(data)
@@ -195,12 +201,12 @@ class DiskSessionStore:
     def _open_lock(self) -> tuple[int, Path]:
         """The file to lock; on a disk too full to create it, the folder itself."""
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | UNWAITING
             return os.open(self.lock, flags, self.openness.files), self.lock
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            return os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC), self.folder
+            return os.open(self.folder, os.O_RDONLY | UNWAITING), self.folder
 
 
 def _lock(descriptor: int) -> None:
@@ -220,14 +226,14 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 def write_file(path: Path, data: bytes, mode: int) -> None:
     """Write a file that never has more permissions than ``mode``."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | UNWAITING
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)
 
 
 def append_to_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Add all of the data to the end of a file, in one write if the disk takes it, or raise."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | UNWAITING, mode)
     try:
         while data:  # on a disk that is almost full the first write is short, and the next one fails
             data = data[os.write(descriptor, data) :]
@@ -249,13 +255,6 @@ def _new(path: Path) -> Path:
 
 def _is_file(path: Path) -> bool:
     return stat.S_ISREG(path.lstat().st_mode)
-
-
-def _read_file(path: Path) -> bytes:
-    """The content of a small file. A symbolic link is not followed: it could point at anything."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        return file.read()
 
 
 def _version(data: bytes) -> str:
@@ -319,7 +318,7 @@ class Staging:
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from a staged file."""
-        with open(self.files / path, "rb", buffering=0) as file:
+        with open(self.files / path, "rb", buffering=0, opener=plain_opener) as file:
             done = 0
             while done < len(buffer):
                 count = os.preadv(file.fileno(), [buffer[done:]], byte_offset + done)
@@ -343,7 +342,7 @@ def _is_within(receipt: Receipt, sizes: Mapping[str, int]) -> bool:
 def _make(path: Path, size_bytes: int, openness: Openness) -> bool:
     """Give a file its final size; whether it already existed with that size."""
     path.parent.mkdir(openness.folders, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, openness.files)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | UNWAITING, openness.files)
     try:
         as_left = os.fstat(descriptor).st_size == size_bytes
         if not as_left:
@@ -355,7 +354,7 @@ def _make(path: Path, size_bytes: int, openness: Openness) -> bool:
 
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk, so that they survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | UNWAITING)
     try:
         os.fsync(descriptor)
     finally:

@@ -891,3 +891,57 @@ def test_what_is_not_published_yet_is_kept(training: Run, tmp_path: Path) -> Non
     assert watch_and_publish(training, versions, "--keep", 1).returncode == 0
     assert training.converted() == ["checkpoint-20"]
     assert sorted(path.name for path in versions.glob("weight_*")) == [f"weight_v00000{n}" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing"])
+def test_a_finished_checkpoint_that_is_not_whole_is_damaged_once_it_has_settled(
+    harm: str, training: Run
+) -> None:
+    folder = copy_checkpoint(training.run / "checkpoint-3")
+    spoiled = folder / "optimizer.tp00_pp00_shard00.pdopt"
+    whole = spoiled.read_bytes()
+    if harm == "missing":
+        spoiled.unlink()
+    else:
+        os.truncate(spoiled, 5000)
+    waiting = training.watch()
+    assert (waiting.returncode, "checkpoint-3: waiting: " in waiting.stderr) == (0, True)
+    change_record(training, since=time.time() - 61)
+    damaged = training.watch()
+    assert damaged.returncode == 1
+    assert "checkpoint-3: damaged: it is marked as finished, and has not changed since 20" in damaged.stderr
+    assert spoiled.name in damaged.stderr and "1 failed" in damaged.stderr
+    (folder / "saved_signal_5").unlink()  # the trainer may not have finished
+    training.watch()
+    change_record(training, since=time.time() - 61)
+    assert training.watch().returncode == 0
+    (folder / "saved_signal_5").write_bytes(b"1")
+    spoiled.write_bytes(whole)
+    for path in folder.glob("saved_signal_*"):
+        path.touch()
+    assert "checkpoint-3: converted in " in training.watch().stderr
+
+
+def change_record(training: Run, **entries: object) -> None:
+    (path,) = (training.out / ".paddle_reshard" / "seen").glob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **entries}))
+
+
+@pytest.mark.parametrize("state", ["seen", "failed", "failed, and it is to be forgotten"])
+def test_a_record_of_tomorrow_counts_as_of_now(state: str, training: Run) -> None:
+    copy_checkpoint(training.run / "checkpoint-3", leave_out=("saved_signal",))
+    training.watch()
+    tomorrow = time.time() + 86400
+    failed = {"state": "failed", "failures": 1, "reason": "no space", "ended_at": tomorrow}
+    change_record(training, since=tomorrow, looked_at=tomorrow, **({} if state == "seen" else failed))
+    if state.endswith("forgotten"):
+        assert training.watch("--retry-failed", "--settle", 0).returncode == 0
+        assert training.converted() == ["checkpoint-3"]
+        return
+    told = training.watch("--backoff", 1).stderr
+    assert "86" not in told.replace(str(training.root), "")
+    (record,) = training.records()
+    assert max(record["since"], record["looked_at"], record["ended_at"]) <= time.time()
+    time.sleep(1.1)
+    training.watch("--backoff", 1, "--settle", 1)
+    assert training.converted() == ["checkpoint-3"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
 from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError, unfinished
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
@@ -375,7 +375,7 @@ def _check_signals(paths: Mapping[str, int], topology: Topology) -> None:
     signals = len({match[1] for path in paths if (match := _SIGNAL.fullmatch(path))})
     ranks = topology.world_size
     if signals and signals != ranks:
-        raise CheckpointError(
+        raise unfinished(
             f"{signals} saved_signal_* files for {ranks} ranks: the trainer did not finish this checkpoint"
         )
 
