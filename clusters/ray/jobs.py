@@ -30,7 +30,7 @@ from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from paddle_reshard.clusters.ray import environment
-from paddle_reshard.pipeline.core.errors import JobError, ReshardError
+from paddle_reshard.pipeline.core.errors import JobError, ReshardError, UsageError
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.storage.session.holder import user_at_host
 
@@ -40,6 +40,10 @@ LOST_CONTACT_SECONDS = 600.0
 _CHATTY = ("ray", "ray.dashboard.modules.dashboard_sdk")
 """Loggers that report every package that Ray uploads; the second has a level of its own."""
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+_NO_SUCH_JOB = re.compile(r"status code 404\b.*\bdoes not exist", re.DOTALL)
+"""What Ray's client raises when the head answers that it does not know a job."""
+_WANTS_TOKEN = re.compile("(?i)authentication|RAY_AUTH_MODE")
+"""In what it raises when the head wants a token, which it does by default."""
 _LOG_IN_MESSAGE = ", last available logs"
 """Text after which Ray's message repeats the log."""
 
@@ -141,6 +145,10 @@ def connect(address: str | None) -> JobSubmissionClient:
 
     Ray prefers its variables to an explicit address; here the explicit address takes precedence.
     """
+    if address is not None and re.fullmatch(r"[^/]+:[0-9]+", address):
+        raise UsageError(
+            f"{address!r} is no address of the jobs of a cluster: give http://HOST:8265, with the port of its dashboard"
+        )
     names = () if address is None else _ADDRESS_VARIABLES
     saved = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
@@ -199,7 +207,7 @@ def follow_job(job: SubmittedJob, write: Callable[[str], None]) -> JobEnd:
     Raises
     ------
     JobError
-        If the cluster has not answered for ten minutes.
+        If the cluster says that it has no such job, or has not answered for ten minutes.
     """
     shown, heard_at = 0, time.monotonic()
     while True:
@@ -207,6 +215,11 @@ def follow_job(job: SubmittedJob, write: Callable[[str], None]) -> JobEnd:
             info = job.client.get_job_info(job.submission_id)
             log = job.client.get_job_logs(job.submission_id)
         except (OSError, RuntimeError) as error:
+            if _NO_SUCH_JOB.search(str(error)):
+                raise JobError(
+                    f"{job.submission_id}: the cluster answers that it has no such job: it was deleted, or the head "
+                    "has come back without its state; submit it again, which continues the conversion"
+                ) from error
             if time.monotonic() - heard_at > LOST_CONTACT_SECONDS:
                 raise JobError(f"{job.submission_id}: lost contact with the cluster: {error}") from error
         else:
@@ -232,4 +245,9 @@ def _failing(secrets: Iterable[str]) -> Iterator[None]:
         message = " ".join(str(error).split())
         for secret in filter(None, secrets):
             message = message.replace(secret, "…")
-        raise JobError(f"the cluster rejected the job: {message}") from None
+        if isinstance(error, ConnectionError):
+            raise JobError(f"the cluster cannot be reached: {message}") from None
+        hint = "; the cluster wants a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        raise JobError(
+            f"the cluster rejected the job: {message}{hint if _WANTS_TOKEN.search(message) else ''}"
+        ) from None

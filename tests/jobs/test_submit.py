@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
 import pytest
 
 from paddle_reshard.clusters.answers import answer_of_job, failure_of_job
+from paddle_reshard.clusters.ray import jobs
 from paddle_reshard.clusters.ray.environment import chosen_variables
 from paddle_reshard.clusters.ray.jobs import ConversionJob, entrypoint_of, metadata_of
 from paddle_reshard.pipeline.cli.commands import conversion
@@ -218,7 +221,7 @@ def test_an_explicit_address_takes_precedence_and_a_silent_one_is_reported_in_on
     done = run(*arguments, env={"RAY_ADDRESS": "http://127.0.0.1:7"})
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "paddle-reshard: the cluster rejected the job: Failed to connect to Ray at address: http://127.0.0.1:9. "
+        "paddle-reshard: the cluster cannot be reached: Failed to connect to Ray at address: http://127.0.0.1:9. "
         "[JobError]"
     ]
 
@@ -323,3 +326,38 @@ def test_a_job_has_a_name_and_says_what_becomes_of_what() -> None:
     assert found["job_name"] == "paddle-reshard checkpoint-3 to /out"
     assert (found["source"], found["target"]) == ("s3://b/run/checkpoint-3", "/out")
     assert all(isinstance(value, str) for value in found.values())  # Ray takes nothing else
+
+
+class _Head(BaseHTTPRequestHandler):
+    """The jobs interface of a head that knows no job."""
+
+    def do_GET(self) -> None:
+        is_version = self.path.startswith("/api/version")
+        told = (
+            json.dumps({"version": "4", "ray_version": "2", "ray_commit": "0"})
+            if is_version
+            else "Job x does not exist"
+        )
+        self.send_response(200 if is_version else 404)
+        self.end_headers()
+        self.wfile.write(told.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a test prints nothing."""
+
+
+def test_a_job_that_the_cluster_does_not_know_is_told_at_once() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Head) as head:
+        threading.Thread(target=head.serve_forever, daemon=True).start()
+        client = jobs.connect(f"http://127.0.0.1:{head.server_port}")
+        with pytest.raises(JobError, match="x: the cluster answers that it has no such job"):
+            jobs.follow_job(jobs.SubmittedJob(client, "x", attached=True), lambda text: None)
+        head.shutdown()
+
+
+def test_an_address_without_a_scheme_and_one_that_nobody_answers() -> None:
+    with pytest.raises(UsageError, match="give http://HOST:8265"):
+        jobs.connect("127.0.0.1:8266")
+    request = jobs.ConversionJob(("a", "b"), "x")
+    with pytest.raises(JobError, match="the cluster cannot be reached"):
+        jobs.submit_conversion(request, "http://127.0.0.1:9")
