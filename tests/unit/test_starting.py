@@ -126,7 +126,7 @@ def test_converting_on_a_disk_loads_what_it_needs(tmp_path: Path) -> None:
         "socket",
         "secrets",
         "shutil",
-        "subprocess",
+        *(("subprocess",) if sys.version_info >= (3, 11) else ()),  # in 3.10 NumPy imports it, by platform
     }
     ours = {name.removeprefix("paddle_reshard.") for name in modules if name.startswith("paddle_reshard.")}
     assert "pipeline.convert.conversion" in ours
