@@ -8,12 +8,15 @@ readers could see two different files in one.
 from __future__ import annotations
 
 import json
+import sys
 from math import isfinite
 from typing import Any
 
 from paddle_reshard.pipeline.core.limits import FREE_VALUES, JSON_VALUE_BYTES
 
 _SHOWN_CHARACTERS = 80
+_DIGITS = 4300
+"""At most in a whole number, as by Python since 3.10.7: the time to read them grows with their square."""
 
 
 class JsonError(ValueError):
@@ -66,7 +69,11 @@ def _parse(text: bytes | str, constant: Any) -> Any:
     _check_size(decoded)
     try:
         return json.loads(  # noqa: TID251 (the only call)
-            decoded, object_pairs_hook=_object, parse_constant=constant, parse_float=_number
+            decoded,
+            object_pairs_hook=_object,
+            parse_constant=constant,
+            parse_float=_number,
+            parse_int=None if _python_limits_digits() else _whole,  # a call for each number takes time
         )
     except RecursionError:
         raise JsonError("nesting_too_deep", "JSON nested without end") from None
@@ -101,6 +108,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise JsonError("bad_json", f"{name} is not JSON")
+
+
+def _python_limits_digits() -> bool:
+    limit = getattr(sys, "get_int_max_str_digits", None)  # not before Python 3.10.7
+    return limit is not None and limit() > 0
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise JsonError("bad_json", f"a whole number of {len(text)} characters; at most {_DIGITS} are read")
+    return int(text)
 
 
 def _number(text: str) -> float:

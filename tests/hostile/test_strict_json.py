@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,19 @@ TEXTS = {
 def test_the_reader_refuses(idea: str) -> None:
     with pytest.raises(JsonError):
         parse_json(TEXTS[idea])
+
+
+def test_a_number_of_many_digits_where_python_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.10.6 and before, or whoever lifted it."""
+    monkeypatch.delattr(sys, "get_int_max_str_digits", raising=False)
+    limit = getattr(sys, "set_int_max_str_digits", lambda digits: None)
+    limit(0)
+    try:
+        with pytest.raises(JsonError, match="10000 characters"):
+            parse_json(TEXTS["a number of 10,000 digits"])
+        assert parse_json('{"a": [-12, 12345678901234567890]}') == {"a": [-12, 12345678901234567890]}
+    finally:
+        limit(4300)
 
 
 def test_the_reader_reads_what_python_reads_from_json() -> None:
