@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.file_names import (
     SIGNATURE,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.trainer_files import is_marker, is_of_other_library, is_random_state
+from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state, without_role
 
 _TP_FIELD = {
     "paddleformers": "tensor_model_parallel_size",
@@ -80,6 +80,8 @@ def classify_sidecars(
 ) -> Sidecars:
     """Decide about every file that does not hold tensors of the model.
 
+    A target is a closed world: of a file that no reader is known to take, nothing says what it would do there.
+
     Parameters
     ----------
     own_files
@@ -97,11 +99,9 @@ def classify_sidecars(
             continue
         if is_marker(path):
             not_carried.append((path, "a completion marker of the source's own job"))
-        elif is_of_other_library(path):
-            not_carried.append((path, "tensors in the form of another library, which are not converted"))
         elif "/" in path:
             not_carried.append((path, "in a folder of tensors, but not a file of tensors"))
-        elif reason := reason_not_carried(path):
+        elif reason := reason_not_carried(path) or without_role(path):
             not_carried.append((path, reason))
         else:
             carried.append(path)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import ModelTensor
 
 
@@ -28,6 +30,37 @@ class TrainingJob:
     """The pre-training recipe that the library starts, as its argument ``stage`` calls it; empty: none."""
     switches: tuple[str, ...] = ()
     """Arguments of the recipe that are on."""
+    precision: str = ""
+    """``bf16`` or ``fp16``, as the dtypes of its parameters show; empty: float32."""
+    master_weights: bool = False
+    lora_rank: int = 0
+    """Rank of the adapter that is trained; 0: the model is trained in full."""
+    rslora: bool = False
+    lora_plus_scale: float = 1.0
+
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def precision_of(dtypes: Iterable[str], adapter: Adapter | None) -> str:
+    """The argument for the precision of a job whose parameters have these dtypes; empty: float32.
+
+    The base of an ``adapter``, which its checkpoint lacks, has the dtype of ``lora_config.json``.
+
+    >>> precision_of(["bfloat16", "float32"], None), precision_of(["float32"], None)
+    ('bf16', '')
+    """
+    names = {*dtypes, *([] if adapter is None else [str(adapter.entries.get("dtype"))])}
+    return next((argument for dtype, argument in _PRECISIONS.items() if dtype in names), "")
+
+
+def lora_of(adapter: Adapter | None) -> dict[str, Any]:
+    """What a :class:`TrainingJob` has of an adapter."""
+    if adapter is None:
+        return {}
+    plus = adapter.entries.get("lora_plus_scale")
+    scale = float(plus) if isinstance(plus, int | float) and not isinstance(plus, bool) else 1.0
+    return {"lora_rank": adapter.rank, "rslora": adapter.rslora, "lora_plus_scale": scale}
 
 
 def coordinates_of(rank: int, topology: Topology, library: str) -> tuple[int, int, int, int]:

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Completion, Filled
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
@@ -106,6 +107,7 @@ class _Portion:
     ranks: str
     world_size: _Bytes
     whole: str
+    job: TrainingJob | None = None
 
     def __str__(self) -> str:
         return f"ranks {self.ranks} of {self.world_size}, of {self.whole}"
@@ -151,6 +153,8 @@ class Manifest:
     """Strategy of that job."""
     portion: str = ""
     """Which ranks' portion of which whole the files are, in words; empty: all of it."""
+    portion_job: TrainingJob | None = None
+    """The job of a portion, of whose other ranks nothing lies here."""
 
 
 def manifest_head(version: str) -> dict[str, Any]:
@@ -246,6 +250,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         topology=entries.topology,
         sharding_strategy=entries.sharding_strategy,
         portion="" if entries.portion is None else str(entries.portion),
+        portion_job=None if entries.portion is None else entries.portion.job,
     )
 
 
@@ -362,7 +367,7 @@ def statement_of(conversion: ConversionPlan) -> dict[str, Any]:
     return {
         "version": version.__version__,
         "plan_id": conversion.plan_id,
-        **({} if conversion.portion is None else {"portion": conversion.portion.data()}),
+        **({} if conversion.portion is None else {"portion": conversion.portion.recorded()}),
         **({"request": stated} if stated else {}),
         "limits": asdict(conversion.limits),
         "source": {

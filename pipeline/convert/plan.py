@@ -337,6 +337,7 @@ def _portion(
         digest_of(whole.files, whole.catalog, carried, state),
         plan.written_bytes,
         _without_fragments(whole.files),
+        job,
     )
 
 

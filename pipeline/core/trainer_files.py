@@ -37,14 +37,27 @@ _MARKER = (
     rf"{SIGNAL_PREFIX}\d+|save_signal_TMP_\d+|\.(?:model|optimizer|checkpoint)_done|"
     r"\.(?:model|optimizer|master)_weight\.done\.\d+|\.saving_info|async_save_info\.json"
 )
-_MODEL = (
-    r"(?:config|generation_config|lora_config|prefix_config|prefix_model_config)\.json|"
-    r"(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|"
-    r"vocab\.txt|merges\.txt|chat_template\.jinja|(?:tokenizer|spiece|sentencepiece(?:\.bpe)?)\.model|"
-    r"(?:preprocessor|processor|image_processor|video_preprocessor)_config\.json"
-)
+_MODEL = {
+    "configuration": r"(?:config|generation_config)\.json",
+    "tokenizer": (
+        r"(?:tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)\.json|"
+        r"vocab\.txt|merges\.txt|bpe\.codes|[\w.-]+\.(?:model|spm|tiktoken)"
+    ),
+    "chat template": r"chat_template\.(?:json|jinja)",
+    "processor": r"(?:preprocessor|processor|image_processor|video_preprocessor|audio_tokenizer)_config\.json",
+}
+"""Role of a small file → names of the files with which a trainer or ``transformers`` loads a model (``transformers``
+5.3 ``utils/__init__.py``, ``vocab_files_names`` of the tokenizers; PaddleFormers 1.2 ``utils/env.py``)."""
+_ADAPTER = r"(?:lora|prefix|prefix_model)_config\.json"
+"""What an adapter of the trainers is; ``transformers`` and PEFT do not read it."""
+_ABOUT = r"README\.md|(?:LICENSE|LICENCE|NOTICE|COPYING|USE_POLICY)(?:\.(?:md|txt))?"
+"""What people read; a licence goes with the weights."""
+_STEERING = r"adapter_config\.json|(?:hf_quant|quantize|quant)_config\.json|params\.json"
+"""With these beside the weights, ``transformers`` (``models/auto/auto_factory.py``), vLLM and others load other
+weights, or read them as quantised."""
 _BY_PRODUCT = rf"flex-ckpt\.auto_generated\.metadata|(?:{_FOLDER})?\d+\.metadata\.lock"
 """Files that Paddle leaves beside those that it loads or saves, and can make again."""
+_CODE = (".py", ".pyc", ".so")
 _OTHER_LIBRARY = (
     r".*_model(?:-\d+-of-\d+)?\.bin(?:\.index\.json)?|.*\.(?:pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|pdiparams)"
 )
@@ -113,7 +126,40 @@ def is_model_file(path: str) -> bool:
     >>> [is_model_file(path) for path in ("tokenizer.json", "modeling_deepseek.py", "pytorch_model.bin")]
     [True, False, False]
     """
-    return re.fullmatch(_MODEL, path) is not None
+    return any(re.fullmatch(p, path) for p in (*_MODEL.values(), _ADAPTER))
+
+
+def is_of_adapter(path: str) -> bool:
+    """Whether a file describes an adapter as the trainers read it."""
+    return re.fullmatch(_ADAPTER, path) is not None
+
+
+def is_steering(path: str) -> bool:
+    """Whether a file beside the weights makes a loader take others, read them otherwise, or run code.
+
+    >>> [is_steering(path) for path in ("adapter_config.json", "modeling_x.py", "pytorch_model.bin", "config.json")]
+    [True, True, True, False]
+    """
+    return path.endswith(_CODE) or re.fullmatch(_STEERING, path) is not None or is_of_other_library(path)
+
+
+def without_role(path: str) -> str | None:
+    """Why no target has a file; ``None``: it is known what a trainer, a loader or a reader does with it.
+
+    >>> without_role("tokenizer.json"), without_role("modeling_deepseek.py")
+    (None, 'code, which is never carried')
+    """
+    if path.endswith(_CODE):
+        return "code, which is never carried"
+    if is_of_other_library(path):
+        return "tensors in the form of another library, which are not converted"
+    if is_steering(path):
+        return "says that the weights are others, or quantised: loaders would not take those of this target"
+    if is_model_file(path) or is_training_state(path) or re.fullmatch(_ABOUT, path):
+        return None
+    return (
+        "neither a trainer nor a loader of models is known to read it; copy it yourself if it belongs there"
+    )
 
 
 def is_by_product(path: str) -> bool:

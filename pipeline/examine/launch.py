@@ -8,15 +8,15 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, never_restored
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, lora_of, never_restored, precision_of
 from paddle_reshard.pipeline.convert.integrity import manifest_of
 from paddle_reshard.pipeline.convert.manifest import Manifest
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.core.file_names import MANIFEST, SCHEDULER
+from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, SCHEDULER
 from paddle_reshard.pipeline.core.shown import Facts, Shown
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.trainer_files import is_random_state
 from paddle_reshard.pipeline.core.units import PathLike
@@ -112,14 +112,22 @@ def launch(
     UnsupportedError
         For a library or a format whose trainer's arguments are not known.
     """
+    manifest = _manifest(checkpoint, options)
+    if manifest is not None and manifest.portion_job is not None:
+        return _of_portion(os.fspath(checkpoint), manifest, manifest.portion_job, to)
     inspection = inspect(checkpoint, observe=observe, **options)
     if FORMATS[inspection.format].model_only:
         return Launch(inspection.path, "transformers", 1, {}, _serving_commands(inspection.path), ())
-    manifest = _manifest(checkpoint, options)
     made_for = None if manifest is None else _parsed(manifest.topology)
     topology = _topology(inspection, None if to is None else Topology.of(to), made_for)
+    library = inspection.library or inspection.convention
+    if library.startswith("an unknown") and CONFIG not in inspection.other_files:
+        raise UnsupportedError(
+            f"{inspection.path}: without {CONFIG} nothing says which library's arguments; give that of the model: "
+            "--config FILE"
+        )
     job = TrainingJob(
-        inspection.library or inspection.convention,
+        library,
         inspection.format,
         topology,
         _strategy(inspection, topology, manifest if made_for == topology else None),
@@ -130,6 +138,9 @@ def launch(
         experts_over_dp=inspection.topology is not None and inspection.topology.dp > 1,
         recipe=inspection.recipe,
         switches=inspection.recipe_switches,
+        precision=precision_of(_dtypes(inspection, PARAM), inspection.adapter),
+        master_weights=bool(_dtypes(inspection, MASTER_WEIGHT)),
+        **lora_of(inspection.adapter),
     )
     arguments = {"resume_from_checkpoint": inspection.path, **trainer_arguments(job)}
     states = {state.state for state in inspection.states}
@@ -167,6 +178,32 @@ def _topology(inspection: Inspection, asked: Topology | None, made_for: Topology
     return asked
 
 
+def _of_portion(
+    path: str, manifest: Manifest, job: TrainingJob, to: str | Mapping[str, int] | Topology | None
+) -> Launch:
+    """How a node starts its ranks from the files that it made for them; only the manifest knows the other ranks."""
+    if to is not None and Topology.of(to) != job.topology:
+        raise UsageError(f"{path}: holds the files of some ranks of {job.topology}, not of {Topology.of(to)}")
+    if job.format not in FORMATS or not all(map(str.isidentifier, job.switches)):
+        raise UnsupportedError(f"{path}: {MANIFEST} names a job that this version does not know")
+    arguments = {"resume_from_checkpoint": path, **trainer_arguments(job)}
+    if SCHEDULER not in manifest.files and not any(name.startswith("optimizer") for name in manifest.files):
+        arguments["ignore_load_lr_and_optim"] = True
+    own = manifest.portion.partition(",")[0]
+    before = _parsed(manifest.source.topology)
+    remarks = [
+        f"holds the files of {own}: every node makes those of its ranks, and resumes from its own folder"
+    ]
+    if before is not None:
+        remarks += remarks_on_change(before, job.topology, job.library)
+    return Launch(path, job.library, job.topology.world_size, arguments, (), tuple(remarks))
+
+
+def _dtypes(inspection: Inspection, state: str) -> tuple[str, ...]:
+    """The dtypes of the tensors of a state; empty: there are none."""
+    return next((summary.dtypes for summary in inspection.states if summary.state == state), ())
+
+
 def _strategy(inspection: Inspection, topology: Topology, manifest: Manifest | None) -> str:
     """The sharding strategy of the job; where the format fits all of them, that of the job for which ``manifest`` says
     that the files were laid out, or the trainer's default."""
@@ -201,6 +238,15 @@ def _remarks(
         )
     if not any(map(is_random_state, inspection.other_files)):
         yield "without random states: dropout and shuffling begin from the seed"
+    if not job.precision:
+        yield "parameters are float32: in a job with --bf16 or --fp16, only with --fp16_opt_level O1"
+    if (adapter := inspection.adapter) is not None and adapter.alpha != (
+        4 if adapter.rslora else 2 * adapter.rank
+    ):
+        yield (
+            f"lora_alpha is {adapter.alpha:g}: paddleformers-cli takes no other than 2 × rank, or 4 with rslora; start "
+            "a script of your own, or the adapter is scaled otherwise than it was trained"
+        )
     if inspection.has_ema:
         yield _about_ema(arguments)
     if inspection.adapter is not None and "load_sharded_model" in arguments:

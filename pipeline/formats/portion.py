@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,19 @@ class Portion:
     """Size of the whole."""
     files: TargetFiles
     """The whole, without its fragments."""
+    job: TrainingJob
 
     def in_words(self) -> str:
         """Which ranks of how many."""
         return f"ranks {ranks_in_words(self.ranks)} of {self.world_size}"
 
     def data(self) -> dict[str, Any]:
-        """The same for manifests and JSON output; ``whole`` is the digest of the whole."""
+        """The same for JSON output; ``whole`` is the digest of the whole."""
         return {"ranks": ranks_in_words(self.ranks), "world_size": self.world_size, "whole": self.digest}
+
+    def recorded(self) -> dict[str, Any]:
+        """The same for manifests, with the job, which the files of some ranks do not tell."""
+        return {**self.data(), "job": {**asdict(self.job), "switches": list(self.job.switches)}}
 
 
 def files_of_ranks(

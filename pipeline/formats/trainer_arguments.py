@@ -19,14 +19,15 @@ Arguments = Mapping[str, str | int | bool]
 
 
 def trainer_arguments(job: TrainingJob) -> Arguments:
-    """The arguments that make a trainer's ranks those of a checkpoint, and read its format.
+    """The arguments that make a trainer's ranks those of a checkpoint, read its format and hold its dtypes.
 
     Arguments at their default are left out: a job of one rank needs only those of its format. An ``UnsupportedError``
     says of which library, format or topology they are not known.
 
     >>> job = TrainingJob("paddleformers", "hybrid-plain", Topology(tp=2, pp=4), "none")
     >>> trainer_arguments(job)
-    {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 4, 'load_checkpoint_format': 'sharding_io'}
+    {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 4, 'load_checkpoint_format': 'sharding_io', \
+'fine_tuning': 'Full'}
     """
     if job.library not in _LIBRARIES:
         raise UnsupportedError(
@@ -36,7 +37,38 @@ def trainer_arguments(job: TrainingJob) -> Arguments:
     of_format = FORMATS[job.format].loaded_with(job.library, job.strategy)
     if of_format is None:
         raise UnsupportedError(f"how {job.library} reads a checkpoint of format {job.format} is not known")
-    return {**_LIBRARIES[job.library](job), **of_format}
+    return {**_LIBRARIES[job.library](job), **of_format, **_precision(job), **_FINE_TUNING[job.library](job)}
+
+
+def _precision(job: TrainingJob) -> dict[str, str | int | bool]:
+    """Both libraries' default level, O1, keeps parameters in float32 and no master weights.
+
+    A job then starts from half-precision files without a word, and trains from other values.
+    """
+    if not job.precision:
+        return {}
+    masters = {"amp_master_grad": True} if job.master_weights else {}
+    return {job.precision: True, "fp16_opt_level": "O2", **masters}
+
+
+def _paddleformers_tuning(job: TrainingJob) -> dict[str, str | int | bool]:
+    """The command line trains LoRA by default (1.2.0 ``cli/hparams/model_args.py``); the recipes have none."""
+    if not job.lora_rank:
+        return {} if job.recipe else {"fine_tuning": "Full"}
+    return {"fine_tuning": "LoRA", **_lora(job)}
+
+
+def _paddlenlp_tuning(job: TrainingJob) -> dict[str, str | int | bool]:
+    return {"lora": True, **_lora(job)} if job.lora_rank else {}
+
+
+def _lora(job: TrainingJob) -> dict[str, str | int | bool]:
+    arguments: dict[str, str | int | bool] = {"lora_rank": job.lora_rank}
+    if job.rslora:
+        arguments["rslora"] = True
+    if job.lora_plus_scale != 1:
+        arguments["lora_plus_scale"] = f"{job.lora_plus_scale:g}"
+    return arguments
 
 
 def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
@@ -90,6 +122,7 @@ def _axes(topology: Topology, names: Mapping[str, str]) -> dict[str, str | int |
 
 
 _LIBRARIES = {"paddleformers": _paddleformers, "paddlenlp": _paddlenlp}
+_FINE_TUNING = {"paddleformers": _paddleformers_tuning, "paddlenlp": _paddlenlp_tuning}
 _SPLITS = {"stage1v1": False, "stage1v2": True}
 """Strategy → whether ranks hold slices of parameters (v2) or whole parameters (v1) of stage 1."""
 

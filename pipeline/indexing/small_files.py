@@ -16,7 +16,8 @@ from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_j
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES
-from paddle_reshard.pipeline.model.transformers_config import agreed_config, without_own_classes
+from paddle_reshard.pipeline.core.trainer_files import is_steering
+from paddle_reshard.pipeline.model.transformers_config import OWN_CODE, agreed_config, without_own_classes
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 from paddle_reshard.storage.files.trainer_state import encode_trainer_state, parse_trainer_state
 from paddle_reshard.storage.store import Source
@@ -24,6 +25,8 @@ from paddle_reshard.storage.store import Source
 SCALER = "scaler.pdparams"
 TRAINER_STATES = ("trainer_state.bin", "trainer_state.json")
 TRAINING_ARGS = "training_args.bin"
+_PEFT = ("adapter_config.json", "adapter_model.safetensors")
+"""The configuration of an adapter of PEFT, and what it describes."""
 NONE, FALSE, FLOAT = b"N", b"\x89", b"G"
 """Opcodes of the values of attributes in ``training_args.bin``; the file is searched, never unpickled."""
 
@@ -157,17 +160,22 @@ def trainer_state_for(store: Source, library: str) -> dict[str, tuple[str, bytes
 
 
 def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disagreement]:
-    """Differences between the small files of two checkpoints that a trainer reads.
+    """Differences between the small files of two checkpoints that a trainer reads, or for which a loader leaves the
+    weights of ``b``.
 
     With ``subset``, ``b`` may lack files. The schedule in ``scheduler.pdparams`` is only compared if both have it.
     """
     disagreements = []
     sizes = a.sizes(), b.sizes()
     if CONFIG in sizes[0] and CONFIG in sizes[1]:
-        disagreements += compare_configs(
-            read_json(a, CONFIG, sizes[0]), read_json(b, CONFIG, sizes[1]), MAY_DIFFER_IN_CONFIG
-        )
+        configs = read_json(a, CONFIG, sizes[0]), read_json(b, CONFIG, sizes[1])
+        left_out = {OWN_CODE} if OWN_CODE not in configs[1] else frozenset()
+        disagreements += compare_configs(*configs, MAY_DIFFER_IN_CONFIG | left_out)
     for path in sorted(sizes[0].keys() | sizes[1].keys()):
+        if is_steering(path) and path not in sizes[0] and not (path == _PEFT[0] and _PEFT[1] in sizes[1]):
+            disagreements.append(
+                Disagreement(path, "missing", "present, where a loader takes it for the weights")
+            )
         if not re.fullmatch(_COMPARED, path):
             continue
         if path in sizes[0] and path in sizes[1]:

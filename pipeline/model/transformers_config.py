@@ -19,6 +19,12 @@ _DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
 entries together (``fastdeploy/config.py`` at 0009064, ``read_model_config``). ``transformers`` reads either."""
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
+OWN_CODE = "auto_map"
+"""The entry that names classes in ``.py`` files beside the weights."""
+_OWN_CODE_LEFT_OUT = (
+    f"without {OWN_CODE} in config.json: it names code, which is never carried; a model that transformers does not "
+    "know needs both from where it came"
+)
 _OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
 
 
@@ -51,7 +57,8 @@ def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
         exported[_DTYPE] = dtype.name
     if "architectures" in exported:
         exported["architectures"] = without_own_classes(exported["architectures"])
-    remarks = tuple(agreement.remark for agreement in _agreements(exported) if agreement.remark)
+    code = (_OWN_CODE_LEFT_OUT,) if exported.pop(OWN_CODE, None) is not None else ()
+    remarks = (*code, *(agreement.remark for agreement in _agreements(exported) if agreement.remark))
     return ExportedConfig(agreed_config(exported), remarks)
 
 

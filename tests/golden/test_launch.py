@@ -153,8 +153,49 @@ def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -
         "sharding_parallel_size": 4,
         "split_param": True,
         **SHARDED_FILES,
+        "bf16": True,
+        "fp16_opt_level": "O2",
+        "amp_master_grad": True,
+        "fine_tuning": "Full",
     }
-    assert shlex.split(found.command_line())[-2:] == ["--load_sharded_model", "true"]
+    assert shlex.split(found.command_line())[-2:] == ["--fine_tuning", "Full"]
+
+
+BY_DEFAULT = {"bf16": True, "fp16": False, "fp16_opt_level": "O2", "amp_master_grad": True}
+"""What the laboratory gives a trainer where a case says nothing else."""
+
+
+@pytest.mark.parametrize(
+    "case", [f"dense/{ALL_AXES}", "dense/single_fp32", "states/fp16_single", "states/lora_rslora_single"]
+)
+def test_the_precision_and_what_is_tuned_are_those_of_the_real_job(case: str) -> None:
+    given = BY_DEFAULT | json.loads((case_directory(case) / "case.json").read_bytes())["args"]
+    found = paddle_reshard.launch(case_directory(case) / CHECKPOINT)
+    half = given["bf16"] or given["fp16"]
+    for name in BY_DEFAULT:
+        assert found.arguments.get(name, False) == (given[name] if half else False), name
+    assert any("float32" in remark for remark in found.remarks) is not half
+    adapter = case_directory(case) / CHECKPOINT / "lora_config.json"
+    if not adapter.exists():
+        assert found.arguments["fine_tuning"] == "Full"
+        return
+    lora = json.loads(adapter.read_bytes())
+    assert found.arguments["fine_tuning"] == "LoRA"
+    assert found.arguments["lora_rank"] == lora["r"] and found.arguments["rslora"] is lora["rslora"]
+    assert float(found.arguments["lora_plus_scale"]) == lora["lora_plus_scale"]
+
+
+def test_a_unified_checkpoint_is_not_read_as_that_of_another_library() -> None:
+    """Its linear layers are those of Paddle; by default the trainer transposes them, and they do not fit."""
+    found = paddle_reshard.launch(case_directory("dense/uc_sh2_s1v2") / CHECKPOINT, to="sharding=2")
+    assert found.arguments["convert_from_hf"] is False
+    assert "--convert_from_hf false" in found.command_line()
+
+
+def test_without_a_model_configuration_it_says_what_to_give() -> None:
+    flex = case_directory("states/lora_fc_mp2") / CHECKPOINT
+    with pytest.raises(paddle_reshard.UnsupportedError, match="--config FILE"):
+        paddle_reshard.launch(flex, to="tp=2")
 
 
 def test_parameters_alone_start_without_optimizer(tmp_path: Path) -> None:

@@ -149,12 +149,24 @@ def test_a_portion_says_that_it_is_one(tmp_path: Path) -> None:
     portion = tmp_path / "t"
     convert(ALL_AXES, portion, ranks="1", **WHOLES["flex-v2"])
     assert "ranks 1 of 4, of sha256:" in paddle_reshard.check(portion).verdict
-    for read in (paddle_reshard.inspect, launch, lambda path: verify(ALL_AXES, path)):
+    for read in (paddle_reshard.inspect, lambda path: verify(ALL_AXES, path)):
         with pytest.raises(CheckpointError, match="holds only the files that ranks 1 of 4 read"):
             read(portion)
     data = next(portion.glob("master_weight/1_0.distcp"))
     data.write_bytes(data.read_bytes()[:-9] + bytes(9))
     assert not paddle_reshard.check(portion)
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_a_node_starts_its_ranks_from_a_portion_as_from_the_whole(name: str, tmp_path: Path) -> None:
+    convert(ALL_AXES, tmp_path / "whole", **WHOLES[name])
+    convert(ALL_AXES, tmp_path / "t", ranks="0", **WHOLES[name])
+    whole, portion = launch(tmp_path / "whole", to=WHOLES[name]["to"]), launch(tmp_path / "t")
+    assert portion.ranks == whole.ranks
+    assert portion.arguments == {**whole.arguments, "resume_from_checkpoint": str(tmp_path / "t")}
+    assert any("ranks 0 of" in remark for remark in portion.remarks)
+    with pytest.raises(UsageError, match="not of tp=8"):
+        launch(tmp_path / "t", to="tp=8")
 
 
 def test_copies_that_drifted_apart_are_found_by_the_node_that_reads_them(tmp_path: Path) -> None:

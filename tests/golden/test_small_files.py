@@ -23,12 +23,57 @@ def _source(tmp_path: Path, name: str = DEMO) -> Path:
 
 def test_opaque_files_are_carried_byte_for_byte(tmp_path: Path) -> None:
     source = _source(tmp_path)
-    extra = ("tokenizer.json", "tokenizer_config.json", "notes from the night shift.txt")
+    extra = ("tokenizer.json", "tokenizer_config.json", "qwen.tiktoken", "LICENSE")
     for name in extra:
         (source / name).write_bytes(b"anything at all, never opened \x80\x04")
     paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
     for name in (*CARRIED, *extra):
         assert (tmp_path / "target" / name).read_bytes() == (source / name).read_bytes()
+
+
+STRAY = {
+    "adapter_config.json": b'{"base_model_name_or_path": "other", "peft_type": "LORA"}',
+    "hf_quant_config.json": b"{}",
+    "quantize_config.json": b"{}",
+    "modeling_other.py": b"1 / 0",
+    "pytorch_model.bin": b"other weights",
+    "notes from the night shift.txt": b"mine",
+}
+
+
+@pytest.mark.parametrize(
+    "asked", [{"to": "tp=2"}, {"format": "flex"}, {"format": "unified"}, {"format": "huggingface"}]
+)
+def test_a_target_holds_no_file_whose_role_is_unknown_there(asked: dict[str, str], tmp_path: Path) -> None:
+    source = _source(tmp_path, "single")
+    config = json.loads((source / "config.json").read_text())
+    code = {"AutoModelForCausalLM": "modeling_other.Other"}
+    (source / "config.json").write_text(json.dumps(config | {"auto_map": code}))
+    for name, content in STRAY.items():
+        (source / name).write_bytes(content)
+    report = paddle_reshard.convert(source, tmp_path / "target", **asked)
+    there = {path.name for path in (tmp_path / "target").iterdir()}
+    left = dict(report.plan.targets[0].not_carried)
+    assert there.isdisjoint(STRAY) and left.keys() >= STRAY.keys()
+    assert "code" in left["modeling_other.py"]
+    manifest = json.loads((tmp_path / "target" / "paddle_reshard.json").read_text())
+    assert manifest["source"]["not_carried"].keys() >= STRAY.keys()
+    export = asked.get("format") == "huggingface"
+    assert ("auto_map" in json.loads((tmp_path / "target" / "config.json").read_text())) is not export
+    assert any("auto_map" in remark for remark in report.plan.targets[0].remarks) is export
+    states = {"states": ["param"]} if export else {}
+    assert paddle_reshard.verify(source, tmp_path / "target", **states).equal
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_model.bin", "modeling_other.py"])
+def test_verify_finds_a_file_that_leads_loaders_away_from_an_export(name: str, tmp_path: Path) -> None:
+    source = _source(tmp_path, "single")
+    paddle_reshard.convert(source, tmp_path / "one", format="huggingface")
+    paddle_reshard.convert(tmp_path / "one", tmp_path / "two", format="huggingface")
+    assert paddle_reshard.verify(tmp_path / "one", tmp_path / "two").equal
+    (tmp_path / "two" / name).write_bytes(STRAY[name])
+    found = paddle_reshard.verify(tmp_path / "one", tmp_path / "two")
+    assert [difference.tensor for difference in found.differences] == [name]
 
 
 def test_random_states_go_along_to_the_same_ranks_only(tmp_path: Path) -> None:

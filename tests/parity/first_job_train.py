@@ -20,6 +20,9 @@ class Job:
 
     name: str = field(metadata={"help": "said when the job is done"})
     shim: str = field(metadata={"help": "folder of the laboratory's shim, which lets ranks run on CPUs"})
+    fine_tuning: str = field(
+        default="Full", metadata={"help": "of the library's command line; this script knows no LoRA"}
+    )
 
 
 class Samples(paddle.io.Dataset):

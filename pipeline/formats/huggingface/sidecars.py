@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import Sidecars, SourceListing
 from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
-from paddle_reshard.pipeline.core.trainer_files import is_training_state
+from paddle_reshard.pipeline.core.trainer_files import is_of_adapter, is_training_state
 from paddle_reshard.pipeline.formats.huggingface.card import CARD, model_card
 from paddle_reshard.pipeline.model.transformers_config import exported_config
 
@@ -56,4 +56,6 @@ def plan_huggingface_sidecars(
 
 def of_training(path: str) -> str | None:
     """Why an export does not carry a file, if it belongs to the training job."""
+    if is_of_adapter(path):
+        return "an adapter as only the trainers read it"
     return "state of the training job, not of the model" if is_training_state(path) else None

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
+from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, lora_of, precision_of
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.formats.sharding import ShardingOptions
@@ -55,6 +56,8 @@ class HybridJob:
 
     def job(self, source: Checkpoint) -> TrainingJob:
         """The job of this topology that goes on training the source."""
+        tensors = source.catalog.tensors
+        dtypes = {tensors.dtype(number).name for number in tensors.of_state(PARAM).values()}
         return TrainingJob(
             source.model.table.library,
             self.format,
@@ -66,6 +69,9 @@ class HybridJob:
             experts_over_dp=self.expert_axis == "dp",
             recipe=source.model.table.recipe,
             switches=source.model.recipe_switches,
+            precision=precision_of(dtypes, source.adapter),
+            master_weights=MASTER_WEIGHT in tensors.states,
+            **lora_of(source.adapter),
         )
 
     @property

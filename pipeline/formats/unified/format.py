@@ -33,6 +33,7 @@ class UnifiedFormat(Format):
         return {
             "save_checkpoint_format": "unified_checkpoint",
             "load_checkpoint_format": "unified_checkpoint",
+            "convert_from_hf": False,  # else the weights are transposed as those of other libraries, and do not fit
         }
 
     def recognises(self, files: SourceFiles) -> bool:
