@@ -186,6 +186,7 @@ parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.families
 	$(BIN)/python -m tests.parity.ema
 	$(BIN)/python -m tests.parity.live
+	$(BIN)/python -m tests.parity.command_line
 
 first-job: $(VENV)/.test
 	$(BIN)/python -m tests.parity.first_job

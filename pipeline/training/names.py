@@ -8,8 +8,9 @@ without sequence parallelism, finds states under its names too, and they are tho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -17,8 +18,11 @@ from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import dtype_of_code
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.flex.names import MASTER_WEIGHTS as MASTER_WEIGHT_FOLDER
+from paddle_reshard.pipeline.formats.flex.names import METADATA, MODEL_STATE
 from paddle_reshard.pipeline.formats.hybrid.entries import SPECIAL, FileEntries, index_rank_file
 from paddle_reshard.pipeline.formats.hybrid.names import (
     LORA_MODEL_STATE,
@@ -34,6 +38,7 @@ from paddle_reshard.pipeline.formats.model_meta import parse_model_meta
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
 from paddle_reshard.pipeline.training.tensors import hybrid_group
+from paddle_reshard.storage.files.dist_metadata import parse_dist_metadata
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
 from paddle_reshard.storage.locate import Access, StorageOptions
 from paddle_reshard.tasks.index import index_here
@@ -53,6 +58,10 @@ class Named:
     shape: Shape | None
     """Shape of this rank's piece; ``None`` if it is not known."""
     trained: bool = True
+    dtype: str | None = None
+    """``bfloat16``, ``float32``, …; ``None`` if it is not known."""
+    cut: bool = False
+    """Whether sharding stage 3 holds a slice of it."""
 
 
 def check_names(
@@ -60,12 +69,14 @@ def check_names(
     checkpoint: PathLike,
     *,
     rank: str | None = None,
+    master_weights: bool | None = None,
     storage_options: StorageOptions | None = None,
 ) -> int:
-    """Check that the parameters of a job have the names and shapes under which a checkpoint stores their states.
+    """Check that the parameters of a job have the names, shapes and dtypes that they have in a checkpoint.
 
-    Every rank checks its own files; nothing is changed and no value is read. Formats that store states by key, such as
-    FlexCheckpoint, need no check and are refused.
+    Every rank checks its own files; nothing is changed and no value is read. Of a FlexCheckpoint, which stores states
+    by key, dtypes and master weights are compared, and that no local shape exceeds the whole. Call it after the model
+    is built and before the trainer loads, which may load into other dtypes and train without a word.
 
     Parameters
     ----------
@@ -76,6 +87,9 @@ def check_names(
     rank
         What stands for this rank in file names: ``"tp00_pp01_shard01"``, or ``""`` for one card; the trainer has it
         as ``args.optimizer_name_suffix``. Default: the position in ``fleet``, if that is initialised.
+    master_weights
+        Whether the job keeps float32 master weights: ``fp16_opt_level`` is O2, with bf16 or fp16. It then converts
+        float32 parameters later, and their dtype is not compared. ``None``: parameters alone are.
     storage_options
         fsspec options to access a store that is not a local folder.
 
@@ -87,26 +101,106 @@ def check_names(
     Raises
     ------
     CheckpointError
-        Naming parameters that are called otherwise, or have other shapes; or if files of this rank are missing.
+        Naming parameters that are called otherwise, or have other shapes or dtypes; if the job keeps no master weights
+        and the checkpoint holds some; or if files of this rank are missing.
     UsageError
-        If the checkpoint does not store states by parameter names.
+        If the checkpoint stores states neither by parameter names nor as a FlexCheckpoint.
     """
+    return compare_with_job(model, checkpoint, rank, master_weights, storage_options)
+
+
+def compare_with_job(
+    model: Any,
+    checkpoint: PathLike,
+    rank: str | None,
+    master_weights: bool | None,
+    storage_options: StorageOptions | None,
+    placed: bool = False,
+) -> int:
+    """:func:`check_names`; ``placed``: the trainer has converted and wrapped the model for its precision and stage."""
     store = open_checkpoint(os.fspath(checkpoint), Access(storage_options or {}))
     files = SourceFiles(store, None, index_here, index_here)
+    if described := [path for path in sorted(files.sizes) if path.endswith(METADATA)]:
+        return _check_flex(files, described, list(_live_names(model)), master_weights, placed)
     own = _own_file(files, _own_path(rank))
     weights = _weights_of(files, own)
     stored, live = _stored_names(files, own, weights), list(_live_names(model))
     numbered = own.moe is None and weights.kind != LORA_MODEL_STATE
     problems = [*_differences(stored, live, numbered)]
     if not problems:
-        problems = [*_states_of_others(files, own, live)]
+        problems = [*_states_of_others(files, own, live, placed)]
+    _refuse(
+        files,
+        problems,
+        f"the trainer would give parameters the optimizer states of others; {_advice(stored, live)}",
+    )
+    pairs = (
+        (ours, theirs.dtype)
+        for theirs, ours in _pairs(stored, live)
+        if theirs is not None and ours is not None
+    )
+    masters = bool(_entries(files, own).get(MASTER_WEIGHTS))
+    _refuse(files, [*_other_precision(pairs, masters, master_weights, placed)], _PRECISION)
+    return len(stored)
+
+
+_PRECISION = (
+    "the trainer would train from other values without a word; start it with the precision that paddle-reshard launch "
+    "prints for the checkpoint"
+)
+
+
+def _refuse(files: SourceFiles, problems: Sequence[str], why: str) -> None:
     if problems:
         more = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise CheckpointError(
-            f"{files.store.location}: {'; '.join(problems[:SHOWN])}{more}: the trainer would give parameters the "
-            f"optimizer states of others; {_advice(stored, live)}"
-        )
-    return len(stored)
+        raise CheckpointError(f"{files.store.location}: {'; '.join(problems[:SHOWN])}{more}: {why}")
+
+
+def _other_precision(
+    pairs: Iterable[tuple[Named, str | None]], masters: bool, keeps: bool | None, placed: bool
+) -> Iterator[str]:
+    """A sentence for each parameter that the job holds in another dtype than ``masters`` and parameters are stored in.
+
+    A job that keeps master weights converts its float32 parameters when the trainer places them, not before.
+    """
+    if keeps is False and masters:
+        yield "the checkpoint holds float32 master weights and this job keeps none"
+    for ours, stored in pairs:
+        waits = not placed and bool(keeps) and ours.dtype == "float32"
+        if stored is not None and ours.dtype is not None and ours.dtype != stored and not waits:
+            yield f"{ours.key} is {ours.dtype} in this job and {stored} in the checkpoint"
+
+
+def _check_flex(
+    files: SourceFiles, described: Sequence[str], live: Sequence[Named], keeps: bool | None, placed: bool
+) -> int:
+    """Compare what a FlexCheckpoint says of each key with the job's parameters."""
+    stored: dict[str, tuple[str | None, Shape | None]] = {}
+    masters = False
+    for path in described:
+        masters |= path.startswith(f"{MASTER_WEIGHT_FOLDER}/")
+        if path.startswith(f"{MODEL_STATE}/"):
+            metadata = parse_dist_metadata(partial(files.store.read, path), files.sizes[path], path)
+            for key, dtype, _, _, whole, _ in metadata.pieces.tolist():
+                dtypes, shapes = metadata.dtypes, metadata.shapes
+                stored[metadata.keys[key]] = (
+                    dtypes[dtype] if dtype >= 0 else None,
+                    shapes[whole] if whole >= 0 else None,
+                )
+    known = [(ours, *stored[ours.key]) for ours in live if ours.key in stored]
+    larger = (
+        f"{ours.key} is {ours.shape} in this job and {whole} in the checkpoint"
+        for ours, _, whole in known
+        if ours.shape is not None and whole is not None and not _fits(ours.shape, whole)
+    )
+    _refuse(files, [*larger], "they are of different models")
+    _refuse(files, [*_other_precision(((o, d) for o, d, _ in known), masters, keeps, placed)], _PRECISION)
+    return len(known)
+
+
+def _fits(local: Shape, whole: Shape) -> bool:
+    """Whether a local tensor can be a piece of a whole one."""
+    return len(local) == len(whole) and all(here <= there for here, there in zip(local, whole, strict=True))
 
 
 def _own_path(rank: str | None) -> str:
@@ -149,8 +243,9 @@ def _stored_names(files: SourceFiles, own: RankFile, weights: RankFile) -> list[
     if where not in meta.cells:
         raise CheckpointError(f"{files.store.location}/{MODEL_META}: sharding_metas has no cell {where}")
     cell = meta.cells[where]
-    shapes = {key: parameter.local_shape for key, parameter in cell.parameters.items()}
-    return [Named(key, name, shapes.get(key)) for key, name in cell.names.items()]
+    known = {key: (parameter.local_shape, parameter.dtype.name) for key, parameter in cell.parameters.items()}
+    described = ((key, name, *known.get(key, (None, None))) for key, name in cell.names.items())
+    return [Named(key, name, shape, dtype=dtype) for key, name, shape, dtype in described]
 
 
 def _weights_of(files: SourceFiles, own: RankFile) -> RankFile:
@@ -174,7 +269,8 @@ def _names_in(files: SourceFiles, weights: RankFile) -> Iterator[Named]:
     for key, value in root.items():
         shape, name = _shape_of(value), names.get(key) if isinstance(names, dict) else None
         if key != STRUCTURED_NAMES and isinstance(name, str) and shape is not None:
-            yield Named(key, name, shape)
+            array = value[1] if isinstance(value, tuple) else value
+            yield Named(key, name, shape, dtype=dtype_of_code(array.dtype, weights.path).name)
 
 
 def _shape_of(value: Any) -> Shape | None:
@@ -191,7 +287,8 @@ def _live_names(model: Any) -> Iterator[Named]:
     for key, tensor in model.state_dict().items():
         cut = hasattr(tensor, "fw_storage")  # by sharding stage 3: a slice, or nothing
         shape = None if cut else tuple(int(extent) for extent in tensor.shape)
-        yield Named(key, tensor.name, shape, trained=not tensor.stop_gradient)
+        dtype = str(tensor.dtype).rpartition(".")[2]  # paddle.bfloat16
+        yield Named(key, tensor.name, shape, not tensor.stop_gradient, dtype, cut)
 
 
 def _pairs(stored: list[Named], live: list[Named]) -> Iterator[tuple[Named | None, Named | None]]:
@@ -234,8 +331,12 @@ def _numbers(key: str) -> list[str]:
     return [part for part in key.split(".") if part.isdigit()]
 
 
-def _states_of_others(files: SourceFiles, own: RankFile, live: list[Named]) -> Iterator[str]:
-    """A sentence for each state in this rank's optimizer file that fits no parameter of the job."""
+def _states_of_others(files: SourceFiles, own: RankFile, live: list[Named], placed: bool) -> Iterator[str]:
+    """A sentence for each state in this rank's optimizer file that fits no parameter of the job.
+
+    Only a job that is ``placed`` has cut what stage 3 cuts: the parameters above its size of segments.
+    """
+    whole = {named.name for named in live if placed and not named.cut}
     shapes = {named.name: named.shape for named in live}
     root = _entries(files, own)
     masters = root.get(MASTER_WEIGHTS)
@@ -250,6 +351,11 @@ def _states_of_others(files: SourceFiles, own: RankFile, live: list[Named]) -> I
         shape, bare = _shape_of(value) or (), name.removeprefix(SLICE_PREFIX)
         if bare not in shapes:
             yield f"{own.path} holds {entry}, which belongs to no parameter of this job"
+        elif bare in whole and name.startswith(SLICE_PREFIX):
+            yield (
+                f"{own.path} holds {entry}, a slice, and this job does not cut {bare}: its segments of stage 3 have "
+                "another size (stage3_segment_size of --layout)"
+            )
         elif len(shape) > 1 and shapes[bare] not in (None, shape):
             yield f"{own.path} holds {entry} as {shape}, in this job it is {shapes[bare]}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.training.names import check_names
+from paddle_reshard.pipeline.training.names import compare_with_job
 from paddle_reshard.storage.locate import StorageOptions
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,8 @@ def names_callback(
 ) -> Any:
     """A callback that runs :func:`check_names` on every rank before the first step, and stops a job that does not fit.
 
-    ``trainer.add_callback(names_callback(trainer))``
+    ``trainer.add_callback(names_callback(trainer))``. The trainer has loaded by then; to ask before, call
+    ``names_callback(trainer).check()`` ahead of ``trainer.train()``.
 
     Parameters
     ----------
@@ -52,14 +53,21 @@ class _NamesCallback:
         self.trainer, self.checkpoint, self.storage_options = trainer, checkpoint, storage_options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.check(placed=True)
+
+    def check(self, placed: bool = False) -> None:
+        """Compare at once; ``placed``: the trainer has converted and wrapped its model."""
+        args = self.trainer.args
         checkpoint = self.checkpoint or args.resume_from_checkpoint
         if not checkpoint:
             return
         unwrap_model = import_module(f"{library_of(self.trainer)}.transformers.model_utils").unwrap_model
-        checked = check_names(
+        checked = compare_with_job(
             unwrap_model(self.trainer.model),
             checkpoint,
-            rank=args.optimizer_name_suffix or "",
-            storage_options=self.storage_options,
+            args.optimizer_name_suffix or "",
+            bool((args.bf16 or args.fp16) and args.fp16_opt_level == "O2"),
+            self.storage_options,
+            placed,
         )
-        logger.info("%s: the names of %d parameters are those of this job", checkpoint, checked)
+        logger.info("%s: the names and dtypes of %d parameters are those of this job", checkpoint, checked)

@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard import CheckpointError, UsageError, check_names
+from paddle_reshard import CheckpointError, check_names
+from paddle_reshard.pipeline.training.names import compare_with_job
 from tests import oracle
 from tests.conftest import REPO, case_directory
 
 NAMES = "StructuredToParameterName@@"
+PADDLE_NAMES = {"uint16": "bfloat16", 16: "bfloat16", 15: "float16", 10: "float32"}
+"""NumPy's name of an array in a file, or the number in ``model_meta.json`` → Paddle's name of the dtype."""
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +121,20 @@ def job_of(case: str, rank: str) -> Any:
             cell += f"_ep{shard % apart * meta['parallel_config']['mp_degree'] + tp:02}"
         described = meta["sharding_metas"][cell]
         tensors = {
-            key: (name, described["param_meta"][key][0])
+            key: (name, described["param_meta"][key][0], PADDLE_NAMES[described["param_meta"][key][1]])
             for key, name in described["structure_name_mapping"].items()
         }
     else:
         suffix = re.sub(r"_?shard\d+", "", rank)
         (path,) = folder.glob(f"model_state.{suffix}*pdparams" if suffix else "model_state.pdparams")
         root = oracle.unpickle(path)
-        tensors = {key: (name, root[key].shape) for key, name in root[NAMES].items()}
+        tensors = {
+            key: (name, root[key].shape, PADDLE_NAMES.get(root[key].dtype.name, root[key].dtype.name))
+            for key, name in root[NAMES].items()
+        }
     live = {
-        key: SimpleNamespace(name=n, shape=list(s), stop_gradient=False) for key, (n, s) in tensors.items()
+        key: SimpleNamespace(name=n, shape=list(s), stop_gradient=False, dtype=f"paddle.{d}")
+        for key, (n, s, d) in tensors.items()
     }
     return SimpleNamespace(state_dict=lambda: live)
 
@@ -196,9 +203,45 @@ def test_another_topology_is_refused() -> None:
         check_names(job_of("dense/single", ""), case_directory("dense/pp2") / "checkpoint-3", rank="tp00")
 
 
-def test_what_stores_states_by_keys_needs_no_check() -> None:
-    with pytest.raises(UsageError, match="holds no optimizer files of ranks"):
-        check_names(job_of("dense/single", ""), case_directory("dense/fc_single") / "checkpoint-3")
+def in_float32(job: Any) -> Any:
+    """The same model as a job with ``--fp16_opt_level O1`` builds it."""
+    live = {
+        key: SimpleNamespace(**{**vars(tensor), "dtype": "paddle.float32"})
+        for key, tensor in job.state_dict().items()
+    }
+    return SimpleNamespace(state_dict=lambda: live)
+
+
+@pytest.mark.parametrize("case", ["dense/single", "dense/mp2pp2sh2_s1v2_meta_ema", "dense/fc_single"])
+def test_another_precision_is_refused(case: str) -> None:
+    """The trainer starts from such files, and trains from other values without a word."""
+    flex = case == "dense/fc_single"
+    checkpoint, rank = case_directory(case) / "checkpoint-3", ranks_of("dense/single" if flex else case)[0]
+    job = job_of("dense/single" if flex else case, rank)
+    assert check_names(job, checkpoint, rank=rank, master_weights=True)
+    with pytest.raises(
+        CheckpointError, match=r"is float32 in this job and bfloat16 in the checkpoint.*launch"
+    ):
+        check_names(in_float32(job), checkpoint, rank=rank)
+    with pytest.raises(CheckpointError, match="holds float32 master weights and this job keeps none"):
+        check_names(job, checkpoint, rank=rank, master_weights=False)
+    # A job at O2 converts what was built in float32 when it begins.
+    assert check_names(in_float32(job), checkpoint, rank=rank, master_weights=True)
+
+
+def test_a_flex_checkpoint_of_another_model_is_refused() -> None:
+    job = job_of("dense/single", "")
+    job.state_dict()["model.norm.weight"].shape = [65]
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \(65,\) in this job and \(64,\)"):
+        check_names(job, case_directory("dense/fc_single") / "checkpoint-3")
+
+
+def test_a_job_that_cuts_other_parameters_in_stage_3_is_refused() -> None:
+    """The trainer would give a whole parameter the slice of its master weight."""
+    case = "dense/sh2_s3_seg512"
+    rank, checkpoint = ranks_of(case)[0], case_directory(case) / "checkpoint-3"
+    with pytest.raises(CheckpointError, match="stage3_segment_size"):
+        compare_with_job(job_of(case, rank), checkpoint, rank, True, None, placed=True)
 
 
 def test_it_runs_where_the_trainer_does() -> None:
