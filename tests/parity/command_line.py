@@ -60,7 +60,8 @@ ROWS = {
     # Of unified checkpoints the library's llama reads none under tp: it has no mappings of them.
     "unified": Row("--format unified", 2, to="sharding=2", accumulation=2),
     "portion": Row("--format flex --to pp=2", 2, nodes=True),
-    "lora": Row("--to pp=2", 2, tuning="LoRA"),
+    # Its base is in no checkpoint: it is the same here because both jobs draw it with one seed, in one order.
+    "lora": Row("--to sharding=2 --format hybrid-plain", 2, accumulation=2, tuning="LoRA"),
 }
 
 
