@@ -126,6 +126,7 @@ class _Entries:
     fingerprints: Mapping[str, Any] | None = None
     topology: str | None = None
     sharding_strategy: str | None = None
+    stage3_segment_size: str | None = None
     portion: _Portion | None = None
 
 
@@ -151,6 +152,8 @@ class Manifest:
     """Topology of the job that the files are for, written as that of the source; ``None`` if they are for any job."""
     sharding_strategy: str | None = None
     """Strategy of that job."""
+    stage3_segment_size: str | None = None
+    """Number of elements above which that job cuts a parameter; ``None``: as by default, or it does not use stage 3."""
     portion: str = ""
     """Which ranks' portion of which whole the files are, in words; empty: all of it."""
     portion_job: TrainingJob | None = None
@@ -249,6 +252,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         origins.unknown,
         topology=entries.topology,
         sharding_strategy=entries.sharding_strategy,
+        stage3_segment_size=entries.stage3_segment_size,
         portion="" if entries.portion is None else str(entries.portion),
         portion_job=None if entries.portion is None else entries.portion.job,
     )

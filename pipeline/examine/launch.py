@@ -150,6 +150,7 @@ def launch(
     remarks = (
         *_remarks(inspection, job, arguments, before),
         *_about_own_files(inspection, job, made_for, arguments),
+        *_about_segments(manifest),
     )
     first = "" if made_for == topology else _node_command(inspection, job, options)
     return Launch(inspection.path, inspection.convention, topology.world_size, arguments, (), remarks, first)
@@ -270,6 +271,16 @@ def _about_own_files(
     lost = never_restored(inspection.tensors, job.strategy, inspection.adapter is not None)
     if lost is not None:
         yield lost
+
+
+def _about_segments(manifest: Manifest | None) -> Iterator[str]:
+    """Stage 3 with another size of segments than the trainer's, which has no argument for it."""
+    if manifest is not None and manifest.stage3_segment_size is not None:
+        yield (
+            f"stage 3 cuts parameters above {manifest.stage3_segment_size} elements here (stage3_segment_size), and "
+            "above 1048576 in the trainer, which has no argument for it and loads slices for whole parameters without a "
+            "word: only a script that passes segment_size to group_sharded_parallel starts this job"
+        )
 
 
 def _node_command(inspection: Inspection, job: TrainingJob, options: InspectOptions) -> str:

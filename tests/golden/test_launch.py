@@ -192,6 +192,17 @@ def test_a_unified_checkpoint_is_not_read_as_that_of_another_library() -> None:
     assert "--convert_from_hf false" in found.command_line()
 
 
+@pytest.mark.parametrize("segment", [512, 1 << 20])
+def test_segments_of_stage_3_that_are_not_the_trainers_are_said(segment: int, tmp_path: Path) -> None:
+    source = case_directory("dense/single") / CHECKPOINT
+    stage3 = {"to": "sharding=2", "sharding_strategy": "stage3", "layout": {"stage3_segment_size": segment}}
+    paddle_reshard.convert(source, tmp_path / "t", **stage3)
+    said = [
+        remark for remark in paddle_reshard.launch(tmp_path / "t").remarks if "stage3_segment_size" in remark
+    ]
+    assert bool(said) is (segment == 512)
+
+
 def test_without_a_model_configuration_it_says_what_to_give() -> None:
     flex = case_directory("states/lora_fc_mp2") / CHECKPOINT
     with pytest.raises(paddle_reshard.UnsupportedError, match="--config FILE"):

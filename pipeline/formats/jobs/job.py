@@ -13,7 +13,7 @@ from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, lora_of
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
-from paddle_reshard.pipeline.formats.sharding import ShardingOptions
+from paddle_reshard.pipeline.formats.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.stages import Segmentation
 
@@ -48,10 +48,13 @@ class HybridJob:
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
+        segment = self.sharding.segment_elements
+        other = self.strategy == "stage3" and segment != DEFAULT_SEGMENT_ELEMENTS
         return {
             "topology": str(self.topology),
             "sharding_strategy": self.strategy,
             "paddle_version": self.paddle_version,
+            **({"stage3_segment_size": str(segment)} if other else {}),
         }
 
     def job(self, source: Checkpoint) -> TrainingJob:
