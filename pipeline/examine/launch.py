@@ -278,8 +278,8 @@ def _about_segments(manifest: Manifest | None) -> Iterator[str]:
     if manifest is not None and manifest.stage3_segment_size is not None:
         yield (
             f"stage 3 cuts parameters above {manifest.stage3_segment_size} elements here (stage3_segment_size), and "
-            "above 1048576 in the trainer, which has no argument for it and loads slices for whole parameters without a "
-            "word: only a script that passes segment_size to group_sharded_parallel starts this job"
+            "above 1048576 in the trainer, which has no argument for it and loads slices for whole parameters without "
+            "a word: only a script that passes segment_size to group_sharded_parallel starts this job"
         )
 
 
