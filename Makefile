@@ -161,17 +161,14 @@ lowest:
 	.lowest/bin/pip install --quiet uv
 	.lowest/bin/uv build --quiet --python .lowest/bin/python --out-dir .lowest/dist .
 	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --resolution lowest-direct --only-binary :all: \
-		"$$(ls .lowest/dist/*.whl)[arrow,s3,ray,sign,metrics,publish]"
+		"$$(ls .lowest/dist/*.whl)[arrow,s3,ray,metrics]"
 	.lowest/bin/uv pip list --python .lowest/bin/python
 	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card --cluster ray
 	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan --workers 1,8
 	cd .lowest && bin/paddle-reshard convert one-card two --plan two.plan --to tp=2
-	cd .lowest && bin/paddle-reshard publish one-card versions
-	cd .lowest && bin/paddle-reshard publish two versions --state ema --encoding overwrite --checksum blake3
-	cd .lowest && bin/paddle-reshard publish two versions --checksum xxh3-128 && bin/paddle-reshard pull versions local
-	.lowest/bin/python -c 'from s3fs import S3FileSystem; import paddle_reshard.storage.s3, model_signing'
+	.lowest/bin/python -c 'from s3fs import S3FileSystem; import paddle_reshard.storage.s3'
 	rm -rf .lowest
 
 fuzz: $(VENV)/.test

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paddle_reshard.pipeline.core.errors import OccupiedError, TargetError
-from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE, TENSOR_FOLDERS
+from paddle_reshard.pipeline.core.file_names import MANIFEST, TENSOR_FOLDERS
 from paddle_reshard.storage.documents.manifest import own_manifest
 
 SHOWN = 3
@@ -73,7 +73,7 @@ def _is_listed(entry: Entry, listed: Collection[str]) -> bool:
     """Whether an entry is a file that a manifest lists, the manifest itself, or a folder in which such files lie."""
     if entry.kind is EntryKind.FOLDER:
         return entry.path in TENSOR_FOLDERS
-    return entry.kind is EntryKind.FILE and (entry.path in listed or entry.path in (MANIFEST, SIGNATURE))
+    return entry.kind is EntryKind.FILE and (entry.path in listed or entry.path == MANIFEST)
 
 
 def refuse_occupied(location: str, entries: Sequence[Entry], manifest: bytes | None, overwrite: bool) -> None:

@@ -45,7 +45,6 @@ SAMPLED = (
     "unit/test_output.py",
     "unit/test_planning.py",
     "unit/test_starting.py",
-    "versions/",
 )
 """Where a test is of whole checkpoints or commands: `make test` runs it with its first set of parameters, and
 `make full` with the others. A test that marks some of its sets ``full`` has chosen its sample itself."""

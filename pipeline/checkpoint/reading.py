@@ -127,19 +127,16 @@ class SourceFiles:
         return read_json(self.store, path, self.sizes)
 
     def weight_index(self, path: str) -> Index | None:
-        """Contents of an index of safetensors files; ``None`` if the file does not exist.
-
-        Refuses the index of a published delta, whose tensors are frames of changes.
-        """
+        """Contents of an index of safetensors files; ``None`` if the file does not exist."""
         from paddle_reshard.storage.files.safetensors import parse_index
 
         if path not in self.sizes:
             return None
         index = parse_index(self.store.read(path, 0, self.sizes[path]), path)
-        if "delta_encoding" in index.metadata:
+        if "delta_encoding" in index.metadata:  # as slime and SGLang exchange them
             raise CheckpointError(
-                f"{self.store.location}: a published delta, not a checkpoint; get the version that it leads to with "
-                "paddle-reshard pull VERSIONS LOCAL"
+                f"{self.store.location}: a delta: its tensors are changes since another version, not a "
+                "checkpoint; give the folder to which it was applied"
             )
         return index
 

@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.core.file_names import (
     LORA_CONFIG,
     MANIFEST,
     SIGNAL_PREFIX,
-    SIGNATURE,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state, without_role
@@ -95,7 +94,7 @@ def classify_sidecars(
     carried = []
     not_carried = [(name, "a folder, not part of the checkpoint's own files") for name in listing.folders]
     for path in sorted(listing.paths):
-        if path in own_files or path in (MANIFEST, SIGNATURE, CONFIG):
+        if path in own_files or path in (MANIFEST, CONFIG):
             continue
         if is_marker(path):
             not_carried.append((path, "a completion marker of the source's own job"))

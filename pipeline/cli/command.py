@@ -98,8 +98,8 @@ def running(
 
     It draws on a terminal and prints lines elsewhere, unless it is ``silent`` or ``--quiet`` or ``--json`` is given.
     With ``--progress lines`` it prints lines in any case, and with ``--progress json`` events; ``--events`` writes
-    those to a file. ``--metrics-port`` serves figures, ``--notify`` sends outcomes, ``--report`` writes a page, also if
-    the block fails after it has planned a conversion.
+    those to a file. ``--metrics-port`` serves figures, ``--report`` writes a page, also if the block fails after it has
+    planned a conversion.
 
     ``step`` is what the command begins with; short ones are not shown. ``figures`` are what ``--metrics-port`` serves,
     and an observer too; by default they are those of a run.
@@ -116,10 +116,6 @@ def running(
             stack.enter_context(serving(figures or RunFigures(stream.state), address))
         if figures is not None:
             stream.observers.append(figures)
-        if (receiver := options.get("notify")) is not None:
-            from paddle_reshard.pipeline.progress.notify import Notifications
-
-            stream.observers.append(Notifications(receiver))
         _write_events(stream, context.obj, stack)
         if (
             not (silent or options.get("quiet") or options.get("as_json"))
@@ -132,7 +128,7 @@ def running(
 
             page = stack.enter_context(HtmlReport(path, command=command_of(context)))
             stream.observers.append(_recording(page))
-        run = RunningCommand(stream, page, bool(context.obj) or receiver is not None)
+        run = RunningCommand(stream, page, bool(context.obj))
         if step:
             run(StepStarted(step))
         yield run
@@ -250,7 +246,7 @@ def command_of(context: click.Context) -> Command:
 def _given(option: click.Option, value: Any) -> Iterator[tuple[str, ...]]:
     if option.is_flag:
         yield (option.opts[0] if value else option.secondary_opts[0],)
-    elif decides(option) is Decides.ACCESS or option.name == "notify":
+    elif decides(option) is Decides.ACCESS:
         yield option.opts[0], SECRET
     else:
         for one in value if isinstance(value, tuple) else (value,):

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence
-from paddle_reshard.pipeline.core.errors import ReshardError, SignatureError
+from paddle_reshard.pipeline.core.errors import ReshardError
 
 DEFECT = "Defect"
 """Kind of an error that nobody has foreseen."""
@@ -40,8 +40,6 @@ def end_of(error: BaseException, trouble: int) -> End:
     kind = type(error).__name__
     if isinstance(error, click.ClickException):
         return End(error.exit_code, error.format_message(), "UsageError")
-    if isinstance(error, SignatureError):  # an answer: what was checked is not what was signed
-        return End(error.exit_status, str(error), kind, topic=kind)
     if isinstance(error, ReshardError):
         return End(max(trouble, error.exit_status), str(error), kind, error.retryable, kind)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):

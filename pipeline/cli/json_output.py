@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.examine.explanation import Explanation, Origin, Stretch
     from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.examine.inspection import Inspection
-    from paddle_reshard.pipeline.examine.signing import SignReport
     from paddle_reshard.pipeline.examine.verify import VerifyReport
     from paddle_reshard.pipeline.planning.simulate import Simulation
-    from paddle_reshard.pipeline.versions.reports import PublishReport, PullReport
 
 Json = dict[str, Any]
 
@@ -248,11 +246,6 @@ def verify_data(report: VerifyReport) -> Json:
     }
 
 
-def sign_data(report: SignReport) -> Json:
-    """What ``sign --json`` prints."""
-    return {"path": report.path, "signature_path": report.signature, "signed_by": report.signed_by}
-
-
 def fingerprint_data(report: FingerprintReport) -> Json:
     """What ``fingerprint --json`` prints."""
     fingerprints = report.fingerprints
@@ -313,34 +306,6 @@ def integrity_data(report: IntegrityReport) -> Json:
     return {"intact": report.intact, **asdict(report)}
 
 
-def publish_data(report: PublishReport) -> Json:
-    """What ``publish --json`` prints."""
-    return {
-        "checkpoint_path": report.checkpoint,
-        "versions_path": report.versions,
-        "version": report.version,
-        "full_because": report.reason or None,
-        "model_bytes": report.model_bytes,
-        "version_bytes": report.version_bytes,
-        "tensors": report.tensors,
-        "changed_tensors": report.changed_tensors,
-        "already_published": report.already,
-    }
-
-
-def pull_data(report: PullReport) -> Json:
-    """What ``pull --json`` prints."""
-    return {
-        "versions_path": report.versions,
-        "local_path": report.local,
-        "version": report.version,
-        "base_version": report.base,
-        "files": report.files,
-        "written_bytes": report.written_bytes,
-        "resumed_bytes": report.resumed_bytes,
-    }
-
-
 def data_of(result: object) -> Json:
     """What ``--json`` prints of the result of a command."""
     data: Json = _OF[type(result).__name__](result)
@@ -356,10 +321,7 @@ _OF: dict[str, Callable[[Any], Json]] = {
     "Inspection": inspection_data,
     "IntegrityReport": integrity_data,
     "Launch": asdict,
-    "PublishReport": publish_data,
-    "PullReport": pull_data,
     "Run": asdict,
-    "SignReport": sign_data,
     "VerifyReport": verify_data,
 }
 """Class of a result → its data. The classes are known by name, because most commands need one of them."""

@@ -13,7 +13,6 @@ from click.core import ParameterSource
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.progress.events_as_json import EventLog
 from paddle_reshard.pipeline.progress.metrics import read_address
-from paddle_reshard.pipeline.progress.notify import read_receiver
 from paddle_reshard.pipeline.request import given_file
 from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
@@ -299,13 +298,6 @@ metrics_option = execution_option(
     metavar="[HOST:]PORT",
     help="Serve metrics for Prometheus at this port while the command runs, on 127.0.0.1 unless HOST is given.",
 )
-notify_option = execution_option(
-    "--notify",
-    type=read_receiver,
-    metavar="URL|COMMAND|@FILE",
-    help="Post how the conversion ended to this URL as a JSON object, or run this command with it on standard input, "
-    "without a shell. @FILE: a file with either.",
-)
 layout_flags = all_of(
     outcome_option(
         "--comm-buffer-size-mb",
@@ -345,5 +337,4 @@ target_options = all_of(
 run_options = all_of(
     *declared_all(("cluster", "workers", "label_selector", "exchange", "resume", "take_over")),
     metrics_option,
-    notify_option,
 )

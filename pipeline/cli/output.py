@@ -23,8 +23,6 @@ import click
 from paddle_reshard.pipeline.cli.ends import End, end_of
 from paddle_reshard.pipeline.cli.terminal import print_answer, say
 from paddle_reshard.pipeline.core.answer import Answer
-from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.replaced import COMMANDS as REPLACED
 from paddle_reshard.pipeline.progress.events_as_json import EventLog
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
@@ -129,16 +127,6 @@ def occupy_standard_files() -> None:
 
 class Commands(click.Group):
     """A group whose commands always end as described in this module."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; what was replaced is an error that names what replaces it."""
-        words = [word.partition("=")[0] for word in args]
-        for name in (*words, *(f"{words[0]} {word}" for word in words[1:])):
-            if name in REPLACED:
-                raise UsageError(f"there is no {name}; {REPLACED[name]}")
-        return super().resolve_command(ctx, args)
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:
         """Run a command and exit with its status."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart, parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
-from paddle_reshard.pipeline.core.file_names import MANIFEST, SIGNATURE
+from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.local.source import kept_by_copies
@@ -47,8 +47,6 @@ class IntegrityReport(Shown):
     damages: tuple[Damage, ...]
     recorded_source: str
     """Location of the source, as recorded in the manifest. For display; it is never opened."""
-    signed_by: str | None = None
-    """Whose signature the manifest has: ``key sha256:…``; ``None`` if no public key was given."""
     portion: str = ""
     """Which ranks' portion of which whole was checked, in words; empty: all of it."""
 
@@ -77,8 +75,7 @@ class IntegrityReport(Shown):
     def facts(self) -> Facts:
         """The result and the first damages."""
         shown = [(f"{damage.path}{damage.stretch}", damage.detail) for damage in self.damages[:SHOWN_DAMAGES]]
-        signer = [] if self.signed_by is None else [("signed by", self.signed_by)]
-        return [("result", self.verdict), *signer, *shown]
+        return [("result", self.verdict), *shown]
 
 
 def manifest_of(target: Source) -> tuple[bytes, Manifest]:
@@ -162,7 +159,7 @@ def names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
         for path, size in manifest.files.items()
         if sizes.get(path) != size
     ]
-    known = manifest.files.keys() | manifest.additional_files | {SIGNATURE}
+    known = manifest.files.keys() | manifest.additional_files
     damages += [
         Damage(path, 0, size, "is not in the manifest: it was added later")
         for path, size in sorted(sizes.items())

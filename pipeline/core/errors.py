@@ -11,7 +11,6 @@
     │   ├── DriftError        copies of one tensor differ (only the bytes can show it)
     │   │   ├── TiedDriftError  two tensors that tie_word_embeddings makes one differ
     │   │   └── MasterDriftError  a parameter is not the cast of its master weight
-    │   └── SignatureError    a signature is missing, or not by this key over this file
     ├── PlanError             the checkpoint is complete, but cannot become the requested target
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
@@ -289,20 +288,6 @@ class MasterDriftError(DriftError):
         return (
             f"{self.tensor}: {self.detail} ({self.path_a} and {self.path_b}): the files are not of one step, or have "
             "changed places; with --allow-master-drift (allow_master_drift=True) both are taken as they are"
-        )
-
-
-class SignatureError(CheckpointError):
-    """A signature is missing, or is not by whom it must be, over this file. ``path`` is that of the signature."""
-
-    def __init__(self, path: str, signed: str, trusted: str, option: str, detail: str) -> None:
-        super().__init__(path, signed, trusted, option, detail)
-        self.path, self.signed, self.trusted, self.option, self.detail = path, signed, trusted, option, detail
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path}: not a signature of this {self.signed} by {self.trusted}: {self.detail}; check that "
-            f"--signature and {self.option} are those of the signer, otherwise the file is not what was signed"
         )
 
 

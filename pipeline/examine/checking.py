@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport, check_target, manifest_of
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.examine.signing import read_trusted, signer_of_target
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import CheckOptions
@@ -21,9 +19,6 @@ def check(
     target: PathLike,
     *,
     source: PathLike | None = None,
-    public_key: PathLike | None = None,
-    ca_certificate: PathLike | None = None,
-    signature: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[CheckOptions],
 ) -> IntegrityReport:
@@ -34,13 +29,6 @@ def check(
     source
         The checkpoint that the target was made from, to compare with parts that the storage copied without reporting an
         MD5. The location recorded in the manifest is never opened.
-    public_key
-        The public key of the signature of the manifest, in PEM format. Nothing is compared unless the signature is
-        right. Needs the extra ``sign``.
-    ca_certificate
-        The same with certificates of authorities, in PEM format: one of them must have issued the signer's certificate.
-    signature
-        A local file with that signature, by default ``paddle_reshard.json.sig`` of the target. See :func:`sign`.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -50,12 +38,7 @@ def check(
     ------
     CheckpointError
         If the target has no manifest, or one without checksums, or if ``source`` does not exist.
-    SignatureError
-        If the manifest has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
-    trusted = read_trusted(public_key, ca_certificate, signature)
     store = open_source(os.fspath(target), *target_access(options))
     made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
-    data, manifest = manifest_of(store)
-    signer = signer_of_target(store, data, trusted, signature)
-    return replace(check_target(store, manifest, made_from, observe), signed_by=signer)
+    return check_target(store, manifest_of(store)[1], made_from, observe)

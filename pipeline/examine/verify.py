@@ -56,8 +56,6 @@ class VerifyReport(Shown):
     """Bytes read per byte that is needed."""
     read_once_budget_bytes: int | None
     """A budget with which every byte is read once; ``None`` if that was already so."""
-    signed_by: str | None = None
-    """Whose signature the fingerprints have: ``key sha256:…``; ``None`` if no public key was given."""
 
     @property
     def equal(self) -> bool:
@@ -85,8 +83,7 @@ class VerifyReport(Shown):
         shown = [
             (difference.tensor, difference.detail) for difference in self.differences[:SHOWN_DIFFERENCES]
         ]
-        signer = [] if self.signed_by is None else [("signed by", self.signed_by)]
-        return [("result", self.verdict), *signer, *shown]
+        return [("result", self.verdict), *shown]
 
     def __bool__(self) -> bool:
         """Whether the two are equal, so that ``assert verify(a, b)`` works as expected."""
@@ -132,9 +129,6 @@ def verify(
     against: PathLike | None = None,
     recorded: bool = False,
     resume: PathLike | None = None,
-    public_key: PathLike | None = None,
-    ca_certificate: PathLike | None = None,
-    signature: PathLike | None = None,
     observe: Observer = ignore_events,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
@@ -164,13 +158,6 @@ def verify(
     resume
         A local file for the progress of the comparison, which continues from it if it exists. It is removed when
         everything is compared.
-    public_key
-        With ``against``: the public key of the signature of that file, in PEM format. Nothing is compared unless the
-        signature is right. Needs the extra ``sign``.
-    ca_certificate
-        The same with certificates of authorities, in PEM format: one of them must have issued the signer's certificate.
-    signature
-        A local file with that signature, by default ``against`` with ``.sig`` appended. See :func:`sign`.
     observe
         Called with events that report progress, as in :func:`convert`.
     options
@@ -180,19 +167,16 @@ def verify(
     ------
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
-    SignatureError
-        If ``against`` has no signature, or not by the owner of ``public_key`` or of a certificate.
     """
-    fingerprints, signer = _given_fingerprints(against, public_key, ca_certificate, signature)
     scope = Scope(
         None if states is None else frozenset(texts_of(states)),
         subset,
-        fingerprints,
+        None if against is None else _read_fingerprints(against),
         recorded,
         None if resume is None else Path(resume),
     )
     other = None if b is None else os.fspath(b)
-    return replace(verify_with(os.fspath(a), other, scope, Reader.of(options, observe)), signed_by=signer)
+    return verify_with(os.fspath(a), other, scope, Reader.of(options, observe))
 
 
 def verify_with(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyReport:
@@ -207,26 +191,10 @@ def verify_with(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyRe
     return _verify_two(a, b, scope, reader)
 
 
-def _given_fingerprints(
-    against: PathLike | None,
-    public_key: PathLike | None,
-    ca_certificate: PathLike | None,
-    signature: PathLike | None,
-) -> tuple[Fingerprints | None, str | None]:
-    """The fingerprints in a file, and who signed them, if there is something to check that with."""
-    if all(given is None for given in (against, public_key, ca_certificate, signature)):
-        return None, None
+def _read_fingerprints(path: PathLike) -> Fingerprints:
     from paddle_reshard.pipeline.examine.fingerprint import parse_document, read_document
-    from paddle_reshard.pipeline.examine.signing import read_trusted, signer_of_file
 
-    trusted = read_trusted(public_key, ca_certificate, signature)
-    if trusted is not None and against is None:
-        raise UsageError(f"{trusted.option} requires --against, or a single target with a manifest")
-    if against is None:
-        return None, None
-    data = read_document(against)
-    signer = signer_of_file(against, data, trusted, signature)
-    return parse_document(data, against), signer
+    return parse_document(read_document(path), path)
 
 
 def _verify_alone(a: str, scope: Scope, reader: Reader) -> VerifyReport:

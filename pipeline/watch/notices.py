@@ -13,10 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class Result(str, Enum):
-    """Result of a checkpoint, or of its publication, in one pass."""
+    """Result of a checkpoint in one pass."""
 
     CONVERTED = "converted"
-    PUBLISHED = "published"
     DONE = "done"
     WAITING = "waiting"
     STALE = "stale"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from paddle_reshard.pipeline.convert.conversion import plan_with
@@ -49,7 +49,6 @@ from paddle_reshard.pipeline.watch.notices import (
     skipped,
     waiting,
 )
-from paddle_reshard.pipeline.watch.publishing import Publisher
 from paddle_reshard.pipeline.watch.records import (
     CheckpointRecord,
     Observation,
@@ -80,8 +79,6 @@ class Watcher:
         Folder or URL of the checkpoints, and of what they are converted to.
     convert
         Default: in this process.
-    versions
-        Where converted checkpoints are published, if they are.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class Watcher:
         conversion: Conversion,
         policy: Policy,
         convert: Convert | None = None,
-        versions: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         shared = conversion.settings.asked.shared
@@ -104,10 +100,6 @@ class Watcher:
         self.notices = Notices()
         self.records = Records(self.run, self.out, conversion.identify)
         self.inspector = Inspector(self.records, shared, policy.settle_seconds)
-        self.publisher: Publisher | None = None
-        if versions is not None:
-            root = open_root(versions, writing.options, writing.schemes)
-            self.publisher = Publisher(self.records, root, conversion, self.notices)
         self.tell: Callable[[Outcome | Checked], None] = lambda event: None
         """Called when a checkpoint is converted, refused, failed or stale, and after each pass."""
         self._order: list[str] = []
@@ -131,18 +123,10 @@ class Watcher:
                 notice = failed(f"{in_words(error)}; will be checked again", "")
                 results[name] = self.notices.give(name, notice)
             if results[name] is Result.CONVERTED:
-                self._settle(results)
-        self._settle(results)
+                self.prune()
+        self.prune()
         self.tell(Checked({name: result.value for name, result in results.items()}))
         return results
-
-    def _settle(self, results: dict[str, Result]) -> None:
-        """Publish what is due, and remove what ``--keep`` does not keep."""
-        needed: set[str] = set()
-        if self.publisher is not None:
-            results |= self.publisher.update(self._held, results)
-            needed = {*self.publisher.due(self._held, results)}
-        self.prune(needed)
 
     def repeat(self, every_seconds: float) -> dict[str, Result]:
         """Repeat until interrupted or a checkpoint is stale. Returns the result of the last pass."""
@@ -321,11 +305,8 @@ class Watcher:
 
     # ------------------------------------------------------------------------------------- keeping
 
-    def prune(self, needed: Collection[str] = ()) -> None:
-        """Remove targets beyond ``--keep`` that a watcher made and that have not been replaced since.
-
-        Targets that are ``needed`` stay.
-        """
+    def prune(self) -> None:
+        """Remove targets beyond ``--keep`` that a watcher made and that have not been replaced since."""
         if self.policy.keep is None:
             return
         mine: dict[str, tuple[str, CheckpointRecord]] = {}
@@ -335,8 +316,7 @@ class Watcher:
             elif record.state is State.DONE and record.plan_id == self.records.plan_id(record.target):
                 mine[record.target] = path, record
         for _, name in steps_of([*mine])[: -self.policy.keep]:
-            if name not in needed:
-                self._remove(*mine[name])
+            self._remove(*mine[name])
 
     def _remove(self, path: str, record: CheckpointRecord) -> None:
         """Remove a target, and nothing else. If this is killed, the next pass completes the removal."""

@@ -86,10 +86,6 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
         average as average,
         ema as ema,
     )
-    from paddle_reshard.pipeline.examine.signing import (
-        SignReport as SignReport,
-        sign as sign,
-    )
     from paddle_reshard.pipeline.examine.verify import (
         VerifyReport as VerifyReport,
         verify as verify,
@@ -115,7 +111,6 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
         RereadError as RereadError,
         ReshardError as ReshardError,
         RuleError as RuleError,
-        SignatureError as SignatureError,
         StaleSessionError as StaleSessionError,
         TargetError as TargetError,
         TiedDriftError as TiedDriftError,
@@ -171,12 +166,6 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
         Plan as Plan,
     )
     from paddle_reshard.pipeline.report.html_report import HtmlReport as HtmlReport
-    from paddle_reshard.pipeline.versions.publish import publish as publish
-    from paddle_reshard.pipeline.versions.pull import pull as pull
-    from paddle_reshard.pipeline.versions.reports import (
-        PublishReport as PublishReport,
-        PullReport as PullReport,
-    )
     from paddle_reshard.pipeline.examine.overview import (
         Run as Run,
         RunCheckpoint as RunCheckpoint,
@@ -195,7 +184,6 @@ _HOMES = {
     "pipeline.core.tensors": ("DType", "Tensor"),
     "pipeline.api": ("clean", "convert", "plan"),
     "pipeline.convert.series": ("average", "ema"),
-    "pipeline.examine.signing": ("SignReport", "sign"),
     "pipeline.examine.verify": ("VerifyReport", "verify"),
     "pipeline.examine.cards": ("Alternative", "CardsPlan", "RefusedTopology"),
     "pipeline.checkpoint.format": ("RankBytes",),
@@ -229,10 +217,6 @@ _HOMES = {
     "pipeline.core.topology": ("Topology",),
     "pipeline.core.units": ("PathLike",),
     "storage.locate": ("StorageOptions",),
-    # Versions of weights for inference engines
-    "pipeline.versions.publish": ("publish",),
-    "pipeline.versions.pull": ("pull",),
-    "pipeline.versions.reports": ("PublishReport", "PullReport"),
     # Progress: the events that an observer is called with
     "pipeline.report.html_report": ("HtmlReport",),
     "pipeline.core.events": (
@@ -280,7 +264,6 @@ _HOMES = {
         "RereadError",
         "ReshardError",
         "RuleError",
-        "SignatureError",
         "StaleSessionError",
         "TargetError",
         "TiedDriftError",
@@ -297,12 +280,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 if not TYPE_CHECKING:  # a type checker that saw this would accept any name
     __all__ = sorted((*_HOME, "__version__"))
 
-    def _replaced() -> Any:
-        return import_module(f"{__name__}.pipeline.core.replaced").NAMES
-
     def __getattr__(name: str) -> Any:
-        if name not in _HOME and (other := _replaced().get(name)):
-            raise AttributeError(f"{__name__}.{name} is replaced by {other}")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

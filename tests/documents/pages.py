@@ -86,15 +86,6 @@ PAGES: dict[str, Page] = {
     "docs/architecture.md": Page(
         drawings="drawings; tests/unit/test_document_paths.py compares the layers with the import contract"
     ),
-    "docs/deltas.md": Page(
-        holds={
-            "CHECKPOINT": LLAMA,
-            "RUN_DIR/checkpoint-10": LLAMA,
-            "RUN_DIR/checkpoint-20": LLAMA,
-        },
-        after=("verify LOCAL",),
-        drawings="a folder",
-    ),
     "docs/ema.md": Page(
         holds=SERIES,
         stands_for={'f"checkpoint-{step}", ': '"saved", ', "tp=2, tp_rank=1": "tp=1, tp_rank=0"},

@@ -11,12 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import click
-from click.testing import CliRunner
 
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.file_names import MANIFEST
@@ -93,10 +91,6 @@ class Session:
                 os.environ[name] = value
         elif words[0] in REAL_PROGRAMS or (words[0] in ("ray", "python3") and self.cluster is not None):
             self._program(line, variables, words)
-        elif words[0] == "model_signing":
-            (script,) = entry_points(group="console_scripts", name="model_signing")
-            done = CliRunner().invoke(script.load(), words[1:])
-            self._ended(line, done.exit_code, done.output)
         elif Path(words[0]).name.startswith("python") and words[1].endswith(".py"):
             self._program(line, variables, [sys.executable, *words[1:]])
         else:

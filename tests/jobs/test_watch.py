@@ -32,7 +32,6 @@ from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invo
 from tests.published import checked
 from tests.report.pages import Page
 from tests.spoiled import of_another_step
-from tests.versions.receiver import receive, tensors_of
 
 INTERRUPTED = """
 import functools, os, pathlib, signal, sys, time
@@ -832,65 +831,6 @@ def test_an_invalid_record_is_reported_or_rewritten(kind: str, training: Run) ->
     else:
         assert f"{seen}: is a folder where a small file of this name is needed; remove it" in found.stderr
 
-
-# --------------------------------------------------------------------------------------------------- published
-
-
-def copy_of_run(training: Run, steps: dict[int, str]) -> None:
-    """Real checkpoints of a model as those of one run, and a watch of them."""
-    for step, case in steps.items():
-        (checkpoint,) = case_directory(case).glob("checkpoint-3")
-        shutil.copytree(
-            checkpoint, training.run / f"checkpoint-{step}", dirs_exist_ok=True, copy_function=shutil.copyfile
-        )
-
-
-def watch_and_publish(training: Run, versions: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    command = ("watch", training.run, training.out, "--to", "tp=1", "--once", "--settle", 0)
-    return run_here(*command, "--publish", versions, *options)
-
-
-def test_converted_checkpoints_are_published_in_the_order_of_their_steps(
-    training: Run, tmp_path: Path
-) -> None:
-    versions = tmp_path / "versions"
-    copy_of_run(training, {3: "dense/single", 6: "dense/sh2_s1v2_meta"})
-    (training.run / "checkpoint-9").mkdir()  # begun by a job that died
-    first = watch_and_publish(training, versions)
-    assert "checkpoint-3: published: weight_v000001, full: the first version" in first.stderr
-    assert "checkpoint-6: published: weight_v000002, delta: " in first.stderr
-    assert "2 converted, 2 published, 0 converted before, 1 waiting, 0 failed" in first.stderr
-    copy_of_run(training, {20: "dense/single"})
-    second = watch_and_publish(training, versions, "--keep", 1, "--json")
-    results = {name: of["result"] for name, of in checked(second)["checkpoints"].items()}
-    assert (results["checkpoint-20"], results["checkpoint-20 published"]) == ("converted", "published")
-    assert training.converted() == ["checkpoint-20"]
-    assert "published" not in watch_and_publish(training, versions, "--keep", 1).stderr
-    copy_of_run(training, {4: "dense/single"})  # older than what is published
-    assert "published" not in watch_and_publish(training, versions).stderr
-
-    receive(versions, tmp_path / "engine", 1, 3)
-    paddle_reshard.convert(training.run / "checkpoint-20", tmp_path / "direct", format="huggingface")
-    assert tensors_of(tmp_path / "engine") == tensors_of(tmp_path / "direct")
-
-
-def test_what_is_not_published_yet_is_kept(training: Run, tmp_path: Path) -> None:
-    versions = tmp_path / "versions"
-    copy_of_run(training, {3: "dense/single"})
-    assert watch_and_publish(training, versions).returncode == 0
-    frames = versions / "weight_v000001" / "model.safetensors"
-    content = frames.read_bytes()
-    frames.write_bytes(content[:-1])
-    copy_of_run(training, {6: "dense/sh2_s1v2_meta", 20: "dense/single"})
-    refused = watch_and_publish(training, versions)
-    assert refused.returncode == 1
-    assert "checkpoint-6: not published: " in refused.stderr
-    assert watch_and_publish(training, versions, "--keep", 1).returncode == 1
-    assert training.converted() == ["checkpoint-20", "checkpoint-6"]
-    frames.write_bytes(content)
-    assert watch_and_publish(training, versions, "--keep", 1).returncode == 0
-    assert training.converted() == ["checkpoint-20"]
-    assert sorted(path.name for path in versions.glob("weight_*")) == [f"weight_v00000{n}" for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing"])

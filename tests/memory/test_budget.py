@@ -117,16 +117,6 @@ def write_model(folder: Path, model: Llama, first: int) -> int:
     return len(header)
 
 
-def test_a_published_delta_stays_below_its_budget(tmp_path: Path) -> None:
-    """However many tensors are compared: each is compressed with a memory of its own."""
-    tensors = [write_model(tmp_path / str(n), Llama(hidden=1024, layers=10), n) for n in range(2)]
-    assert tensors == [93, 93]
-    how = ["--rules", RULES, "--memory", "256MiB", "--quiet"]
-    paddle_reshard.publish(tmp_path / "0", tmp_path / "versions", rules=RULES)
-    (most,) = run_watched(["publish", tmp_path / "1", tmp_path / "versions", *how]).values()
-    assert 40 * MIB < most <= 256 * MIB
-
-
 @pytest.mark.cluster
 def test_workers_of_a_cluster_stay_below_their_budget(sharded: Path, target: Path) -> None:
     most = run_watched(

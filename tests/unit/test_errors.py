@@ -25,7 +25,6 @@ from paddle_reshard.pipeline.core.errors import (
     RereadError,
     ReshardError,
     RuleError,
-    SignatureError,
     StaleSessionError,
     TargetError,
     TiedDriftError,
@@ -58,19 +57,6 @@ EXAMPLES = [
     (
         CoverageError("w (param)", "is not whole", ("a", "b", "c", "d", "e", "f")),
         "w (param): is not whole (in a, b, c, d and 2 more)",
-        1,
-    ),
-    (
-        SignatureError(
-            "dst/paddle_reshard.json.sig",
-            "paddle_reshard.json",
-            "the key of public.pem",
-            "--public-key",
-            "Key mismatch",
-        ),
-        "dst/paddle_reshard.json.sig: not a signature of this paddle_reshard.json by the key of public.pem: Key "
-        "mismatch; check that --signature and --public-key are those of the signer, otherwise the file is not what was "
-        "signed",
         1,
     ),
     (PlanError("pp=9 is more than 6 items"), "pp=9 is more than 6 items", 1),

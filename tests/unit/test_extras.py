@@ -13,7 +13,7 @@ from tests.conftest import case_directory
 SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
 WITHOUT = """
 import sys
-for name in ("ray", "s3fs", "aiobotocore", "botocore", "aiohttp", "model_signing", "pyarrow", "blake3"):
+for name in ("ray", "s3fs", "aiobotocore", "botocore", "aiohttp", "pyarrow"):
     sys.modules[name] = None  # as if it were not installed
 from paddle_reshard.pipeline.cli.main import main
 main()
@@ -49,12 +49,6 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
             ("plan", str(SOURCE), "--to", "tp=1", "--save", "one.plan"),
             "a saved plan needs the package pyarrow, which is not installed: pip install 'paddle-reshard[arrow]'",
         ),
-        (
-            ("publish", str(SOURCE), "versions", "--checksum", "blake3"),
-            "the checksum blake3 needs the package blake3, which is not installed: pip install "
-            "'paddle-reshard[publish]'",
-        ),
-        (("sign", "fingerprints.json", "--key", "key.pem"), "pip install 'paddle-reshard[sign]'"),
     ],
 )
 def test_the_error_names_the_extra(arguments: tuple[str, ...], advice: str) -> None:

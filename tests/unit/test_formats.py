@@ -58,7 +58,6 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/cli/commands/conversion.py": "an example in the help of a command",
     "pipeline/cli/commands/ema.py": "an example in the help of a command",
     "pipeline/training/names.py": "names of parameters in a running job, which only files of its ranks tell",
-    "pipeline/versions/publish.py": "publishes exports, because engines read nothing else",
     "pipeline/indexing/as_stored.py": "degrees in names of files that no format could read",
     "pipeline/training/async_ema.py": "writes the averages of a running job, as its trainer does",
     "pipeline/training/flex.py": "writes the averages of a running job, as its trainer does",

@@ -122,7 +122,6 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "launch",
         "load_into",
         "plan",
-        "publish",
         "verify",
     }
     assert TAKE_OPTIONS.keys() == functions
@@ -221,13 +220,7 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
             lambda: paddle_reshard.check("a", allow_scheme=1),
             "^allow_scheme: a list of texts is expected, not int$",
         ),
-        (
-            lambda: paddle_reshard.pull("a", "b", version="1"),
-            "^version: a whole number is expected, not str$",
-        ),
-        (lambda: paddle_reshard.publish("a", "b", full_every=1.5), "^full_every: a whole number is expected"),
         (lambda: paddle_reshard.clean("a", take_over="no"), "^take_over: True or False is expected"),
-        (lambda: paddle_reshard.sign("a", key=1), "^key: a path is expected, not int$"),
         (lambda: paddle_reshard.inspect("a", storage_options="s3cret"), "a mapping is expected, not str$"),
     ],
 )
@@ -332,7 +325,7 @@ def completed(*words: str) -> list[str]:
 
 
 def test_shells_complete_paths_options_and_values() -> None:
-    for name in ("convert", "plan", "inspect", "ls", "clean", "verify", "submit", "watch", "sign"):
+    for name in ("convert", "plan", "inspect", "ls", "clean", "verify", "submit", "watch"):
         assert completed(name, "check") == ["file,check"], name
     assert completed("convert", "a", "b", "--like", "check") == ["file,check"]
     assert completed("convert", "a", "b", "--format", "hug") == ["plain,huggingface"]

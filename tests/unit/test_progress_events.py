@@ -70,7 +70,7 @@ def test_a_conversion_reports_steps_bytes_and_groups(converted: Any) -> None:
     assert [end[name] for name in ("status", "error", "kind", "retryable")] == [0, None, None, False]
 
 
-@pytest.mark.parametrize("command", ["verify", "check", "diff", "fingerprint", "plan", "ema", "publish"])
+@pytest.mark.parametrize("command", ["verify", "check", "diff", "fingerprint", "plan", "ema"])
 def test_other_commands_report_too_whatever_else_they_print(
     command: str, converted: Any, tmp_path: Path
 ) -> None:
@@ -82,7 +82,6 @@ def test_other_commands_report_too_whatever_else_they_print(
         "fingerprint": ("fingerprint", target),
         "plan": ("plan", DEMO, "--to", "tp=1"),
         "ema": ("ema", target, target, tmp_path / "mean", "--uniform", "--to", "tp=1"),
-        "publish": ("publish", target, tmp_path / "versions"),
     }
     done = run_here(*arguments[command], "--progress=json", "--quiet")
     events = events_of(done.stderr)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 OF_ONE_PROCESS: Mapping[str, str] = {
     "events": "--events",
     "metrics_port": "--metrics-port",
-    "notify": "--notify",
 }
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 REPORT = "report_path"

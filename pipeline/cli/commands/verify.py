@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
-    *("a", "source", "public_key", "ca_certificate", "signature"),
+    *("a", "source"),
     *("report_path", "as_json", "quiet", "progress", "events", "metrics_port"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
@@ -67,21 +67,6 @@ OPTIONS_FOR_ONE = (
     "compared. The source recorded in the manifest is never opened.",
 )
 @click.option(
-    "--public-key",
-    metavar="PUB.pem",
-    help="First check the signature of the manifest, or of FILE of --against, with this public key.",
-)
-@click.option(
-    "--ca-certificate",
-    metavar="CA.pem",
-    help="The same for a signature with a certificate, which one of the authorities in this file must have issued.",
-)
-@click.option(
-    "--signature",
-    metavar="FILE",
-    help="With either: the signature, a local file. Default: beside what was signed, with .sig appended.",
-)
-@click.option(
     "--resume",
     metavar="FILE",
     help="Keep the progress of the comparison in this file, continue from it if it exists, and remove it at the end.",
@@ -106,9 +91,6 @@ def verify(
     against: str | None,
     recorded: bool,
     source: str | None,
-    public_key: str | None,
-    ca_certificate: str | None,
-    signature: str | None,
     resume: str | None,
     **_: Any,
 ) -> None:
@@ -118,20 +100,15 @@ def verify(
     manifest, compare all copies of each tensor, and every parameter with its master weight. With --against, compare
     every tensor with its fingerprint.
 
-    Exit status: 0 equal (or intact), 1 different (or damaged, or not signed by whom it must be), 2 the comparison could
+    Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could
     not be made.
     """
     options = given(context)
     options.pop("resume", None)  # of a conversion it is a flag; here it names a file
-    signed: dict[str, Any] = {
-        "public_key": public_key,
-        "ca_certificate": ca_certificate,
-        "signature": signature,
-    }
     if b is None and against is None and not recorded and _holds_manifest(a, options):
         _refuse_options_for_two(context)
         own = {name: value for name, value in options.items() if name in OPTIONS_FOR_ONE}
-        _compare_with_manifest(a, {"source": source, **signed, **own})
+        _compare_with_manifest(a, {"source": source, **own})
     if source is not None:
         raise UsageError(
             f"--source requires a target with a manifest; {a} has none"
@@ -149,7 +126,6 @@ def verify(
             recorded=recorded,
             resume=resume,
             observe=run,
-            **signed,
             **options,
         )
         run.show(report, *(side for side in (a, b or against) if side is not None))
@@ -184,13 +160,7 @@ def _refuse_options_for_two(context: click.Context) -> None:
             )
 
 
-def _show_signer(signed_by: str | None) -> None:
-    if signed_by is not None:
-        say(f"signed by {signed_by}")
-
-
 def _show_verification(report: VerifyReport, alone: bool) -> None:
-    _show_signer(report.signed_by)
     one_sided, further = _only_on_one_side(report.differences)
     for (state, side), keys in one_sided.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
@@ -242,7 +212,6 @@ def _only_on_one_side(
 
 
 def _show_integrity(report: IntegrityReport) -> None:
-    _show_signer(report.signed_by)
     for damage in report.damages[:SHOWN_DIFFERENCES]:
         say(f"{damage.path}{damage.stretch}: {damage.detail}")
     if len(report.damages) > SHOWN_DIFFERENCES:

@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.cli.commands.elsewhere import (
     absolute,
     job_options,
 )
-from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option, notify_option
+from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say
 from paddle_reshard.pipeline.core.answer import Answer
@@ -84,12 +84,6 @@ def read_duration(text: str) -> float:
 )
 @click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the newest N converted checkpoints.")
 @click.option(
-    "--publish",
-    metavar="VERSIONS",
-    help="Also publish the parameters of each converted checkpoint as the next version in this folder, for inference "
-    "engines.",
-)
-@click.option(
     "--submit", "address", metavar="ADDRESS", help="Run the conversions as jobs of this Ray cluster."
 )
 @click.option(
@@ -123,7 +117,6 @@ def read_duration(text: str) -> float:
 )
 @events_option
 @metrics_option
-@notify_option
 @job_options
 @click.argument("arguments", nargs=-1, type=LOCATION, metavar="RUN_DIR DST_ROOT")
 def watch(
@@ -161,9 +154,8 @@ def watch(
             conversion = _conversion(request)
             job = {name: settings[name] for name in OF_A_JOB}
             runner = _runner(request, conversion, address, job, run, report_dir)
-            places = (request.values["source"], request.values["target"], settings["publish"])
-            source, target, versions = (place and absolute(place) for place in places)
-            watcher = Watcher(source, target, conversion, policy, runner, versions)
+            source, target = (absolute(request.values[place]) for place in ("source", "target"))
+            watcher = Watcher(source, target, conversion, policy, runner)
             if not wait and not watcher.run.is_there():
                 raise UsageError(
                     f"{watcher.run.location}: no such folder; use --wait if the run has not started yet"
@@ -250,7 +242,7 @@ def _end(watcher: Watcher, results: Mapping[str, Result], as_json: bool) -> int:
     counts = ", ".join(
         f"{every.count(result)} {words.get(result, result.value)}"
         for result in Result
-        if result not in (Result.PUBLISHED, Result.STALE) or result in every
+        if result is not Result.STALE or result in every
     )
     logging.getLogger(__name__).info("%s", counts)
     if as_json:
