@@ -21,7 +21,7 @@ pythons() {
     { type -aP "python3.$minor"; ls "$(pyenv root)/versions"/3.$minor.*/bin/python3.$minor; } 2>/dev/null || true
   done | while read -r python; do
     "$python" -c "$ask" 2>/dev/null || true  # pyenv has a command for a Python that it would not start
-  done | sort -uV -k 1,1
+  done | sort -uV -k 1,1 | awk -F. '!seen[$2]++'  # of each minor release the oldest patch: it has the least
 }
 
 use() (

@@ -50,20 +50,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pipeline/convert/plan_file.py _opened",
         "pipeline/examine/comparing.py _finished_earlier",
         "pipeline/examine/fingerprint.py read_document",
-        "pipeline/examine/signing.py _write",
         "pipeline/progress/events_as_json.py EventLog.append_to",
-        "pipeline/progress/notify.py read_receiver",
         "pipeline/request/given_file.py read_text",
         "storage/local/folders.py written_whole",
-        "storage/signatures.py _read_key",
     ),
     "a new file in a private temporary folder, or that a random name makes ours": (
         "clusters/ray/jobs.py _runtime_env",
         "storage/listing.py LocalRoot.replace",
         "storage/s3/folder.py S3Folder.put_file",
-        "storage/signatures.py sign_bytes",
-        "storage/signatures.py check_signature",
-        "storage/signatures.py _copies",
     ),
     "a file of a training job, written by the job itself": (
         "clusters/ray/ema_actor.py _Averager.__init__",
@@ -82,10 +76,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "storage/local/mounts.py file_system",
         "storage/session/holder.py this_process",
         "storage/session/holder.py process_start",
-    ),
-    "of signatures and versions": (
-        "pipeline/examine/signing.py signer_of_file",
-        "pipeline/versions/publish.py _Publisher._tidy",
     ),
 }
 """Why → module and function."""

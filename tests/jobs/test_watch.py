@@ -832,7 +832,6 @@ def test_an_invalid_record_is_reported_or_rewritten(kind: str, training: Run) ->
         assert f"{seen}: is a folder where a small file of this name is needed; remove it" in found.stderr
 
 
-
 @pytest.mark.parametrize("harm", ["truncated", "missing"])
 def test_a_finished_checkpoint_that_is_not_whole_is_damaged_once_it_has_settled(
     harm: str, training: Run
