@@ -49,6 +49,13 @@ def test_inspect_json_says_what_the_checkpoint_is() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["delta", "convert"])
+def test_a_folder_may_be_called_like_a_command(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(DEMO)
+    done = run_alone("inspect", name, cwd=tmp_path)
+    assert (done.returncode, "tp=2,pp=2,sharding=2" in done.stdout) == (0, True), done.stderr
+
+
 def test_inspect_for_people_lists_rules_on_request() -> None:
     done = run("inspect", DEMO, "--tensors")
     assert done.returncode == 0

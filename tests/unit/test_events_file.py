@@ -62,10 +62,3 @@ def test_a_file_that_cannot_be_written_is_wrong_usage(name: str, tmp_path: Path)
     assert done.returncode == 2
     assert "--events" in done.stderr
     assert not (tmp_path / "t").exists()
-
-
-def test_the_option_that_was_replaced_names_what_replaces_it(tmp_path: Path) -> None:
-    for given in (("--log-file", tmp_path / "x"), (f"--log-file={tmp_path / 'x'}",)):
-        done = run_here("convert", DEMO, tmp_path / "t", "--to", "tp=1", *given)
-        assert (done.returncode, "--events FILE replaces it" in done.stderr) == (2, True)
-    assert not [*tmp_path.iterdir()]
