@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
     Decides,
     Kind,
+    RunOptions,
     declarations,
     flag_of,
     help_of,
@@ -225,12 +227,17 @@ def read_object(text: str | None) -> dict[str, Any] | None:
     """Parse a JSON object, or ``@FILE`` with one. Messages never show the text, which may hold secrets."""
     if text is None:
         return None
+    where = text[1:] if text.startswith("@") else "the text"
     try:
-        value = parse_json(Path(text[1:]).read_text("utf-8") if text.startswith("@") else text)
-    except (OSError, ValueError) as error:
-        raise click.BadParameter("neither a JSON object nor @FILE with one") from error
+        value = parse_json(Path(where).read_text("utf-8") if text.startswith("@") else text)
+    except OSError as error:
+        raise click.BadParameter(f"{where}: {error.strerror or error}") from error
+    except ValueError as error:
+        place = re.search(r"line \d+ column \d+", str(error))
+        at = f" (it breaks at {place[0]})" if place else ""
+        raise click.BadParameter(f"{where} is no JSON object{at}; give one, or @FILE with one") from error
     if not isinstance(value, dict):
-        raise click.BadParameter("not a JSON object")
+        raise click.BadParameter(f"{where} is JSON, but no object: {{…}}")
     return value
 
 
@@ -335,6 +342,6 @@ target_options = all_of(
     answer_options,
 )
 run_options = all_of(
-    *declared_all(("cluster", "workers", "label_selector", "exchange", "resume", "take_over")),
+    *declared_all(RunOptions.__annotations__),
     metrics_option,
 )

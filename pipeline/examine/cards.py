@@ -119,6 +119,10 @@ class CardsPlan(Shown):
     any_topology: bool
     """Whether the trainer reads the checkpoint in any of these topologies as it is."""
 
+    def __iter__(self) -> Iterator[Alternative]:
+        """The alternatives, the nearest first."""
+        return iter(self.alternatives)
+
     @property
     def nearest(self) -> Alternative | None:
         """The alternative that changes least; ``None`` if the source is not for any topology."""

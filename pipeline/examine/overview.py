@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.backports import Unpack
@@ -51,6 +51,10 @@ class Run(Shown):
     path: str
     checkpoints: tuple[RunCheckpoint, ...]
     """By step."""
+
+    def __iter__(self) -> Iterator[RunCheckpoint]:
+        """The checkpoints, by step."""
+        return iter(self.checkpoints)
 
     def _in_short(self) -> str:
         complete = sum(checkpoint.problem is None for checkpoint in self.checkpoints)

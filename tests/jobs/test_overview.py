@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_checkpoints_are_listed_by_step_with_what_is_missing(run: Path) -> None:
     found = paddle_reshard.ls(run, targets=[run.parent / "converted"])
-    first, unfinished, damaged = found.checkpoints
+    first, unfinished, damaged = found
     assert (first.name, first.step, first.format, first.topology) == (
         *("checkpoint-3", 3, "hybrid"),
         "tp=2,pp=2,sharding=2",

@@ -56,6 +56,23 @@ def test_a_folder_may_be_called_like_a_command(name: str, tmp_path: Path) -> Non
     assert (done.returncode, "tp=2,pp=2,sharding=2" in done.stdout) == (0, True), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("@nofile", "nofile: No such file or directory"),
+        ('{"key": "hunter2" "x": 1}', "the text is no JSON object (it breaks at line 1 column 19)"),
+        ("[1]", "the text is JSON, but no object"),
+    ],
+)
+def test_storage_options_that_cannot_be_read_are_told_without_them(
+    given: str, message: str, tmp_path: Path
+) -> None:
+    done = run_alone("inspect", DEMO, "--storage-options", given, cwd=tmp_path)
+    assert (done.returncode, message in done.stderr, "hunter2" in done.stderr) == (2, True, False), (
+        done.stderr
+    )
+
+
 def test_inspect_for_people_lists_rules_on_request() -> None:
     done = run("inspect", DEMO, "--tensors")
     assert done.returncode == 0
