@@ -139,13 +139,6 @@ def test_the_schema_knows_every_option_that_is_stated() -> None:
     }
 
 
-def test_what_planned_from_a_manifest_names_what_replaces_it(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(cli, ["explain", str(tmp_path), "--tensor", KEY, "--source", str(SOURCE)])
-    assert (refused.exit_code, "explain SRC … --to … replaces it" in refused.stderr) == (2, True)
-    with pytest.raises(AttributeError, match="replaced by plan"):
-        paddle_reshard.plan_again  # noqa: B018
-
-
 def test_a_manifest_that_does_not_state_its_request_is_read(tmp_path: Path) -> None:
     target = tmp_path / "made"
     paddle_reshard.convert(SOURCE, target, to="tp=1")
