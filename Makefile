@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table first-job bench scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table lab facts first-job bench scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -28,6 +28,8 @@ help:
 	@echo "make lowest   convert and publish with the wheel and the lowest version of every dependency that pyproject.toml allows"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
+	@echo "make lab      the environment of the real trainer (needs Python 3.11)"
+	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into docs/parity.md (two hours; can be interrupted)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into docs/performance.md (ARGS=--quick)"
@@ -184,6 +186,12 @@ parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.ema
 	$(BIN)/python -m tests.parity.live
 	$(BIN)/python -m tests.parity.command_line
+
+lab: $(VENV)/.test
+	$(BIN)/python -c "from tests.parity.lab import open_lab; print(open_lab().python)"
+
+facts: $(VENV)/.test
+	"$$($(BIN)/python -c 'from tests.parity.lab import open_lab; print(open_lab().python)' | tail -1)" tests/lab/facts.py $(ARGS)
 
 first-job: $(VENV)/.test
 	$(BIN)/python -m tests.parity.first_job

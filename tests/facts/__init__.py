@@ -1,0 +1,75 @@
+"""What the model classes of PaddleFormers hold when they are built: the reader of ``facts.json.xz``."""
+
+import functools
+import json
+import lzma
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Entry(NamedTuple):
+    """One entry of a rank's state dict; ``shape`` is the rank's own, in elements."""
+
+    key: str
+    name: str | None
+    """The parameter name; ``None`` for a buffer."""
+    shape: list[int]
+    dtype: str
+    is_distributed: bool
+    split_axis: int | None
+    no_sync: bool
+    expert: bool
+    same_as: str | None
+    """The first key of the same tensor, if this is a further one."""
+    trainable: bool
+    is_parameter: bool
+
+
+class Sharded(NamedTuple):
+    """One entry of ``sharded_state_dict()``."""
+
+    structured: str
+    key: str
+    local_shape: list[int]
+    global_shape: list[int]
+    global_offset: list[int]
+    is_flattened: bool
+
+
+class Build(NamedTuple):
+    """One rank of one class under one config and topology."""
+
+    family: str
+    topology: str
+    rank: int
+    config: dict[str, Any]
+    """The entries that differ from the laboratory's base config."""
+    kind: str | None
+    entries: list[Entry] | None
+    sharded: list[Sharded] | str | None
+    """A string says why ``sharded_state_dict()`` does not run."""
+    refused: str | None
+    lost: str | None
+    """The laboratory got no answer; this says nothing about the class."""
+
+
+@functools.cache
+def builds() -> tuple[Build, ...]:
+    """Read all builds, in the order in which they were made."""
+    whole = json.loads(lzma.decompress(Path(__file__).with_name("facts.json.xz").read_bytes()))
+
+    def table(number: int) -> list[list[Any]]:
+        return [whole["rows"][row] for row in whole["tables"][number]]
+
+    def read(one: dict[str, Any]) -> Build:
+        part = one.get("sharded")
+        return Build(
+            *(one[field] for field in ("family", "topology", "rank", "config")),
+            one.get("class"),
+            [Entry(*row) for row in table(one["rows"])] if "rows" in one else None,
+            [Sharded(*row) for row in table(part)] if isinstance(part, int) else part,
+            one.get("refused"),
+            one.get("lost"),
+        )
+
+    return tuple(read(one) for one in whole["builds"])

@@ -1,0 +1,392 @@
+"""Build model classes of PaddleFormers, tiny and not trained, and write down what they hold: ``tests/facts``.
+
+Runs in the laboratory's Python (``make facts``). The library is imported once; every family and topology then
+gets forked ranks, which build the base config and its variants one after the other. A variant changes one entry
+that a constructor was seen to read.
+"""
+
+import itertools
+import json
+import lzma
+import os
+import random
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", GLOG_v="0", SHIM_BOX=tempfile.mkdtemp(prefix="facts_"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "lab" / "models"))
+
+TARGET = TESTS / "facts" / "facts.json.xz"
+SEQUENCE = 16
+SECONDS = 20
+WORKERS = 2
+PORTS = 21_000
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {TP: 2}),
+    "pp2": (2, {PP: 2}),
+    "ep2": (2, {"sharding": "stage1", "sharding_parallel_size": 2, "use_expert_parallel": True, EP: 2}),
+}
+TEXT = ("llama", "qwen2", "qwen3", "ernie4_5", "phi3", "gemma3_text")
+EXPERTS = ("qwen2_moe", "qwen3_moe")
+RUN_DEPENDENT = ("tensor_parallel_rank", "moe_group", "pp_seg_method")
+"""Entries that say where a rank is; no user sets them in a config."""
+
+
+def topologies_of(family: str) -> list[str]:
+    """Name the topologies to try: those of Pipe classes only where the library has one."""
+    return [name for name in TOPOLOGIES if name != "ep2" or family in EXPERTS]
+
+
+# ---- in a rank
+
+
+def arguments(options: Mapping[str, Any]) -> Any:
+    """Make the trainer's arguments; this sets up the groups of the topology."""
+    from paddleformers.trainer import TrainingArguments
+
+    fixed: dict[str, Any] = dict(
+        output_dir=os.environ["SHIM_BOX"], bf16=True, fp16_opt_level="O2", device="cpu"
+    )
+    fixed |= dict(report_to="none", save_checkpoint_format=None, load_checkpoint_format=None, seed=42)
+    fixed |= dict(partial_send_recv=False, disable_tqdm=True, fuse_sequence_parallel_allreduce=False)
+    return TrainingArguments(**(fixed | options))
+
+
+def build(family: str, model: Mapping[str, Any], args: Any, *, tied: bool, vpp: int = 1) -> Any:
+    """Build one class as the laboratory's training scripts do, with names counted from zero."""
+    import new_models
+    from paddle.utils import unique_name
+
+    with unique_name.guard():
+        pipe = args.pipeline_model_parallel_size > 1
+        return new_models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe)[2]
+
+
+def rows(model: Any) -> list[list[Any]]:
+    """Describe every entry of the state dict; a tie names the first key of the same tensor."""
+    state = model.state_dict()
+    trained = {id(p) for p in model.parameters()}
+    first: dict[int, str] = {}
+    found = []
+    for key, tensor in state.items():
+        same = first.setdefault(id(tensor), key)
+        is_parameter = id(tensor) in trained
+        found.append(
+            [
+                key,
+                # Buffers are named by a counter of the whole process, which no file's reader relies on.
+                tensor.name if is_parameter else None,
+                list(tensor.shape),
+                str(tensor.dtype).removeprefix("paddle."),
+                bool(getattr(tensor, "is_distributed", False)),
+                getattr(tensor, "split_axis", None),
+                bool(getattr(tensor, "no_sync", False)),
+                bool(getattr(tensor, "expert", False)),
+                None if same == key else same,
+                is_parameter and not tensor.stop_gradient,
+                is_parameter,
+            ]
+        )
+    return found
+
+
+def sharded(model: Any) -> dict[str, list[Any]] | str:
+    """Describe ``sharded_state_dict()``, or say why it does not run."""
+    try:
+        return {
+            key: [
+                str(w.key), list(w.local_shape), list(w.global_shape), list(w.global_offset),
+                bool(getattr(w, "is_flattened", False)),
+            ]
+            for key, w in model.sharded_state_dict().items()
+        }  # fmt: skip
+    except Exception as error:
+        return words(error)
+
+
+def words(error: BaseException) -> str:
+    """Say the first line of an error without addresses."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text.split(' at 0x')[0][:200]}"
+
+
+def attempt(family: str, model: Mapping[str, Any], args: Any, **options: Any) -> dict[str, Any]:
+    try:
+        built = build(family, model, args, **options)
+    except ImportError as error:
+        # Two things look alike: a class of a library that is not public (paddlefleet), and a broken laboratory.
+        if "paddlefleet" not in str(error):
+            raise
+        return {"refused": words(error), "where": "import"}
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return {"refused": words(error), "where": f"{Path(frame.filename).name}:{frame.name}"}
+    return {"class": type(built).__name__, "rows": rows(built), "sharded": sharded(built)}
+
+
+def read_entries(family: str, args: Any) -> dict[str, Any]:
+    """Build the base config and note which of its entries the constructors read, with their values."""
+    import new_models
+
+    seen: dict[str, Any] = {}
+    kind = new_models.get(family, SEQUENCE)[1]
+    building = False
+
+    def noting(self: Any, name: str) -> Any:
+        value = original(self, name)
+        if building and not name.startswith("_") and not callable(value):
+            seen.setdefault(name, value)
+        return value
+
+    original = kind.__getattribute__
+    own = "__getattribute__" in vars(kind)
+    start = kind.__init__
+
+    def init(self: Any, *a: Any, **k: Any) -> None:
+        nonlocal building
+        building = False
+        start(self, *a, **k)
+        building = True
+
+    kind.__getattribute__, kind.__init__ = noting, init
+    try:
+        build(family, {}, args, tied=False)
+    finally:
+        kind.__init__ = start
+        if own:
+            kind.__getattribute__ = original
+        else:
+            del kind.__getattribute__
+    return {name: seen[name] for name in sorted(seen) if name not in RUN_DEPENDENT}
+
+
+def other_values(value: Any) -> list[Any]:
+    """List what to try in place of a value: for switches the other one, for counts also none and one."""
+    if isinstance(value, bool):
+        return [not value]
+    if value is None:
+        return [True, 1, 16]
+    if isinstance(value, int):
+        return [v for v in (None, 0, 1, 2, 3) if v != value]
+    return [None] if isinstance(value, str | list | dict) else []
+
+
+def facts_of(family: str, topology: str, variants: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Build the base and its variants; on one card, find the variants and keep those that change something."""
+    args = arguments(TOPOLOGIES[topology][1])
+    base = attempt(family, {}, args, tied=False)
+    found = [{"config": {}, **base}]
+    if variants is None:
+        try:
+            read = read_entries(family, args)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            return [*found, {"config": "unknown", "refused": words(error), "where": "reading the config"}]
+        tried = [{name: value} for name, was in read.items() for value in other_values(was)]
+    else:
+        tried = variants
+    for change in tried:
+        model = {k: v for k, v in change.items() if k != "tie_word_embeddings"}
+        one = attempt(family, model, args, tied=bool(change.get("tie_word_embeddings", False)))
+        if one != base:
+            found.append({"config": change, **one})
+    return found
+
+
+def case_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Build what a case of the corpus trained."""
+    options = dict(description["args"])
+    vpp, tied = options.pop("_vpp", 1), options.pop("_tie", False)
+    args = arguments(options)
+    one = attempt(description["family"], description["model"], args, tied=tied, vpp=vpp)
+    return [{"config": {}, **one}]
+
+
+# ---- around the ranks
+
+
+def run_ranks(count: int, work: Callable[[], Any]) -> list[Any]:
+    """Fork ``count`` ranks; return what each found, or its end in words. None outlives this."""
+    box = Path(tempfile.mkdtemp(prefix="facts_"))
+    port = random.Random(time.time_ns()).randrange(PORTS, PORTS + 1400, 20)
+    ends = ",".join(f"127.0.0.1:{port + rank}" for rank in range(count))
+    ranks = {}
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            _be_rank(rank, count, port, ends, box, work)
+        ranks[pid] = rank
+    until = time.monotonic() + SECONDS
+    while ranks and time.monotonic() < until:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            del ranks[pid]
+            if status:
+                until = min(until, time.monotonic() + 5)
+        else:
+            time.sleep(0.05)
+    for pid in ranks:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    try:
+        outs = [box / f"{rank}.json" for rank in range(count)]
+        return [json.loads(o.read_text()) if o.exists() else None for o in outs]
+    finally:
+        shutil.rmtree(box, ignore_errors=True)
+
+
+def _be_rank(rank: int, count: int, port: int, ends: str, box: Path, work: Callable[[], Any]) -> None:
+    code = 1
+    try:
+        log = os.open(box / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        me, n = str(rank), str(count)
+        os.environ |= {"SHIM_BOX": str(box), "SHIM_STORE_PORT": str(port + 6000), "FLAGS_selected_gpus": me}
+        if count > 1:
+            os.environ |= {
+                "PADDLE_TRAINER_ID": me, "PADDLE_GLOBAL_RANK": me, "PADDLE_LOCAL_RANK": me,
+                "PADDLE_RANK_IN_NODE": me, "PADDLE_TRAINERS_NUM": n, "PADDLE_LOCAL_SIZE": n,
+                "PADDLE_GLOBAL_SIZE": n, "PADDLE_TRAINER_ENDPOINTS": ends, "PADDLE_DISTRI_BACKEND": "gloo",
+                "PADDLE_CURRENT_ENDPOINT": ends.split(",")[rank], "PADDLE_MASTER": f"127.0.0.1:{port + 10}",
+            }  # fmt: skip
+        import cpu_gloo_shim
+        import paddle.distributed.parallel
+
+        cpu_gloo_shim._BOX = str(box)
+        paddle.distributed.parallel._global_parallel_env = None
+        try:
+            found = work()
+        except ImportError:
+            raise
+        except Exception as error:
+            found = [{"config": {}, "refused": words(error), "where": "before the model is built"}]
+        (box / f"{rank}.json.part").write_text(json.dumps(found, default=str))
+        (box / f"{rank}.json.part").rename(box / f"{rank}.json")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the descriptions of the corpus cases that ``tests/facts`` is held against."""
+    for name in (TESTS / "facts" / "cases.txt").read_text().split():
+        group, _, case = name.partition("/")
+        with tarfile.open(TESTS / "corpus" / group / f"{case}.tar.xz") as packed:
+            member = packed.extractfile(f"{case}/case.json")
+            assert member is not None
+            description = json.load(member)
+        command = description["cmd"]
+        options = dict(itertools.pairwise(command))
+        description |= {key: json.loads(options.get(f"--{key}", "{}")) for key in ("args", "model")}
+        description["family"] = options.get("--family", "llama")
+        yield name, description
+
+
+def pack(builds: list[dict[str, Any]]) -> bytes:
+    """Store each different row and each different table of rows once."""
+    table_of_rows: dict[str, int] = {}
+    tables: dict[str, int] = {}
+
+    def number(of: dict[str, int], value: Any) -> int:
+        return of.setdefault(json.dumps(value, separators=(",", ":")), len(of))
+
+    for one in builds:
+        for part in ("rows", "sharded"):
+            if isinstance(one.get(part), dict):
+                one[part] = [[key, *value] for key, value in one[part].items()]
+            if isinstance(one.get(part), list):
+                one[part] = number(tables, [number(table_of_rows, row) for row in one[part]])
+    whole = {
+        "rows": [json.loads(row) for row in table_of_rows],
+        "tables": [json.loads(table) for table in tables],
+        "builds": builds,
+    }
+    return lzma.compress(json.dumps(whole, separators=(",", ":")).encode(), preset=9)
+
+
+def main(families: list[str]) -> int:
+    import paddle
+
+    paddle.set_device("cpu")
+    import cpu_gloo_shim  # noqa: F401
+    import new_models
+    import paddle.distributed.fleet
+    import paddleformers.trainer  # noqa: F401
+
+    jobs: list[Any] = [*cases(), *(families or [*TEXT, *EXPERTS])]
+    for job in jobs:
+        if isinstance(job, str):
+            new_models.get(job, SEQUENCE)  # imports its module once, for all ranks
+    box = Path(os.environ["SHIM_BOX"])
+    workers = [_work_on(jobs, worker, box) for worker in range(WORKERS)]
+    if any(os.waitpid(worker, 0)[1] for worker in workers):
+        return 1
+    builds = [one for i in range(len(jobs)) for one in json.loads((box / f"job{i}.json").read_text())]
+    shutil.rmtree(box)
+    TARGET.write_bytes(pack(builds))
+    refused, lost = (sum(word in one for one in builds) for word in ("refused", "lost"))
+    print(f"{TARGET}: {TARGET.stat().st_size} bytes, {len(builds)} builds, {refused} refused, {lost} lost")
+    return 0
+
+
+def _work_on(jobs: list[Any], worker: int, box: Path) -> int:
+    """Fork a process that does every ``WORKERS``-th job; return its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        global PORTS
+        PORTS = 21_000 + 2000 * worker
+        for i in range(worker, len(jobs), WORKERS):
+            job = jobs[i]
+            builds: list[dict[str, Any]] = []
+            if isinstance(job, str):
+                for topology in topologies_of(job):
+                    started = time.monotonic()
+                    variants = None if topology == "tp1" else []
+                    found = run_ranks(
+                        TOPOLOGIES[topology][0], lambda f=job, t=topology, v=variants: facts_of(f, t, v)
+                    )
+                    add(builds, job, topology, found)
+                    print(
+                        job,
+                        topology,
+                        [len(r or ()) for r in found],
+                        f"{time.monotonic() - started:.0f}s",
+                        flush=True,
+                    )
+            else:
+                name, description = job
+                found = run_ranks(description["n"], lambda d=description: case_of(d))
+                add(builds, description["family"], f"case {name}", found)
+                print(name, [r and r[0].get("refused", "built") for r in found], flush=True)
+            (box / f"job{i}.json").write_text(json.dumps(builds))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def add(builds: list[dict[str, Any]], family: str, topology: str, found: list[Any]) -> None:
+    """Note what each rank found; a rank without an answer ended or hung, and says so."""
+    for rank, of_rank in enumerate(found):
+        for one in of_rank or [{"config": {}, "lost": "the process ended, or gave no answer in time"}]:
+            builds.append({"family": family, "topology": topology, "rank": rank, **one})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
