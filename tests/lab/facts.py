@@ -26,7 +26,7 @@ sys.path.insert(0, str(TESTS / "lab" / "models"))
 
 TARGET = TESTS / "facts" / "facts.json.xz"
 SEQUENCE = 16
-SECONDS = 20
+SECONDS = 300
 WORKERS = 2
 PORTS = 21_000
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -335,9 +335,12 @@ def main(families: list[str]) -> int:
         return 1
     builds = [one for i in range(len(jobs)) for one in json.loads((box / f"job{i}.json").read_text())]
     shutil.rmtree(box)
-    TARGET.write_bytes(pack(builds))
     refused, lost = (sum(word in one for one in builds) for word in ("refused", "lost"))
-    print(f"{TARGET}: {TARGET.stat().st_size} bytes, {len(builds)} builds, {refused} refused, {lost} lost")
+    if lost:  # what was not built would look as if no class built it
+        print(f"{lost} of {len(builds)} builds gave no answer in {SECONDS} s; run it on a quieter machine")
+        return 1
+    TARGET.write_bytes(pack(builds))
+    print(f"{TARGET}: {TARGET.stat().st_size} bytes, {len(builds)} builds, {refused} refused")
     return 0
 
 
