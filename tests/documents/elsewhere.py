@@ -68,6 +68,12 @@ def ray(words: list[str]) -> None:
     parse_own(inner)
 
 
+def model_signing(words: list[str]) -> None:
+    """``model_signing`` is a package of others: its two commands, and their options in 1.1.1."""
+    options = {"sign": {"--private_key", "--signature"}, "verify": {"--public_key", "--signature"}}
+    assert words[2] == "key" and {*words[4::2]} == options[words[1]], words
+
+
 def export(words: list[str]) -> None:
     """``export`` of a token that a real cluster would ask for."""
     assert all("=" in word for word in words[1:]), words
@@ -83,6 +89,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "hf": hub,
     "ray": ray,
     "export": export,
+    "model_signing": model_signing,
 }
 
 
