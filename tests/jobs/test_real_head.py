@@ -94,7 +94,7 @@ def check_that_it_runs_once(head: Head, tmp_path: Path) -> None:
     assert f"the job continues; follow it with: ray job logs --follow {submission_id}" in said
 
     second = submit(head, *arguments, STORE_SECRET=SECRET)
-    assert second.returncode == 0, second.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
     assert f"attached to {submission_id}" in second.stderr
     assert "publish: " in second.stdout
     assert re.search(r"^reused\t2 of 2 groups", second.stdout, re.MULTILINE), second.stdout
