@@ -275,7 +275,8 @@ def plan_ops(
     steps = list(_steps(primary, target, source))
     fed = np.concatenate([pairs.source_tensor for pairs, _ in steps])
     stored, used = (np.bincount(t, minlength=len(source.tensors)) > 0 for t in (primary["tensor"], fed))
-    implied = _implied_by_definition(source, sorted({*np.flatnonzero(stored & ~used).tolist(), *omitted}))
+    unused = [t for t in np.flatnonzero(stored & ~used).tolist() if not _is_held_empty(t, source, target)]
+    implied = _implied_by_definition(source, sorted({*unused, *omitted}))
     copies = source.fragments[~first]
     if compared is not None:
         copies = copies[np.isin(copies["tensor"], list(compared))]
@@ -358,6 +359,11 @@ def volumes_inside(target: Fragments, tensors: Tensors) -> Ints:
                 inside *= np.clip(reach, 0, boxes.along("extents", dim))
         done += len(boxes)
     return elements
+
+
+def _is_held_empty(tensor: int, source: Catalog, target: Fragments) -> bool:
+    """Whether the target has a tensor of which nothing moves because it has no elements, such as one of ``(0, 4)``."""
+    return not source.tensors[tensor].elements and bool((target["tensor"] == tensor).any())
 
 
 def _implied_by_definition(source: Catalog, unmoved: Sequence[int]) -> dict[int, int]:

@@ -612,9 +612,9 @@ def _check_tiles(ops: Ops, target: TargetFiles, source: Catalog) -> None:
     covered = np.bincount(np.where(moves, ops["target_file"], 0), weights=written, minlength=count)
     boxes = target.fragments
     beyond = (volumes(boxes) - volumes_inside(boxes, tensors)) * ITEMSIZES[boxes["dtype"]]
-    covered += np.bincount(boxes["file"], weights=beyond, minlength=count)
+    covered = covered + np.bincount(boxes["file"], weights=beyond, minlength=count)  # integers of no moves
     literals = target.literals
-    covered += np.bincount(literals.files, weights=literals.sizes, minlength=count)
+    covered = covered + np.bincount(literals.files, weights=literals.sizes, minlength=count)
     for file, _, nbytes in target.fills:
         covered[file] += nbytes
     for file, described in enumerate(target.files):

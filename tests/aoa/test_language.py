@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
@@ -83,6 +84,20 @@ def test_what_is_told_of_a_program() -> None:
 def test_what_is_used_goes_on_under_its_other_name() -> None:
     assert keys("a -> x", ["a", "b"]) == ["b", "x"]
     assert keys("a -> x\na -> y", ["a", "b"], untied=["y"]) == ["b", "x", "y"]
+
+
+@pytest.mark.parametrize("lines", [("a -> a", "a -> b"), ("a -> b", "a -> a"), ("a -> a", "a, a -> b, axis=0")])
+def test_a_tensor_that_is_to_keep_its_name_does(lines: tuple[str, ...]) -> None:
+    """Whatever else is made of it, before or after."""
+    assert keys("\n".join(lines), ["a"], untied=["b"]) == ["a", "b"]
+
+
+def test_what_no_file_holds_is_left_out() -> None:
+    """Buffers that a model computes; reversed, tensors that the original program drops."""
+    told = outcome("_ -> y\na -> b", ["a"])
+    assert (told.unmade, {t.key for t in told.catalog.tensors}) == (("y",), {"b"})
+    back = outcome("a -> b\ny -> _", ["b"], reverse=True)
+    assert (back.unmade, {t.key for t in back.catalog.tensors}) == (("y",), {"a"})
 
 
 def test_a_part_may_be_dropped() -> None:

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
 from paddle_reshard.pipeline.changes.aoa.run import Interpreter
 from paddle_reshard.pipeline.changes.aoa.sources import SourceTensors
 from paddle_reshard.pipeline.core.catalog import Catalog
+from paddle_reshard.pipeline.core.errors import PlanError
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class AoaOutcome:
     """Names that statements drop (``name -> _``)."""
     idle: tuple[str, ...]
     """File and line of each statement that matches no tensor of the source."""
+    unmade: tuple[str, ...]
+    """Names of tensors that the target is to have, but no file holds (``_ -> name``)."""
     statements: Mapping[str, tuple[str, ...]]
     """Key of the target → the statements that made it, in order, with file and line."""
 
@@ -45,8 +48,8 @@ def apply_aoa(catalog: Catalog, program: AoaProgram, untied: Collection[str] = (
     UsageError
         If a statement cannot be reversed or expanded, with its line.
     PlanError
-        If a tensor does not exist, is made twice, is not used, or does not fit the operation, or if a cast would round
-        twice; with file, line and tensor.
+        If a tensor does not exist, is made twice, is not used, or does not fit the operation, if a cast would round twice,
+        or if no tensor is left; with file, line and tensor.
     UnsupportedError
         If tensors of the source are mixed.
     """
@@ -54,6 +57,9 @@ def apply_aoa(catalog: Catalog, program: AoaProgram, untied: Collection[str] = (
     run = Interpreter(source, program)
     run.all()
     outputs = run.outputs()
+    if not outputs:
+        raise PlanError(f"{program.where}: its statements leave no tensor, so there is nothing to write")
     made = target_catalog(source, outputs, frozenset(untied))
+    unmade = [name for name in run.unmade if name not in outputs]
     followed = run.statements(outputs.keys())
-    return AoaOutcome(made, tuple(run.dropped), tuple(run.idle), followed)
+    return AoaOutcome(made, tuple(run.dropped), tuple(run.idle), tuple(unmade), followed)

@@ -45,6 +45,7 @@ def rewrite(
             *source.not_carried,
             *((name, f"dropped by {program.where}") for name in outcome.dropped),
             *((where, "this statement matches no tensor of the source") for where in outcome.idle),
+            *((name, f"no file holds it; {program.where} leaves it to the model") for name in outcome.unmade),
         ),
     )
 

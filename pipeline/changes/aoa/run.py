@@ -38,6 +38,13 @@ class _Binding:
     made_by: tuple[Statement, ...] = ()
     """The statements that made the value, in order; empty for a tensor of the source."""
     used_by: Statement | None = None
+    kept_by: Statement | None = None
+    """The statement ``a -> a`` by which the name stays in the target, whatever else uses its value."""
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the target has the name."""
+        return self.used_by is None or self.kept_by is not None
 
 
 class Interpreter:
@@ -49,12 +56,16 @@ class Interpreter:
         self.dropped: dict[str, Statement] = {}
         self.idle: list[str] = []
         """File and line of each statement that matches no tensor."""
+        self.unmade: dict[str, Statement] = {}
+        """Names that the target is to have and no file holds (``_ -> name``)."""
 
     def all(self) -> None:
         """Execute the program."""
         for statement in self._expanded():
             if statement.right[0].is_nothing:
                 self._drop(statement, statement.left[0].text)
+            elif statement.left[0].is_nothing:
+                self._leave_out(statement, statement.right[0].text)
             else:
                 self._execute(statement)
 
@@ -62,8 +73,6 @@ class Interpreter:
         keys = Keys(self.source.owners)
         statements: list[Statement] = []
         for written in self.program.in_order():
-            if written.left[0].is_nothing:
-                raise written.impossible(f"cannot create {written.right[0].text}: no file holds its values")
             expanded = expand(written, keys)
             if not expanded:
                 made = Keys(name.text for statement in statements for name in statement.right)
@@ -81,10 +90,15 @@ class Interpreter:
         if binding is None:
             self.idle.append(statement.where)
             return
-        if binding.used_by is not None:
-            raise statement.impossible(f"cannot drop {name}, because {binding.used_by.where} uses it")
+        if (user := binding.used_by or binding.kept_by) is not None:
+            raise statement.impossible(f"cannot drop {name}, because {user.where} uses it")
         del self.names[name]
         self.dropped[name] = statement
+
+    def _leave_out(self, statement: Statement, name: str) -> None:
+        if name in self.names and self.names[name].is_output:
+            raise statement.impossible(f"{name} would be lost: a file holds its values")
+        self.unmade[name] = statement
 
     def _execute(self, statement: Statement) -> None:
         bindings = [self._read(statement, name.text) for name in statement.left]
@@ -95,8 +109,9 @@ class Interpreter:
         except PlanError as error:
             raise statement.impossible(str(error)) from error
         before = dict.fromkeys(made for binding in bindings for made in binding.made_by)
+        keeps = statement if statement.left == statement.right and statement.operation == Rename() else None
         for name, result in zip(statement.right, results, strict=True):
-            self._write(statement, name.text, _Binding(result, (*before, statement)))
+            self._write(statement, name.text, _Binding(result, (*before, statement), kept_by=keeps))
 
     def _read(self, statement: Statement, name: str) -> _Binding:
         binding = self.names.get(name)
@@ -106,11 +121,13 @@ class Interpreter:
         why = "is neither in the source nor made by an earlier statement"
         if name in self.dropped:
             why = f"is dropped in {self.dropped[name].where}"
+        elif name in self.unmade:
+            why = f"is in no file, as {self.unmade[name].where} says"
         raise statement.impossible(f"{name} {why}")
 
     def _write(self, statement: Statement, name: str, binding: _Binding) -> None:
         before = self.names.pop(name, None)
-        if before is not None and before.used_by is None and before.value != binding.value:
+        if before is not None and before.is_output and before.value != binding.value:
             if before.made_by:
                 raise statement.impossible(
                     f"{name} is made twice, first in {before.made_by[-1].where}, whose result is not used"
@@ -157,8 +174,8 @@ class Interpreter:
         return replace(value, dtype=target)
 
     def outputs(self) -> dict[str, Value]:
-        """Name → value of every tensor of the target: those that no statement uses."""
-        return {name: binding.value for name, binding in self.names.items() if binding.used_by is None}
+        """Name → value of every tensor of the target: those that no statement uses, or that one keeps."""
+        return {name: binding.value for name, binding in self.names.items() if binding.is_output}
 
     def statements(self, names: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Name → the statements that made its value, in order, with file and line."""
