@@ -96,9 +96,11 @@ class Rewrite(OwnChange):
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
+        from paddle_reshard.pipeline.changes.as_stored import as_statements_see
 
         tables = reading.tables if self.by_table else None
-        return altered.each(lambda checkpoint: rewrite(checkpoint, self.program, tables, reading.config))
+        seen = as_statements_see(altered, reading)
+        return seen.each(lambda checkpoint: rewrite(checkpoint, self.program, tables, reading.config))
 
 
 @dataclass(frozen=True)

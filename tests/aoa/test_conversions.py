@@ -12,7 +12,10 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
 from tests import oracle
+from tests.aoa.arrays import paddle
 from tests.conftest import case_directory
+
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_replicated_sharded_weight  # isort: skip
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOURCE = case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
@@ -167,3 +170,19 @@ def test_gpt_as_gpt2(tmp_path: Path) -> None:
     assert made["transformer.h.0.attn.c_attn.weight"] == ("BF16", wanted.shape, wanted.tobytes())
     assert made["transformer.wte.weight"][1] == model["gpt.embeddings.word_embeddings.weight"].shape
     assert not any(key.startswith(("gpt.", "lm_head")) for key in made)
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), ("a",)])
+@pytest.mark.parametrize(("rules", "made"), [(None, ("a", (0, 4))), ("a^T -> c", ("c", (4, 0)))])
+def test_a_tensor_without_elements_is_held(
+    keys: tuple[str, ...], rules: str | None, made: tuple[str, tuple[int, int]], tmp_path: Path
+) -> None:
+    shapes = {"a": [0, 4], "b": [2]}
+    state = {key: make_replicated_sharded_weight(key, paddle.ones(shapes[key])) for key in keys}
+    paddle.distributed.save_state_dict(state, str(tmp_path / "source" / "model_state"))
+    asked = {}
+    if rules is not None:
+        (tmp_path / "rules.txt").write_text(rules)
+        asked = {"aoa": tmp_path / "rules.txt"}
+    paddle_reshard.convert(tmp_path / "source", tmp_path / "made", format="flex", **asked)  # type: ignore[arg-type]
+    assert load_pickled(tmp_path / "made" / "model_state", made[0]).shape == made[1]

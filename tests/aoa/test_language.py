@@ -86,7 +86,9 @@ def test_what_is_used_goes_on_under_its_other_name() -> None:
     assert keys("a -> x\na -> y", ["a", "b"], untied=["y"]) == ["b", "x", "y"]
 
 
-@pytest.mark.parametrize("lines", [("a -> a", "a -> b"), ("a -> b", "a -> a"), ("a -> a", "a, a -> b, axis=0")])
+@pytest.mark.parametrize(
+    "lines", [("a -> a", "a -> b"), ("a -> b", "a -> a"), ("a -> a", "a, a -> b, axis=0")]
+)
 def test_a_tensor_that_is_to_keep_its_name_does(lines: tuple[str, ...]) -> None:
     """Whatever else is made of it, before or after."""
     assert keys("\n".join(lines), ["a"], untied=["b"]) == ["a", "b"]

@@ -48,8 +48,8 @@ def apply_aoa(catalog: Catalog, program: AoaProgram, untied: Collection[str] = (
     UsageError
         If a statement cannot be reversed or expanded, with its line.
     PlanError
-        If a tensor does not exist, is made twice, is not used, or does not fit the operation, if a cast would round twice,
-        or if no tensor is left; with file, line and tensor.
+        If a tensor does not exist, is made twice, is not used, or does not fit the operation, if a cast would round
+        twice, or if no tensor is left; with file, line and tensor.
     UnsupportedError
         If tensors of the source are mixed.
     """

@@ -20,11 +20,12 @@ from paddle_reshard.pipeline.core.catalog import (
     File,
     FragmentRow,
     check_catalog,
+    fragment_row,
     fragment_rows,
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
-from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
@@ -96,6 +97,30 @@ def read_huggingface(
         key = min(held)
         raise CheckpointError(f"{key}: in {held[key].path}, but the model has no such tensor")
     catalog = Catalog(Tensors(tensors), files, fragment_rows(rows), {})
+    check_catalog(catalog)
+    return catalog
+
+
+def read_as_stored(files: SourceFiles) -> Catalog:
+    """A catalog of the tensors that the files hold, under their keys and with their shapes there; all are ``param``."""
+    stored = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX))
+    held = tuple(File(path, files.safetensors[path]) for path in sorted(files.safetensors))
+    numbers = {file.path: number for number, file in enumerate(held)}
+    rows = [
+        fragment_row(
+            number,
+            numbers[of_key.path],
+            of_key.dtype,
+            0,
+            of_key.byte_offset,
+            (0,) * len(of_key.shape),
+            of_key.shape,
+            row_major_strides(of_key.shape, of_key.dtype.itemsize),
+        )
+        for number, of_key in enumerate(stored.values())
+    ]
+    tensors = Tensors(Tensor(key, PARAM, of_key.dtype, of_key.shape) for key, of_key in stored.items())
+    catalog = Catalog(tensors, held, fragment_rows(rows), {})
     check_catalog(catalog)
     return catalog
 
