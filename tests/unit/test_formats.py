@@ -53,6 +53,7 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/model/forms.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/model/ernie.py": "the entry of a rule that says what a tensor is called where the recipe publishes it",
     "pipeline/model/weights.py": "the entry of a rule that says what a tensor is called in transformers",
+    "pipeline/changes/as_stored.py": "what AOA statements see, which depends on the library whose files they are about",
     "pipeline/formats/registry.py": "the table",
     "pipeline/model/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/cli/commands/conversion.py": "an example in the help of a command",
