@@ -43,7 +43,7 @@ _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _NO_SUCH_JOB = re.compile(r"status code 404\b.*\bdoes not exist", re.DOTALL)
 """What Ray's client raises when the head answers that it does not know a job."""
 _WANTS_TOKEN = re.compile("(?i)authentication|RAY_AUTH_MODE")
-"""In what it raises when the head wants a token, which it does by default."""
+"""In what it raises when the head wants another token, or any: it does by default."""
 _LOG_IN_MESSAGE = ", last available logs"
 """Text after which Ray's message repeats the log."""
 
@@ -247,7 +247,7 @@ def _failing(secrets: Iterable[str]) -> Iterator[None]:
             message = message.replace(secret, "…")
         if isinstance(error, ConnectionError):
             raise JobError(f"the cluster cannot be reached: {message}") from None
-        hint = "; the cluster wants a token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        hint = "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to that"
         raise JobError(
             f"the cluster rejected the job: {message}{hint if _WANTS_TOKEN.search(message) else ''}"
         ) from None

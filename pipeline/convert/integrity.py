@@ -78,15 +78,14 @@ class IntegrityReport(Shown):
         return [("result", self.verdict), *shown]
 
 
-def manifest_of(target: Source) -> tuple[bytes, Manifest]:
-    """The manifest of a target, as it is stored and parsed; a :class:`CheckpointError` if it has none."""
+def manifest_of(target: Source) -> Manifest:
+    """The manifest of a target; a :class:`CheckpointError` if it has none."""
     sizes = target.sizes()
     if MANIFEST not in sizes:
         raise CheckpointError(
             f"{target.location}: has no {MANIFEST}; it was not made by this package, or is incomplete"
         )
-    data = target.read(MANIFEST, 0, sizes[MANIFEST])
-    return data, parse_manifest(data, f"{target.location}/{MANIFEST}")
+    return parse_manifest(target.read(MANIFEST, 0, sizes[MANIFEST]), f"{target.location}/{MANIFEST}")
 
 
 def check_target(

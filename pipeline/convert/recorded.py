@@ -77,7 +77,7 @@ def known_of(store: Source) -> Known | None:
     if MANIFEST not in store.sizes():
         return None
     try:
-        manifest = manifest_of(store)[1]
+        manifest = manifest_of(store)
     except FormatError as error:
         if error.reason == NOT_A_MANIFEST:  # another program's file of that name
             return None

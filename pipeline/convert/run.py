@@ -120,7 +120,7 @@ def _already_made(described: Mapping[str, Any], target: TargetStore) -> bool:
 def _check_published(target: TargetStore, in_full: bool, observe: Observer = ignore_events) -> Manifest:
     """The manifest of a finished target, which is refused if it does not match; only ``in_full`` reads every byte."""
     published = target.reopen()
-    manifest = manifest_of(published)[1]
+    manifest = manifest_of(published)
     if in_full:
         damages = check_target(published, manifest, None, observe).damages
     else:

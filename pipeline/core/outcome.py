@@ -1,4 +1,4 @@
-"""How a conversion ended, as notifications and the audit log have it."""
+"""How a conversion ended, as events and the audit log have it."""
 
 from __future__ import annotations
 

@@ -41,4 +41,4 @@ def check(
     """
     store = open_source(os.fspath(target), *target_access(options))
     made_from = None if source is None else open_checkpoint(os.fspath(source), source_access(options))
-    return check_target(store, manifest_of(store)[1], made_from, observe)
+    return check_target(store, manifest_of(store), made_from, observe)

@@ -107,16 +107,12 @@ def write_fingerprints(report: FingerprintReport, path: Path) -> None:
         file.write(format_fingerprints(report.fingerprints, facts))
 
 
-def read_document(path: PathLike) -> bytes:
-    """The content of a local file with fingerprints."""
+def read_fingerprints(path: PathLike) -> Fingerprints:
+    """The fingerprints in a local file: one written by :func:`fingerprint`, or the manifest of a target."""
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
-
-
-def parse_document(data: bytes, path: PathLike) -> Fingerprints:
-    """The fingerprints in a file: one written by :func:`fingerprint`, or the manifest of a target."""
     if own_manifest(data) is None:
         return parse_fingerprints(data, os.fspath(path))
     manifest = parse_manifest(data, os.fspath(path))

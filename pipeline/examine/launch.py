@@ -220,7 +220,7 @@ def _strategy(inspection: Inspection, topology: Topology, manifest: Manifest | N
 def _manifest(checkpoint: PathLike, options: InspectOptions) -> Manifest | None:
     """Our manifest beside the checkpoint, if there is one."""
     store = open_checkpoint(os.fspath(checkpoint), source_access(options))
-    return manifest_of(store)[1] if MANIFEST in store.sizes() else None
+    return manifest_of(store) if MANIFEST in store.sizes() else None
 
 
 def _parsed(topology: str | None) -> Topology | None:

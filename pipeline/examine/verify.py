@@ -168,10 +168,12 @@ def verify(
     ReshardError
         If either is not a complete, consistent checkpoint, or the comparison does not fit ``memory``.
     """
+    from paddle_reshard.pipeline.examine.fingerprint import read_fingerprints
+
     scope = Scope(
         None if states is None else frozenset(texts_of(states)),
         subset,
-        None if against is None else _read_fingerprints(against),
+        None if against is None else read_fingerprints(against),
         recorded,
         None if resume is None else Path(resume),
     )
@@ -189,12 +191,6 @@ def verify_with(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyRe
     if b is None:
         return _verify_alone(a, scope, reader)
     return _verify_two(a, b, scope, reader)
-
-
-def _read_fingerprints(path: PathLike) -> Fingerprints:
-    from paddle_reshard.pipeline.examine.fingerprint import parse_document, read_document
-
-    return parse_document(read_document(path), path)
 
 
 def _verify_alone(a: str, scope: Scope, reader: Reader) -> VerifyReport:
@@ -268,7 +264,7 @@ def _recorded(location: str, access: Access) -> Fingerprints:
     from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 
     store = open_source(location, *access)
-    manifest = manifest_of(store)[1]
+    manifest = manifest_of(store)
     if manifest.fingerprints is None:
         raise CheckpointError(f"{store.location}: its {MANIFEST} records no fingerprints; omit --recorded")
     if unknown := manifest.unknown_fingerprints:

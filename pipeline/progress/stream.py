@@ -1,4 +1,4 @@
-"""The one stream of events of a command. What shows, writes, counts or notifies is an observer of it."""
+"""The one stream of events of a command. What shows, writes or counts is an observer of it."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pipeline/cli/options.py read_object",
         "pipeline/convert/plan_file.py _opened",
         "pipeline/examine/comparing.py _finished_earlier",
-        "pipeline/examine/fingerprint.py read_document",
+        "pipeline/examine/fingerprint.py read_fingerprints",
         "pipeline/progress/events_as_json.py EventLog.append_to",
         "pipeline/request/given_file.py read_text",
         "storage/local/folders.py written_whole",

@@ -100,8 +100,7 @@ def verify(
     manifest, compare all copies of each tensor, and every parameter with its master weight. With --against, compare
     every tensor with its fingerprint.
 
-    Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could
-    not be made.
+    Exit status: 0 equal (or intact), 1 different (or damaged), 2 the comparison could not be made.
     """
     options = given(context)
     options.pop("resume", None)  # of a conversion it is a flag; here it names a file
