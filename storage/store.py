@@ -159,7 +159,7 @@ class Source(ReadRange, Protocol):
 
     @property
     def folders(self) -> Sequence[str]:
-        """Names of subfolders."""
+        """Names of what is no file of a checkpoint: subfolders, and what a system left there (``is_stray``)."""
 
     @property
     def openness(self) -> Openness:

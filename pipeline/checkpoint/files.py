@@ -53,6 +53,7 @@ class SourceListing(NamedTuple):
 
     paths: Collection[str]
     folders: Sequence[str]
+    """Subfolders, and files that are nobody's (``is_stray``)."""
 
 
 @dataclass(frozen=True, slots=True)

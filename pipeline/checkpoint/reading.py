@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_M
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES, too_large
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, in_place_of
 from paddle_reshard.storage.files.paddle_pickle import parse_pickle
 
 if TYPE_CHECKING:
@@ -76,9 +77,12 @@ def read_json(store: Readable, path: str, sizes: Mapping[str, int]) -> dict[str,
     most = MAX_META_BYTES if path == MODEL_META or path.endswith(".index.json") else MAX_CONFIG_BYTES
     if sizes[path] > most:
         raise FormatError("too_large", path, None, too_large(sizes[path], most))
+    data = store.read(path, 0, sizes[path])
     try:
-        value = parse_json(store.read(path, 0, sizes[path]))
+        value = parse_json(data)
     except JsonError as error:
+        if mistaken := in_place_of(data[:BEGIN_BYTES], len(data)):
+            raise FormatError("another_file", path, None, mistaken) from None
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import Sidecars, SourceListing
@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.file_names import (
     SIGNAL_PREFIX,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state, without_role
+from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state, is_stray, without_role
 
 _TP_FIELD = {
     "paddleformers": "tensor_model_parallel_size",
@@ -39,6 +39,9 @@ _NEEDED_FOR_IMAGES = {
     "image processor": ("preprocessor_config.json", "processor_config.json", "image_processor_config.json")
 }
 """The same of models that see images."""
+
+_FOLDER: Final = "a folder, not part of the checkpoint's own files"
+STRAY: Final = "left there by an operating system, a network file system or a notebook; no trainer writes it"
 
 
 def plan_sidecars(listing: SourceListing, checkpoint: Checkpoint, topology: Topology) -> Sidecars:
@@ -92,7 +95,7 @@ def classify_sidecars(
         entry changes.
     """
     carried = []
-    not_carried = [(name, "a folder, not part of the checkpoint's own files") for name in listing.folders]
+    not_carried = [(name, STRAY if is_stray(name) else _FOLDER) for name in listing.folders]
     for path in sorted(listing.paths):
         if path in own_files or path in (MANIFEST, CONFIG):
             continue

@@ -63,6 +63,7 @@ def inspection_data(inspection: Inspection) -> Json:
         "rules": inspection.rules,
         "stored": [asdict(array) for array in inspection.stored],
         "other_files": inspection.other_files,
+        "left_out": [{"path": path, "reason": reason} for path, reason in inspection.left_out],
     }
 
 

@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes
+from paddle_reshard.pipeline.core.trainer_files import is_stray
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.local.source import kept_by_copies
 from paddle_reshard.storage.store import ReadRange, Source
@@ -167,6 +168,7 @@ def names_and_sizes(target: Source, manifest: Manifest) -> list[Damage]:
     damages += [
         Damage(f"{folder}/", 0, 0, "a folder that is not in the manifest: it was added later")
         for folder in target.folders
+        if not is_stray(folder)
     ]
     if manifest.changed:
         damages.append(Damage(MANIFEST, 0, sizes.get(MANIFEST, 0), manifest.changed))

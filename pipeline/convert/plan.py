@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
@@ -16,7 +15,14 @@ from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
-from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, reread_in_words
+from paddle_reshard.pipeline.core.shown import (
+    Facts,
+    Shown,
+    by_reason,
+    counted,
+    readable_bytes,
+    reread_in_words,
+)
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
@@ -247,13 +253,6 @@ def source_in_words(source: Checkpoint) -> str:
     if source.job.topology is None:
         return source.format
     return f"{source.format}, {source.job.topology}, {sharding_in_words(source.job.strategy)}"
-
-
-def by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Files and tensors that are not carried, grouped by reason."""
-    for reason, group in groupby(sorted(not_carried, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
-        names = [name for name, _ in group]
-        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def plan_checkpoint(

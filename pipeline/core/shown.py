@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
 Facts = list[tuple[str, str]]
 """Names and what they are, in the order in which they matter."""
 SHOWN_DIFFERENCES = 20
@@ -95,3 +98,10 @@ def readable_seconds(seconds: float) -> str:
 def one_line(message: object) -> str:
     """A message in one line, for a sentence."""
     return " ".join(str(message).split())[:500]
+
+
+def by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Files and tensors that are not carried, grouped by reason: the reason, and their names."""
+    for reason, group in groupby(sorted(not_carried, key=lambda entry: entry[1]), key=lambda entry: entry[1]):
+        names = [name for name, _ in group]
+        yield reason, names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"

@@ -57,6 +57,12 @@ _STEERING = r"adapter_config\.json|(?:hf_quant|quantize|quant)_config\.json|para
 weights, or read them as quantised."""
 _BY_PRODUCT = rf"flex-ckpt\.auto_generated\.metadata|(?:{_FOLDER})?\d+\.metadata\.lock"
 """Files that Paddle leaves beside those that it loads or saves, and can make again."""
+_STRAY = (
+    r"\._.*|\.nfs[0-9a-f]+|\.fuse_hidden[0-9a-f]+|\.DS_Store|Thumbs\.db|desktop\.ini|"
+    r"@eaDir|\.ipynb_checkpoints|__MACOSX"
+)
+"""Files and folders that operating systems, network file systems, NAS and notebooks leave behind, named after the files
+beside them: ``._model.safetensors`` holds what macOS knows of ``model.safetensors`` and no tensor."""
 _CODE = (".py", ".pyc", ".so")
 _OTHER_LIBRARY = (
     r".*_model(?:-\d+-of-\d+)?\.bin(?:\.index\.json)?|.*\.(?:pt|pth|ckpt|h5|msgpack|gguf|ggml|onnx|pdiparams)"
@@ -160,6 +166,15 @@ def without_role(path: str) -> str | None:
     return (
         "neither a trainer nor a loader of models is known to read it; copy it yourself if it belongs there"
     )
+
+
+def is_stray(path: str) -> bool:
+    """Whether a name is one that a system leaves beside anybody's files: nobody's, wherever it lies.
+
+    >>> [is_stray(path) for path in ("._model.safetensors", "model_state/.nfs00a1", "@eaDir", ".model_done")]
+    [True, True, True, False]
+    """
+    return re.fullmatch(_STRAY, path.rpartition("/")[2]) is not None
 
 
 def is_by_product(path: str) -> bool:

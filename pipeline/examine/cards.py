@@ -20,12 +20,19 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import SourceListing
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
-from paddle_reshard.pipeline.convert.plan import by_reason, source_in_words
+from paddle_reshard.pipeline.convert.plan import source_in_words
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
-from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes, readable_seconds
+from paddle_reshard.pipeline.core.shown import (
+    Facts,
+    Shown,
+    by_reason,
+    counted,
+    readable_bytes,
+    readable_seconds,
+)
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.pipeline.core.units import PathLike, texts_of

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.checkpoint.sidecars import lacking_files
+from paddle_reshard.pipeline.checkpoint.sidecars import STRAY, lacking_files
 from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, RuleError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import Facts, Shown, by_reason, readable_bytes
 from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -27,6 +27,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
 )
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.core.trainer_files import is_stray
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FORMATS, format_of
 from paddle_reshard.pipeline.indexing.detect import index_source
@@ -92,6 +93,8 @@ class Inspection(Shown):
     """Switches that are on in the model's config, and that a job of the recipe has to be told."""
     stored: tuple[StoredTensor, ...] = ()
     """The arrays in the files, if nothing more is known; ``tensors`` is then empty."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """``(tensor or file, why it is not read)``."""
     lacking: tuple[str, ...] = ()
     """Small files that an inference engine reads beside a model and that are not there, in words."""
 
@@ -110,6 +113,7 @@ class Inspection(Shown):
             ("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"),
             ("other files", f"{len(self.other_files)}"),
             *self._model_facts(),
+            *(("left out", f"{names}: {reason}") for reason, names in by_reason(self.left_out)),
         ]
         if self.newer:
             facts.append(("newer", self.newer))
@@ -195,15 +199,16 @@ def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> 
         ):
             return beyond
         raise
-    return _described(checkpoint, store.location, store.sizes())
+    return _described(checkpoint, store)
 
 
-def _described(checkpoint: Checkpoint, location: str, sizes: Mapping[str, int]) -> Inspection:
-    """The description of a checkpoint whose model is known; ``sizes`` are those of all files beside it."""
+def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
+    """The description of a checkpoint whose model is known, read from a store."""
+    sizes = store.sizes()
     own = {file.path: file.size_bytes for file in checkpoint.catalog.files}
     served = FORMATS[checkpoint.format].model_only
     return Inspection(
-        path=location,
+        path=store.location,
         format=checkpoint.format,
         convention=checkpoint.model.table.convention,
         family=checkpoint.model.table.family,
@@ -224,6 +229,7 @@ def _described(checkpoint: Checkpoint, location: str, sizes: Mapping[str, int]) 
         rules=_without_rules(checkpoint.model),
         recipe=checkpoint.model.table.recipe,
         recipe_switches=checkpoint.model.recipe_switches,
+        left_out=(*checkpoint.not_carried, *((name, STRAY) for name in store.folders if is_stray(name))),
         lacking=tuple(lacking_files(checkpoint.model.config, sizes)) if served else (),
     )
 

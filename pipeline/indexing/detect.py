@@ -5,9 +5,10 @@ Only metadata are read: pickle opcodes, headers, JSON.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
@@ -104,8 +105,20 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
     return replace(checkpoint, unproven="; ".join(filter(None, (checkpoint.unproven, apart))))
 
 
+_NODE: Final = re.compile(r"(?:node|host|worker|machine|server|trainer|rank|pod)[-_]?\d{1,5}")
+
+
 def _refuse_folder_of_checkpoints(files: SourceFiles) -> None:
     """Refuse the folder of a run, which is easily confused with one of its checkpoints."""
+    nodes = [name for name in sorted(files.store.folders) if _NODE.fullmatch(name)]
+    if len(nodes) > 1 and not files.pickles and not files.safetensors:
+        each = nodes[0].rstrip("0123456789")
+        raise CheckpointError(
+            f"{files.store.location}: holds folders of machines, {nodes[0]} to {nodes[-1]}, and no tensors: each "
+            "machine of a job seems to have kept the files of its own ranks. Bring them together and give the folder "
+            f"`whole`: mkdir whole && cp -rnp {each}*/* whole/ (no two ranks write files of one name, and all others "
+            "are copies)"
+        )
     inside = [name for name in sorted(files.store.folders) if name.startswith("checkpoint-")]
     if inside and not any(path.endswith((".pdparams", ".pdopt")) for path in files.pickles):
         raise CheckpointError(

@@ -34,6 +34,7 @@ from paddle_reshard.pipeline.core.limits import (
     PICKLE_CONTAINER_BYTES,
     PICKLE_OPCODE_BYTES,
 )
+from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, in_place_of
 
 STRUCTURED_NAMES: Final = "StructuredToParameterName@@"
 """Key of the legacy route's table: dict key -> tensor name (Paddle 3.3.1 ``framework/io.py:163-187``)."""
@@ -422,7 +423,11 @@ class Machine:
             self.bad("too_much_text", f"more than {MAX_TOTAL_TEXT_BYTES} bytes of text")
 
     def _start(self) -> None:
-        if self.window.byte() != 0x80:
+        size_bytes = self.window.size_bytes
+        if not size_bytes or self.window.byte() != 0x80:
+            begin = self.window.read_at(0, min(size_bytes, BEGIN_BYTES))
+            if mistaken := in_place_of(begin, size_bytes):
+                raise FormatError("another_file", self.window.path, None, mistaken)
             self.bad("not_a_pickle", "does not start as a pickle of protocol 2 to 5")
         self.protocol = self.window.byte()
         if self.protocol not in (2, 3, 4, 5):

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, in_place_of
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, is_file_name, shown_text, truncated
 from paddle_reshard.storage.files.paddle_pickle_writer import EncodedFile
 
@@ -112,14 +113,24 @@ def parse_safetensors(
 ) -> SafetensorsPayload:
     """Index one file by reading its header.
 
-    ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes, and is called twice; ``path`` is for messages only.
-    ``fp8`` allows 8-bit floats, :data:`FP8_TAG`, whose arrays then have the code ``u1``.
+    ``read(byte_offset, nbytes)`` returns exactly ``nbytes`` bytes, and is called twice for a sound file; ``path`` is
+    for messages only. ``fp8`` allows 8-bit floats, :data:`FP8_TAG`, whose arrays then have the code ``u1``.
 
     Raises
     ------
     FormatError
-        If it is truncated, gives a wrong length, or contradicts itself. ``reason`` says which.
+        If it is truncated, gives a wrong length, contradicts itself, or is something else. ``reason`` says which.
     """
+    try:
+        return _parse(read, size_bytes, path, fp8)
+    except FormatError:
+        begin = _read(read, 0, min(size_bytes, BEGIN_BYTES), path)
+        if (mistaken := in_place_of(begin, size_bytes)) is None:
+            raise
+        raise FormatError("another_file", path, None, mistaken) from None
+
+
+def _parse(read: Callable[[int, int], bytes], size_bytes: int, path: str, fp8: bool) -> SafetensorsPayload:
     if size_bytes < _LENGTH_BYTES:
         raise FormatError("truncated", path, 0, f"{size_bytes} bytes are less than a safetensors header")
     header_bytes = int.from_bytes(_read(read, 0, _LENGTH_BYTES, path), "little")
@@ -306,6 +317,8 @@ def parse_index(data: bytes, path: str) -> Index:
     if len(data) > MAX_INDEX_BYTES:
         detail = f"an index of {len(data)} bytes, at most {MAX_INDEX_BYTES} are read"
         raise FormatError("header_too_long", path, 0, detail)
+    if mistaken := in_place_of(data[:BEGIN_BYTES], len(data)):
+        raise FormatError("another_file", path, None, mistaken)
     root = _json_object(data, path, 0)
     weight_map, metadata = root.pop("weight_map", None), root.pop("metadata", {})
     if not isinstance(weight_map, dict):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
-from paddle_reshard.pipeline.core.trainer_files import is_by_trainer
+from paddle_reshard.pipeline.core.trainer_files import is_by_trainer, is_stray
 from paddle_reshard.storage.plain import KINDS, UNWAITING
 
 
@@ -28,7 +28,7 @@ class FolderEntries:
     files: dict[str, Path]
     """Path of every file → resolved path, without links below the folder."""
     folders: list[str]
-    """Names of folders that are not a checkpoint's own."""
+    """Names of what is not a checkpoint's own: folders, and files that are nobody's (``is_stray``)."""
 
 
 def look(root: Path, names: Collection[str] | None, follow: bool) -> FolderEntries:
@@ -46,12 +46,20 @@ def look(root: Path, names: Collection[str] | None, follow: bool) -> FolderEntri
     for name in sorted(os.listdir(root)) if names is None else sorted(names):
         if names is not None and not os.path.lexists(root / name):
             continue
+        if names is None and is_stray(
+            name
+        ):  # it may be gone or changed at any time, so nothing of it is kept
+            entries.folders.append(name)
+            continue
         resolved, is_folder = _resolve(root, name, within)
         if not is_folder:
             entries.files[name] = resolved
         elif name in TENSOR_FOLDERS:
             for inner in sorted(os.listdir(resolved)):
                 path = f"{name}/{inner}"
+                if is_stray(path):
+                    entries.folders.append(path)
+                    continue
                 resolved_inner, is_inner_folder = _resolve(root, path, within)
                 if is_inner_folder:
                     entries.folders.append(path)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.trainer_files import is_stray
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from paddle_reshard.storage.session.ledger import SESSION
@@ -40,9 +41,9 @@ class FsspecSource(ReadRange):
         self.stamps = {
             name: stamp
             for name, stamp in listing.files.items()
-            if (not name.startswith(OWN_PREFIX) if names is None else name in names)
+            if (not (name.startswith(OWN_PREFIX) or is_stray(name)) if names is None else name in names)
         }
-        self.folders = list(listing.folders) if names is None else []
+        self.folders = [*listing.folders, *filter(is_stray, listing.files)] if names is None else []
 
     def __repr__(self) -> str:
         return f"FsspecSource({self.location!r})"

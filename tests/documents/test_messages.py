@@ -110,6 +110,16 @@ def exported_and_tied(folder: Path) -> None:
     )
 
 
+def without_git_lfs(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5368709120\n"
+    (folder / "checkpoint-1000/model_state.tp00_pp00.pdparams").write_text(pointer)
+
+
+def by_machine(folder: Path) -> None:
+    for node in ("node0", "node1"):
+        (folder / "run" / node).mkdir(parents=True)
+
+
 def nothing(folder: Path) -> None:
     pass
 
@@ -119,6 +129,8 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "1 of 8 optimizer files": (without(MISSING), "inspect checkpoint-1000"),
     "7 saved_signal_* files": (without("saved_signal_3"), "inspect checkpoint-1000"),
     "config.json is missing": (without("config.json"), "plan checkpoint-1000 --to tp=1"),
+    "is a Git LFS pointer": (without_git_lfs, "inspect checkpoint-1000"),
+    "holds folders of machines": (by_machine, "inspect run"),
     "at byte 213745: truncated": (shortened, "inspect checkpoint-1000"),
     "model type 'mymodel'": (of_an_unknown_family, "plan checkpoint-1000 --to tp=1"),
     "tp=4 does not divide": (nothing, "plan checkpoint-1000 --to tp=4"),

@@ -383,7 +383,7 @@ def _streams() -> list[Attack]:
     text_array = NEW_ARRAY + b"(K\x01K\x02\x85" + dtype() + b"\x89" + text_payload + b"tb"
     long_text = named("_codecs", "encode") + text("\xff" * 65536) + text("latin1") + b"\x86R"
     return [
-        Attack("an empty file", b"", "truncated"),
+        Attack("an empty file", b"", "another_file"),
         Attack("only a header", PROTO, "truncated"),
         Attack("no STOP", good[:-1], "truncated"),
         Attack("not a pickle", b"safetensors", "not_a_pickle"),
