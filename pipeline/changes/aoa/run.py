@@ -158,7 +158,7 @@ class Interpreter:
         if value.dtype is None:
             return value  # only parameters are cast, and this checkpoint has none
         now = value.dtype.name
-        if expected is not None and expected != now:
+        if expected is not None and now not in (expected, target.name):
             raise PlanError(f"src_dtype is {expected}, but the tensor is {now}")
         if target.name == now:
             return value

@@ -195,7 +195,8 @@ def _check_units(values: Sequence[Value], axis: int, parts: Shape) -> None:
     sizes = [_unit(value, axis, count) for value, count in zip(values, parts, strict=True)]
     if len(set(sizes)) > 1:
         raise PlanError(
-            f"the parts of a fused tensor must have units of equal size, found {sizes} elements along axis {axis}"
+            f"the parts of a fused tensor must have units of equal size, found {sizes} elements along axis {axis}, as "
+            "with wrong numbers of heads; where they are meant, split each part with axis=… and concatenate the pieces"
         )
 
 
