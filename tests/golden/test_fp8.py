@@ -172,6 +172,25 @@ def test_fp8_weights_become_a_bfloat16_export(deepseek: tuple[Path, Path], tmp_p
     assert paddle_reshard.verify(fp8, tmp_path / "hf").equal
 
 
+def test_statements_see_the_weights_that_are_stood_for(deepseek: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "rules.txt").write_text(
+        "model.layers.$LAYER_ID.self_attn.o_proj.weight^T -> o.$LAYER_ID\n"
+        "model.layers.$LAYER_ID.mlp.experts.$EXPERT_ID.gate_proj.weight, "
+        "model.layers.$LAYER_ID.mlp.experts.$EXPERT_ID.up_proj.weight -> gu.$LAYER_ID.$EXPERT_ID, axis=0\n"
+        "lm_head.weight -> _"
+    )
+    for name, source in zip(("fp8", "bf16"), deepseek, strict=True):
+        paddle_reshard.convert(
+            source, tmp_path / name, format="huggingface", aoa=tmp_path / "rules.txt", memory="256MiB"
+        )
+    made, plain = _tensors(tmp_path / "fp8"), _tensors(deepseek[1])
+    assert made == _tensors(tmp_path / "bf16")
+    tag, shape, data = plain["model.layers.0.self_attn.o_proj.weight"]
+    turned = np.ascontiguousarray(np.frombuffer(data, "<u2").reshape(shape).T)
+    assert made["o.0"] == (tag, turned.shape, turned.tobytes())
+    assert not any(key.endswith("_scale_inv") for key in made)
+
+
 # --------------------------------------------------------------------------------------------------- values
 
 

@@ -155,3 +155,18 @@ def test_without_a_lora_config_the_scaling_is_not_known(tmp_path: Path) -> None:
     config = case("lora_single") / "checkpoint-3/config.json"
     with pytest.raises(ReshardError, match=r"has no lora_config.json, .* give it with --lora-config FILE"):
         paddle_reshard.convert(source, tmp_path / "merged", format="flex", config=config, merge_into=source)
+
+
+def test_statements_about_a_base_of_hugging_face_need_a_step_of_their_own(tmp_path: Path) -> None:
+    """They would be about the base as its files hold it, of which the merged tensors are no part."""
+    base, rules = write_base("lora_single", tmp_path / "base", "pt"), tmp_path / "rules.txt"
+    rules.write_text(f"{WEIGHT}^T -> {WEIGHT}")
+    source = case("lora_single") / "checkpoint-3"
+    with pytest.raises(ReshardError, match=r"--aoa with a Hugging Face checkpoint: .*convert in two steps"):
+        paddle_reshard.convert(source, tmp_path / "made", format="flex", merge_into=base, aoa=rules)
+    paddle_reshard.convert(source, tmp_path / "merged", format="flex", merge_into=base)
+    paddle_reshard.convert(tmp_path / "merged", tmp_path / "made", format="flex", aoa=rules)
+    merged, made = (flex_parameters(tmp_path / name) for name in ("merged", "made"))
+    assert made.keys() == merged.keys()
+    turned = np.frombuffer(merged[WEIGHT], np.uint16).reshape(32, 32).T
+    assert made == {**merged, WEIGHT: turned.tobytes()}
