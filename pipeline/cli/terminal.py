@@ -10,21 +10,30 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import sys
+import textwrap
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from paddle_reshard.pipeline.core.answer import Answer
+from paddle_reshard.pipeline.core.shown import ToCopy
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories: controls, formats (including bidi and zero width), surrogates, line separators."""
+GAP = "  "
+"""Between columns, where there is room."""
+NARROWEST = 30
+"""Columns of a terminal in which sentences can be read; on a narrower one they are as wide, and it breaks lines."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -93,51 +102,120 @@ def log_to_terminal(formatter: logging.Formatter | None = None) -> None:
 # ----------------------------------------------------------------------------------------------- answers
 
 
+def on_terminal() -> bool:
+    """Whether people read what is printed; where programs do, nothing is left out or wrapped."""
+    return sys.stdout.isatty()
+
+
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Print names and values: in two columns on a terminal, tab-separated elsewhere."""
-    print_table((), facts)
-
-
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
-    """Print each row on its own line, without truncation: in columns on a terminal, tab-separated elsewhere.
-
-    Columns that contain only numbers are right-aligned. Sizes and counts are plain numbers where they are
-    tab-separated, so that ``cut`` and ``awk`` can add them up.
-    """
-    on_terminal = sys.stdout.isatty()
-    cells_of = str if on_terminal else _plain
-    lines = [
-        tuple(printable(cells_of(cell)) for cell in row) for row in ((headings, *rows) if headings else rows)
-    ]
-    if not lines:
+    """Print names and values: tab-separated, or on a terminal in two columns, wrapped between words."""
+    if not facts or not on_terminal():
+        print_table((), facts)
         return
-    if not on_terminal:
-        for line in lines:
+    indent = max(len(printable(name)) for name, _ in facts) + len(GAP)
+    width = max(_terminal_width() - indent, NARROWEST)
+    for name, value in facts:
+        # A command that is broken into lines could not be copied.
+        lines = [printable(value)] if isinstance(value, ToCopy) else _wrapped(printable(value), width)
+        click.echo(
+            f"{click.style(printable(name).ljust(indent - len(GAP)), bold=True)}{GAP}{lines[0]}".rstrip()
+        )
+        for line in lines[1:]:
+            click.echo(" " * indent + line)
+
+
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str | int]], bold: Container[int] = ()
+) -> None:
+    """Print each row: tab-separated on a line, or on a terminal in columns, wrapped between words.
+
+    Sizes and counts are plain numbers where they are tab-separated, so that ``cut`` and ``awk`` can add them up. On a
+    terminal, columns that contain only numbers are right-aligned, those without any entry are left out, and the rows
+    whose numbers are in ``bold`` stand out.
+    """
+    people = on_terminal()
+    cells_of = str if people else _plain
+    lines = [[printable(cells_of(cell)) for cell in row] for row in rows]
+    if not people:
+        for line in ([list(headings)] if headings else []) + lines:
             click.echo("\t".join(line))
         return
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    numbers = [
-        all(_is_number(cell) for cell in column) for column in zip(*lines[bool(headings) :], strict=True)
+    columns = [
+        _Column(heading, cells) for heading, *cells in zip(headings, *lines, strict=True) if any(cells)
     ]
-    for row, line in enumerate(lines):
-        cells = [
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, numbers, strict=True)
-        ]
-        if headings and row == 0:
-            click.secho("  ".join(cells).rstrip(), bold=True)
-        elif headings:
-            click.echo("  ".join(cells).rstrip())
-        else:
-            click.echo("  ".join((click.style(cells[0], bold=True), *cells[1:])).rstrip())
+    gap = _fit(columns, _terminal_width())
+    if columns:
+        _print_row([column.heading for column in columns], columns, gap, True)
+    for row in range(len(lines)):
+        _print_row([column.cells[row] for column in columns], columns, gap, row in bold)
+
+
+@dataclass
+class _Column:
+    """A column of a table on a terminal."""
+
+    heading: str
+    cells: Sequence[str]
+    width: int = field(init=False)
+    numbers: bool = field(init=False)
+    """Whether all cells are numbers: they are aligned at the right, and stay beside their units."""
+
+    def __post_init__(self) -> None:
+        self.width = max(map(len, (self.heading, *self.cells)))
+        self.numbers = all(cell[:1].isdigit() for cell in self.cells)
+
+    def narrowest(self) -> int:
+        """The width below which a word, or a number and its unit, would be broken."""
+        if self.numbers:
+            return self.width
+        return max(len(word) for cell in (self.heading, *self.cells) for word in cell.split(" "))
+
+
+def _fit(columns: Sequence[_Column], width: int) -> str:
+    """What stands between columns, narrowed where rows would be wider than ``width`` and words allow it."""
+
+    def too_wide(gap: str) -> int:
+        return sum(column.width for column in columns) + len(gap) * (len(columns) - 1) - width
+
+    if too_wide(GAP) <= 0:
+        return GAP
+    narrowest = {id(column): column.narrowest() for column in columns}
+    while too_wide(" ") > 0:
+        widest = max(columns, key=lambda column: (column.width > narrowest[id(column)], column.width))
+        if widest.width == narrowest[id(widest)]:
+            break
+        widest.width -= 1
+    return " "
+
+
+def _print_row(cells: Sequence[str], columns: Sequence[_Column], gap: str, bold: bool) -> None:
+    wrapped = [_wrapped(cell, column.width) for cell, column in zip(cells, columns, strict=True)]
+    for parts in zip_longest(*wrapped, fillvalue=""):
+        aligned = (
+            part.rjust(column.width) if column.numbers else part.ljust(column.width)
+            for part, column in zip(parts, columns, strict=True)
+        )
+        line = gap.join(aligned).rstrip()
+        click.echo(click.style(line, bold=True) if bold else line)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of a text, broken between words only.
+
+    >>> _wrapped("--to tp=2,pp=2 fits", 9)
+    ['--to', 'tp=2,pp=2', 'fits']
+    """
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def _plain(cell: str | int) -> str:
     return f"{int(cell)}" if isinstance(cell, int) else cell
-
-
-def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit()
 
 
 def print_object(command: str, facts: Mapping[str, Any]) -> None:

@@ -45,10 +45,17 @@ class Shown:
 def counted(number: int, word: str) -> str:
     """A number and its noun, for messages.
 
-    >>> counted(1, "difference"), counted(2, "difference")
-    ('1 difference', '2 differences')
+    >>> counted(1, "difference"), counted(2, "difference"), counted(3, "topology")
+    ('1 difference', '2 differences', '3 topologies')
     """
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    plural = f"{word[:-1]}ies" if word.endswith("gy") else f"{word}s"
+    return f"{number} {word if number == 1 else plural}"
+
+
+class ToCopy(str):
+    """A command or arguments to be copied: never broken into lines."""
+
+    __slots__ = ()
 
 
 class Bytes(int):

@@ -6,6 +6,7 @@ moment. Dtypes are what the values mean; ``code`` is how NumPy spells the stored
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -59,6 +60,17 @@ ACCUMULATORS = {
 _PER_PARAMETER = frozenset(name for name, accumulator in ACCUMULATORS.items() if accumulator.per_parameter)
 WRITTEN_NAMES = tuple(dict.fromkeys(a.written or a.name for a in ACCUMULATORS.values()))
 """What files call optimizer states."""
+
+
+def in_words(states: Iterable[str]) -> str:
+    """States as a list for people, whose optimizer states other than master weights are moments.
+
+    >>> in_words(("param", "moment1", "moment2", "beta1_pow_acc", "ema_master_weight"))
+    'param moments EMA'
+    """
+    words = {PARAM: PARAM, MASTER_WEIGHT: "master", **dict.fromkeys(EMA_STATES, "EMA")}
+    held = {words.get(state, "moments") for state in states}
+    return " ".join(word for word in (PARAM, "master", "moments", "EMA") if word in held)
 
 
 def is_per_parameter(state: str) -> bool:

@@ -28,11 +28,13 @@ from paddle_reshard.pipeline.core.limits import MAX_RANKS
 from paddle_reshard.pipeline.core.shown import (
     Facts,
     Shown,
+    ToCopy,
     by_reason,
     counted,
     readable_bytes,
     readable_seconds,
 )
+from paddle_reshard.pipeline.core.tensors import in_words
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
@@ -125,6 +127,8 @@ class CardsPlan(Shown):
     refused: tuple[RefusedTopology, ...]
     any_topology: bool
     """Whether the trainer reads the checkpoint in any of these topologies as it is."""
+    has_topology: bool
+    """Whether the checkpoint is for a topology, to which others can be near."""
 
     def __iter__(self) -> Iterator[Alternative]:
         """The alternatives, the nearest first."""
@@ -135,8 +139,62 @@ class CardsPlan(Shown):
         """The alternative that changes least; ``None`` if the source is not for any topology."""
         return next((alternative for alternative in self.alternatives if alternative.nearest), None)
 
+    def distinct(self) -> tuple[Alternative, ...]:
+        """The alternatives without those whose data-parallel ranks could as well share out the optimizer states."""
+        sharded = {
+            (replace(topology, sharding=1, dp=1), topology.sharding)
+            for topology in (alternative.topology for alternative in self.alternatives)
+            if topology.dp == 1
+        }
+        return tuple(
+            alternative
+            for alternative in self.alternatives
+            if alternative.topology.dp == 1
+            or (
+                replace(alternative.topology, sharding=1, dp=1),
+                alternative.topology.sharding * alternative.topology.dp,
+            )
+            not in sharded
+        )
+
+    def chosen(self) -> Alternative:
+        """The nearest; a :class:`PlanError` if there is none, or the checkpoint needs no conversion."""
+        here = f"{self.path}: for {self.cards} cards"
+        launch = shlex.join(["paddle-reshard", "launch", self.path])
+        nearest = self.nearest
+        if self.any_topology:
+            raise PlanError(f"{here} it is read as it is, in any topology: {launch} --to TOPOLOGY")
+        if nearest is None:
+            (first, *_) = self.alternatives
+            why = "it is for no topology, so none is near"
+            if self.has_topology:
+                lost = first.not_resumed or f"{in_words(first.states_lost)} would be lost"
+                why = f"no topology resumes at once with all states: with {first.topology}, {lost}"
+            raise PlanError(
+                f"{here} {why}; choose one of those that plan --cards lists, and give it with --to"
+            )
+        if not nearest.command:
+            raise PlanError(f"{here} the job with {nearest.topology} reads it as it is: {launch}")
+        return nearest
+
+    def advice(self) -> Facts:
+        """What to do: convert to the nearest topology and start the job, and what to know of that one."""
+        facts: Facts = []
+        if self.any_topology:
+            facts.append(("as it is", f"the trainer reads it in each of these topologies: {self._launch()}"))
+        best = self.nearest
+        if best is None:
+            return facts
+        facts.append(("nearest", f"{best.topology}: {NEAREST}"))
+        if best.command:
+            facts.append(("convert", ToCopy(best.command)))
+        if best.launch_line:
+            facts.append(("start with", ToCopy(best.launch_line)))
+        facts += [("lost", f"{names}: {why}") for why, names in by_reason(best.lost)]
+        return facts + [("note", remark) for remark in best.remarks]
+
     def _in_short(self) -> str:
-        return f"{self.path}: {counted(len(self.alternatives), 'topology').replace('ys', 'ies')} for {self.cards} cards"
+        return f"{self.path}: {counted(len(self.alternatives), 'topology')} for {self.cards} cards"
 
     def facts(self) -> Facts:
         """Every topology in a line, with what it needs, and how a job starts from it."""
@@ -218,6 +276,7 @@ def plan_cards(
         tuple(_by_nearness(alternatives, offer.before)),
         tuple(refused),
         _any_topology(checkpoint),
+        offer.before is not None,
     )
 
 

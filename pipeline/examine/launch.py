@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, SCHEDULER
-from paddle_reshard.pipeline.core.shown import Facts, Shown
+from paddle_reshard.pipeline.core.shown import Facts, Shown, ToCopy
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.trainer_files import is_random_state
@@ -60,10 +60,10 @@ class Launch(Shown):
         """The job, line by line."""
         facts = [("checkpoint", self.path), ("for", self.library)]
         if self.commands:
-            return [*facts, *(("run", command) for command in self.commands), *self._remarks()]
-        facts += [("ranks", str(self.ranks)), ("arguments", self.command_line())]
+            return [*facts, *(("run", ToCopy(command)) for command in self.commands), *self._remarks()]
+        facts += [("ranks", str(self.ranks)), ("arguments", ToCopy(self.command_line()))]
         if self.node_command:
-            facts.append(("or first", self.node_command))
+            facts.append(("or first", ToCopy(self.node_command)))
         return [*facts, *self._remarks()]
 
     def command_line(self) -> str:

@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
+from paddle_reshard.pipeline.core.tensors import in_words
 from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.inspection import Inspection, inspect_store
@@ -84,7 +85,22 @@ class Run(Shown):
             for checkpoint in self.checkpoints
         ]
 
+    def rows_in_short(self) -> list[tuple[str, ...]]:
+        """The cells under :data:`HEADINGS_IN_SHORT`."""
+        return [
+            (
+                checkpoint.name,
+                _job_in_words(checkpoint),
+                in_words(checkpoint.states),
+                checkpoint.problem or "complete",
+                "" if checkpoint.made_from is None else f"made from {checkpoint.made_from}",
+                ", ".join(checkpoint.converted_to),
+            )
+            for checkpoint in self.checkpoints
+        ]
 
+
+HEADINGS_IN_SHORT = ("checkpoint", "topology", "holds", "status", "", "converted to")
 HEADINGS = (
     *("checkpoint", "format", "topology", "sharding", "holds"),
     *("size", "status", "made from", "converted to"),
@@ -167,6 +183,14 @@ def _described(
         str(source.get("location")) if isinstance(source, dict) else None,
         tuple(said for root in elsewhere if (said := _target(root, name))),
     )
+
+
+def _job_in_words(checkpoint: RunCheckpoint) -> str:
+    if checkpoint.format is None:
+        return "?"
+    if checkpoint.topology is None:
+        return f"any ({checkpoint.format})"
+    return f"{checkpoint.topology} {checkpoint.sharding_strategy or ''}".rstrip()
 
 
 def _target(root: CheckpointRoot, name: str) -> str | None:

@@ -195,3 +195,51 @@ def test_a_report_shows_the_ranks_of_every_topology(tmp_path: Path) -> None:
     drawn = text[text.index('<section id="grids"') :]
     assert drawn.count("<figure") == len(paddle_reshard.plan(checkpoint(ALL_AXES), cards=4).alternatives)
     assert drawn.count("<i></i>") == 4 * drawn.count("<figure")
+
+
+def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
+    convert = ["convert", str(checkpoint(ALL_AXES)), str(tmp_path / "target")]
+    ran = CliRunner().invoke(cli, [*convert, "--cards", "4"])
+    assert ran.exit_code == 0, ran.output
+    assert ran.stderr.startswith("tp=2,pp=2, the nearest of 9 possible topologies for 4 cards: ")
+    assert str(paddle_reshard.inspect(tmp_path / "target").topology) == "tp=2,pp=2"
+    again = CliRunner().invoke(cli, [*convert, "--cards", "4", "--resume"])
+    assert (again.exit_code, "already" in again.stdout or "finished" in again.stdout) == (0, True), (
+        again.output
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "cards", "sentence"),
+    [
+        (ALL_AXES, "8", "the job with tp=2,pp=2,sharding=2 reads it as it is: paddle-reshard launch"),
+        ("dense/uc_single", "2", "it is read as it is, in any topology"),
+        ("exports/llama", "2", "it is for no topology, so none is near"),
+    ],
+)
+def test_convert_takes_no_topology_where_none_is_the_nearest(
+    tmp_path: Path, case: str, cards: str, sentence: str
+) -> None:
+    ran = CliRunner().invoke(
+        cli,
+        [
+            "convert",
+            str(checkpoint(case)),
+            str(tmp_path / "target"),
+            "--cards",
+            cards,
+            "--convention",
+            "paddleformers",
+        ],
+    )
+    assert ran.exit_code == 1
+    assert sentence in ran.stderr
+    assert not (tmp_path / "target").exists()
+
+
+def test_data_parallel_variants_of_sharded_topologies_are_for_those_who_ask() -> None:
+    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    every = {str(one.topology) for one in cards.alternatives}
+    assert every - {str(one.topology) for one in cards.distinct()} == {
+        *("tp=2,dp=2", "pp=2,dp=2", "sharding=2,dp=2", "dp=4")
+    }

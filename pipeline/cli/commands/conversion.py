@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.cli.options import (
 )
 from paddle_reshard.pipeline.cli.terminal import print_facts, say
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
-from paddle_reshard.pipeline.core.shown import readable_bytes
+from paddle_reshard.pipeline.core.shown import ToCopy, counted, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import DEFAULT, average_target, formats_for_average
 from paddle_reshard.pipeline.request.options import (
@@ -45,6 +45,7 @@ from paddle_reshard.pipeline.request.parse import locations_of, parse_target, re
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
+    from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.examine.coverage import Coverage
     from paddle_reshard.pipeline.planning.simulate import Rates, Simulation
 
@@ -99,6 +100,12 @@ conversion_options = all_of(
     help="List every topology of N cards to which SRC can be converted, with what each needs and loses, and how a job "
     "starts from it. Takes no DST and no --to.",
 )
+@click.option(
+    "--all",
+    "every",
+    is_flag=True,
+    help="With --cards on a terminal: every topology, and all there is to know.",
+)
 @estimate_options
 @report_option
 @click.pass_context
@@ -111,6 +118,7 @@ def plan(
     save: Path | None,
     prove: bool,
     cards: int | None,
+    every: bool,
     worker_counts: tuple[int, ...],
     rates: Rates | None,
     **_: Any,
@@ -126,8 +134,10 @@ def plan(
             raise UsageError(
                 "--cards lists topologies; DST, --target, --save, --prove and --workers are for one of them"
             )
-        _show_cards(source, cards, options)
+        _show_cards(source, cards, every, options)
         return
+    if every:
+        raise UsageError("--all is for --cards")
     if rates is not None and not worker_counts:
         raise UsageError("--rates is for --workers")
     destination = _targets(target, targets) if target or targets else None
@@ -183,12 +193,12 @@ def _free_space(planned: ConversionPlan) -> list[tuple[str, str]]:
     return [("free", readable_bytes(size)) for size in free.values()]
 
 
-def _show_cards(source: str, cards: int, options: Mapping[str, Any]) -> None:
+def _show_cards(source: str, cards: int, every: bool, options: Mapping[str, Any]) -> None:
     """Print what a checkpoint can become on a number of cards."""
     with running("reading headers and comparing topologies") as run:
         found = paddle_reshard.plan(source, cards=cards, observe=run, **options)
         run.show(found)
-    answer(found, lambda: print_cards(found))
+    answer(found, lambda: print_cards(found, every))
 
 
 @click.command(
@@ -196,6 +206,7 @@ def _show_cards(source: str, cards: int, options: Mapping[str, Any]) -> None:
     examples=(
         "checkpoint-1000 one-card --to tp=1",
         "checkpoint-1000 four-stages --to pp=4,sharding=2 --report four.html",
+        "checkpoint-1000 four-cards --cards 4",
         "checkpoint-1000 model --format huggingface --dtype bfloat16",
         "s3://bucket/checkpoint-1000 s3://bucket/two-cards --to tp=2 --memory 4GiB",
         "checkpoint-1000 one-card --resume",
@@ -204,6 +215,13 @@ def _show_cards(source: str, cards: int, options: Mapping[str, Any]) -> None:
 @conversion_options
 @run_options
 @all_of(*declared_all(("expected_plan", "device", "verify")))
+@outcome_option(
+    "--cards",
+    type=click.IntRange(1),
+    metavar="N",
+    help="In place of --to: the nearest topology of N cards, as plan --cards N calls it. Refused if there is none that "
+    "resumes at once and loses no state.",
+)
 @report_option
 @click.pass_context
 def convert(
@@ -212,10 +230,15 @@ def convert(
     source: str,
     target: str | None,
     targets: tuple[str, ...],
+    cards: int | None,
     **_: Any,
 ) -> None:
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
+    if cards is not None:
+        if targets:
+            raise UsageError("--cards chooses the topology of one target; with --target give each its own")
+        options["to"] = _nearest(context, source, cards, options)
     destination = _targets(target, targets, bool(options.get("resume") or options.get("take_over")))
     settings, locations = read_settings(cast(ConvertOptions, options), destination), locations_of(destination)
     from paddle_reshard.pipeline.convert.conversion import convert_with  # mistakes above are told at once
@@ -226,6 +249,19 @@ def convert(
     answer(report, lambda: print_facts([*report.facts(), *_next(report)]))
 
 
+def _nearest(context: click.Context, source: str, cards: int, options: Mapping[str, Any]) -> Topology:
+    """The topology to which a checkpoint is converted for a number of cards, which is said before it takes hours."""
+    from paddle_reshard.pipeline.examine.cards import NEAREST
+
+    describing = {name: options[name] for name in options if name in ConversionOptions.__annotations__}
+    found = paddle_reshard.plan(source, cards=cards, **describing)
+    topology = found.chosen().topology
+    if not context.params["quiet"] and context.params["progress"] != "json":
+        of = counted(len(found.alternatives), "possible topology")
+        say(f"{topology}, the nearest of {of} for {cards} cards: {NEAREST}", err=True)
+    return topology
+
+
 def _next(report: ConversionReport) -> list[tuple[str, str]]:
     """How to find out how a job starts from each target."""
     if report.plan.portion is not None:  # without the other nodes' files nobody can describe it
@@ -234,7 +270,7 @@ def _next(report: ConversionReport) -> list[tuple[str, str]]:
             ("next", f"when all nodes have their portions: --resume_from_checkpoint {shlex.quote(folder)}")
         ]
     return [
-        ("next", shlex.join(["paddle-reshard", "launch", location]))
+        ("next", ToCopy(shlex.join(["paddle-reshard", "launch", location])))
         for location in report.plan.target_locations
     ]
 
