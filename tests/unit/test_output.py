@@ -311,9 +311,30 @@ def test_names_are_whole_in_a_pipe_and_on_a_narrow_terminal() -> None:
     assert [row[0] for row in rows[-len(keys) :]] == keys
     assert {len(row) for row in rows[-len(keys) :]} == {4}
     shown = on_a_terminal("inspect", DEMO, "--tensors", columns=40)
-    lines = shown.splitlines()
-    assert [line.split()[0] for line in lines[-len(keys) :]] == keys
+    assert [word for word in shown.split() if word in set(keys)] == keys
     assert "…" not in shown
+
+
+def test_sentences_are_wrapped_between_words_and_commands_are_not() -> None:
+    shown = on_a_terminal("launch", DEMO, columns=60).splitlines()
+    (arguments,) = (line for line in shown if line.startswith("arguments"))
+    assert arguments.endswith(paddle_reshard.launch(DEMO).command_line())
+    assert max(len(line) for line in shown if line is not arguments and str(DEMO) not in line) <= 60
+    (note,) = (number for number, line in enumerate(shown) if "the average is read with" in line)
+    assert shown[note + 1] == " " * shown[note].index("the") + "otherwise ignored"
+
+
+def test_checkpoints_and_topologies_fit_a_screen() -> None:
+    """80 columns and 24 lines, whatever the names of files are; a command to copy may be longer than a line."""
+    (heading, row) = on_a_terminal("ls", DEMO.parent, columns=80).splitlines()
+    assert heading.split() == ["checkpoint", "topology", "holds", "status"]
+    expected = "checkpoint-3 tp=2,pp=2,sharding=2 stage1v2 param master moments EMA complete"
+    assert " ".join(row.split()) == expected
+    cards = on_a_terminal("plan", DEMO, "--cards", 4, columns=80).splitlines()
+    assert sum(len(line) // 80 + 1 for line in cards) <= 24
+    convert, start = cards.index(next(line for line in cards if line.startswith("convert"))), "start with"
+    assert cards[convert].endswith(f"paddle-reshard convert {DEMO} TARGET --to tp=2,pp=2")
+    assert cards[convert + 1].startswith(start)
 
 
 def test_what_is_piped_can_be_added_up() -> None:
@@ -329,7 +350,7 @@ def test_what_is_piped_can_be_added_up() -> None:
     ]
     assert int(row[5]) == sum(path.stat().st_size for path in tensors)
     assert "139,840" in on_a_terminal("inspect", DEMO, columns=200)
-    assert " 2.3 MiB " in on_a_terminal("ls", DEMO.parent, columns=300)
+    assert " 2.3 MiB" in on_a_terminal("inspect", DEMO, columns=200)
 
 
 # --------------------------------------------------------------------------------------------------- notebooks
