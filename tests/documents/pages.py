@@ -114,6 +114,9 @@ PAGES: dict[str, Page] = {
     ),
     "docs/guides/export.md": Page(before=("convert checkpoint-1000 Qwen3-30B-A3B --format huggingface",)),
     "docs/guides/fewer-cards.md": Page(
+        holds={"checkpoint-1000": LLAMA, "run-7/checkpoint-1000": LLAMA},
+    ),
+    "docs/guides/files-by-rank.md": Page(
         holds={"checkpoint-1000": LLAMA, "s3://bucket/checkpoint-1000": SMALL},
         before=("convert checkpoint-1000 flex-1000 --format flex",),
         stands_for={"/local/": "local/"},
