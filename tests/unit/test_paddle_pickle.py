@@ -577,7 +577,7 @@ class Named:
 
 
 def made_of(value: object, payloads: dict[int, bytes]) -> object:
-    """The objects that a job would save: of texts, none is an object twice."""
+    """The objects that a job would save: of texts and bytes, none is an object twice."""
     if isinstance(value, ArraySlot):
         array = np.frombuffer(payloads[value.slot], "<" + value.dtype).reshape(value.shape).copy()
         return array if value.name is None else Named(made_of(value.name, payloads), array)
@@ -585,6 +585,8 @@ def made_of(value: object, payloads: dict[int, bytes]) -> object:
         return {made_of(key, payloads): made_of(item, payloads) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(made_of(item, payloads) for item in value)
+    if isinstance(value, bytes):
+        return bytes(bytearray(value))
     return "".join(list(value)) if isinstance(value, str) else value
 
 
@@ -796,9 +798,9 @@ KEYS = st.text(max_size=12)
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 NUMBERS = [code for code in DTYPES if code != "b1"]
 SLOTS = st.builds(ArraySlot, st.just(-1), st.sampled_from(NUMBERS), SHAPES, st.none() | KEYS)
-PLAIN = (
-    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | KEYS | st.binary(max_size=300)
-)
+# Of bytes shorter than these, Python has one object each, which pickle stores once.
+BINARY = st.binary(min_size=2, max_size=300)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | KEYS | BINARY
 VALUES = st.recursive(
     PLAIN | SLOTS,
     lambda inner: (
