@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import sys
-import textwrap
 import time
 import unicodedata
 from collections.abc import Container, Mapping, Sequence
@@ -207,10 +205,14 @@ def _wrapped(text: str, width: int) -> list[str]:
     """
     if len(text) <= width:
         return [text]
+    import textwrap
+
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _terminal_width() -> int:
+    import shutil  # with textwrap, only for people: a conversion in a script starts without them
+
     return shutil.get_terminal_size().columns
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.cli.terminal import on_terminal, print_facts, print_table, say
 from paddle_reshard.pipeline.core.shown import Bytes, ToCopy
-from paddle_reshard.pipeline.core.tensors import in_words
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ def _notes(found: CardsPlan) -> list[tuple[str, str]]:
 
 
 def _row_in_short(alternative: Alternative) -> tuple[str, ...]:
+    from paddle_reshard.pipeline.core.tensors import in_words
+
     lost = in_words(alternative.states_lost)
     return (
         str(alternative.topology),
