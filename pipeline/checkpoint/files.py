@@ -54,6 +54,8 @@ class SourceListing(NamedTuple):
     paths: Collection[str]
     folders: Sequence[str]
     """Subfolders, and files that are nobody's (``is_stray``)."""
+    naming_code: Mapping[str, bytes | None] = {}
+    """Small JSON file with an entry that names code → its contents without; ``None``: it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of_ranks, job_of, portion_of
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
+from paddle_reshard.pipeline.indexing.small_files import small_files_naming_code
 from paddle_reshard.pipeline.planning.checks import master_checks, master_checks_of_loaded
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
@@ -273,7 +274,7 @@ def plan_checkpoint(
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
     planning = replace(request.planning, tied=source.model.tied_by_config)
-    sizes, listing = store.sizes(), SourceListing(store.sizes(), store.folders)
+    sizes, listing = store.sizes(), _listing(store, specs)
     _check_room(source, None, request, spare_bytes)
     laid_out = [lay_out(source, wanted, spec, listing) for spec in specs]
     check_nothing_lost(specs, laid_out)
@@ -340,10 +341,16 @@ def _portion(
     )
 
 
+def _listing(store: Source, specs: Sequence[Target]) -> SourceListing:
+    """What the folder holds; small files are opened for models only, which others load as they are."""
+    exported = any(FORMATS[spec.format].model_only for spec in specs)
+    return SourceListing(store.sizes(), store.folders, small_files_naming_code(store) if exported else {})
+
+
 def laid_out_again(conversion: ConversionPlan) -> list[LaidOut]:
     """The targets of a plan, laid out again, with the files that it makes."""
     source, store = conversion.source, conversion.store
-    listing = SourceListing(store.sizes(), store.folders)
+    listing = _listing(store, [target.spec for target in conversion.targets])
     laid_out = [lay_out(source, target.wanted, target.spec, listing) for target in conversion.targets]
     if conversion.portion is None:
         return laid_out

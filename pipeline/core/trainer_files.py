@@ -135,6 +135,15 @@ def is_model_file(path: str) -> bool:
     return any(re.fullmatch(p, path) for p in (*_MODEL.values(), _ADAPTER))
 
 
+def may_name_code(path: str) -> bool:
+    """Whether ``transformers`` looks into a file, other than ``config.json``, for classes that are code.
+
+    >>> [may_name_code(path) for path in ("tokenizer_config.json", "tokenizer.json", "lora_config.json")]
+    [True, False, False]
+    """
+    return path.endswith("_config.json") and is_model_file(path) and not is_of_adapter(path)
+
+
 def is_of_adapter(path: str) -> bool:
     """Whether a file describes an adapter as the trainers read it."""
     return re.fullmatch(_ADAPTER, path) is not None

@@ -5,6 +5,7 @@ Every small file and every entry of ``config.json`` is compared, or listed here 
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -12,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from paddle_reshard.pipeline.checkpoint.checkpoint import DONOR
 from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_json, read_lr_scheduler
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES
-from paddle_reshard.pipeline.core.trainer_files import is_steering
-from paddle_reshard.pipeline.model.transformers_config import OWN_CODE, agreed_config, without_own_classes
+from paddle_reshard.pipeline.core.trainer_files import is_steering, may_name_code
+from paddle_reshard.pipeline.model.transformers_config import agreed_config, without_code, without_own_classes
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef
 from paddle_reshard.storage.files.trainer_state import encode_trainer_state, parse_trainer_state
 from paddle_reshard.storage.store import Source
@@ -169,8 +171,7 @@ def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disa
     sizes = a.sizes(), b.sizes()
     if CONFIG in sizes[0] and CONFIG in sizes[1]:
         configs = read_json(a, CONFIG, sizes[0]), read_json(b, CONFIG, sizes[1])
-        left_out = {OWN_CODE} if OWN_CODE not in configs[1] else frozenset()
-        disagreements += compare_configs(*configs, MAY_DIFFER_IN_CONFIG | left_out)
+        disagreements += compare_configs(*_both_without_code(*configs), MAY_DIFFER_IN_CONFIG)
     for path in sorted(sizes[0].keys() | sizes[1].keys()):
         if is_steering(path) and path not in sizes[0] and not (path == _PEFT[0] and _PEFT[1] in sizes[1]):
             disagreements.append(
@@ -184,12 +185,35 @@ def compare_small_files(a: Source, b: Source, subset: bool = False) -> list[Disa
                 content_a, content_b = (
                     _of_model(content, MAY_DIFFER_IN_LORA_CONFIG) for content in (content_a, content_b)
                 )
-            disagreements += [_within(path, entry) for entry in differences(content_a, content_b)]
+            contents = _both_without_code(content_a, content_b)
+            disagreements += [_within(path, entry) for entry in differences(*contents)]
         elif path != SCHEDULER and not (subset and path in sizes[0]):
             disagreements.append(
                 Disagreement(path, *("present" if path in side else "missing" for side in sizes))
             )
     return disagreements
+
+
+def _both_without_code(a: Any, b: Any) -> tuple[Any, Any]:
+    """Both contents; without the entries of ``a`` that name code if ``b``, as an export, has none."""
+    return (without_code(a), b) if without_code(b) == b else (a, b)
+
+
+def small_files_naming_code(store: Source) -> dict[str, bytes | None]:
+    """Small JSON file with an entry that names code → its contents without; ``None``: it cannot be read.
+
+    Files of another model, which a conversion takes with those of the source, are among them.
+    """
+    sizes, found = store.sizes(), dict[str, bytes | None]()
+    for path in sorted(path for path in sizes if may_name_code(path.removeprefix(DONOR))):
+        try:
+            content = read_json(store, path, sizes)
+        except CheckpointError:
+            found[path] = None
+            continue
+        if (kept := without_code(content)) != content:
+            found[path] = (json.dumps(kept, indent=2) + "\n").encode()
+    return found
 
 
 def check_one_model(stores: Sequence[Source]) -> None:

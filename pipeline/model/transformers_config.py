@@ -19,12 +19,9 @@ _DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
 entries together (``fastdeploy/config.py`` at 0009064, ``read_model_config``). ``transformers`` reads either."""
 _OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
-OWN_CODE = "auto_map"
-"""The entry that names classes in ``.py`` files beside the weights."""
-_OWN_CODE_LEFT_OUT = (
-    f"without {OWN_CODE} in config.json: it names code, which is never carried; a model that transformers does not "
-    "know needs both from where it came"
-)
+OWN_CODE = frozenset({"auto_map", "custom_pipelines", "custom_generate"})
+"""Entries that name code, beside the weights or in another repository, in ``config.json`` and in small files of a
+tokenizer or processor, at any depth (``transformers`` 5.3 ``dynamic_module_utils.py``, ``pipelines/__init__.py``)."""
 _OWN_CLASS = re.compile(r"(Deprecated)?(Pipe)?(Deprecated)?$")
 
 
@@ -57,9 +54,27 @@ def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
         exported[_DTYPE] = dtype.name
     if "architectures" in exported:
         exported["architectures"] = without_own_classes(exported["architectures"])
-    code = (_OWN_CODE_LEFT_OUT,) if exported.pop(OWN_CODE, None) is not None else ()
-    remarks = (*code, *(agreement.remark for agreement in _agreements(exported) if agreement.remark))
+    remarks = tuple(agreement.remark for agreement in _agreements(exported) if agreement.remark)
     return ExportedConfig(agreed_config(exported), remarks)
+
+
+def without_code(value: Any) -> Any:
+    """Parsed JSON without the entries that name code.
+
+    >>> without_code({"tokenizer_class": "A", "image_processor": {"auto_map": {"AutoImageProcessor": "me/b--c.D"}}})
+    {'tokenizer_class': 'A', 'image_processor': {}}
+    """
+    if isinstance(value, dict):
+        return {key: without_code(entry) for key, entry in value.items() if key not in OWN_CODE}
+    return [without_code(entry) for entry in value] if isinstance(value, list) else value
+
+
+def about_code(path: str) -> str:
+    """The sentence about a small file from which entries were taken that name code."""
+    return (
+        f"{path} without the entries that name code ({', '.join(sorted(OWN_CODE))}), which is never carried; what "
+        "transformers does not know needs them, and the code, from where they came"
+    )
 
 
 def without_own_classes(classes: Any) -> Any:

@@ -65,6 +65,62 @@ def test_a_target_holds_no_file_whose_role_is_unknown_there(asked: dict[str, str
     assert paddle_reshard.verify(source, tmp_path / "target", **states).equal
 
 
+CODE = {
+    "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["me/other--tokenization.Other", None]}},
+    "processor_config.json": {"image_processor": {"auto_map": {"AutoImageProcessor": "images.Other"}}},
+    "generation_config.json": {"custom_generate": "me/other"},
+    "config.json": {
+        "custom_pipelines": {"a": {"impl": "pipe.Other"}},
+        "audio_config": {"auto_map": {"AutoModel": "other.Other"}},
+    },
+}
+KEPT = {"model_max_length": 10**30, "chat_template": "{{ 'Ünïcode' }}", "image_processor": {"size": 1.5}}
+
+
+def _naming_code(folder: Path) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    for name, entries in CODE.items():
+        kept = config if name == "config.json" else KEPT
+        merged = {
+            key: {**kept.get(key, {}), **value} if key == "image_processor" else value
+            for key, value in entries.items()
+        }
+        (folder / name).write_text(json.dumps(kept | merged))
+    twice = '{"auto_map": {}, "auto_map": {"AutoImageProcessor": "a.B"}}'
+    (folder / "preprocessor_config.json").write_text(twice)
+    return folder
+
+
+def test_no_small_file_of_an_export_names_code(tmp_path: Path) -> None:
+    source = _naming_code(_source(tmp_path, "single"))
+    report = paddle_reshard.convert(source, tmp_path / "model", format="huggingface")
+    target = report.plan.targets[0]
+    for name in CODE.keys() - {"config.json"}:
+        assert json.loads((tmp_path / "model" / name).read_text()) == KEPT
+    for path in (tmp_path / "model").glob("*.json"):
+        assert path.name == "paddle_reshard.json" or not any(
+            word in path.read_text() for word in ("auto_map", "custom_", "Other", "me/other")
+        )
+    assert all(any(name in remark for remark in target.remarks) for name in CODE)
+    assert "names code" in dict(target.not_carried)["preprocessor_config.json"]
+    assert paddle_reshard.verify(source, tmp_path / "model", states=["param"]).differences == ()
+
+    paddle_reshard.convert(source, tmp_path / "job", to="tp=2")
+    for name in (*CODE.keys() - {"config.json"}, "preprocessor_config.json"):
+        assert (tmp_path / "job" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_no_small_file_of_another_model_brings_code(tmp_path: Path) -> None:
+    source = _source(tmp_path, "single")
+    paddle_reshard.convert(source, tmp_path / "donor", format="huggingface")
+    _naming_code(tmp_path / "donor")
+    report = paddle_reshard.convert(source, tmp_path / "model", format="huggingface", like=tmp_path / "donor")
+    assert json.loads((tmp_path / "model/tokenizer_config.json").read_text()) == KEPT
+    assert "auto_map" not in (tmp_path / "model/config.json").read_text()
+    assert not (tmp_path / "model/preprocessor_config.json").exists()
+    assert any("tokenizer_config.json" in remark for remark in report.plan.targets[0].remarks)
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "pytorch_model.bin", "modeling_other.py"])
 def test_verify_finds_a_file_that_leads_loaders_away_from_an_export(name: str, tmp_path: Path) -> None:
     source = _source(tmp_path, "single")

@@ -36,21 +36,21 @@ from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.entries import TEXT, config_entry, count_entry
 from paddle_reshard.pipeline.model.rules.items import mtp_entry
 from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
+from paddle_reshard.pipeline.model.transformers_config import OWN_CODE
 
 SHOWN = 3
 """Number of keys that an error names."""
 SAME = ("model_type", "num_hidden_layers")
 """Entries of ``config.json`` that must be equal in checkpoint and donor."""
 NOT_TAKEN = (
-    "auto_map",
+    *OWN_CODE,
     "dtype",
     "torch_dtype",
     "quantization_config",
     "transformers_version",
     "_name_or_path",
 )
-"""Entries of the donor's ``config.json`` that are not copied: they refer to its code, or to how its tensors are stored.
-"""
+"""Entries of the donor's ``config.json`` that are not copied: they name its code, or say how its tensors are stored."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,11 @@ from paddle_reshard.pipeline.formats.huggingface.format import EMA, FLOATING, HU
 from paddle_reshard.pipeline.formats.huggingface.fp8 import QUANTIZE, is_quantised, remarks, scale_slots
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
-from paddle_reshard.pipeline.formats.huggingface.sidecars import of_training, plan_huggingface_sidecars
+from paddle_reshard.pipeline.formats.huggingface.sidecars import (
+    naming_no_code,
+    of_training,
+    plan_huggingface_sidecars,
+)
 from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
 from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, lacking
 from paddle_reshard.pipeline.model.forms import UNUSED
@@ -140,10 +144,11 @@ class HuggingFaceTarget(SettledTarget):
             return f"replaced by {peft.CONFIG}" if path == LORA_CONFIG else of_training(path)
 
         # config.json describes the base model; adapters do not have one
-        sidecars = classify_sidecars(listing, wanted.own_files, reason, {}, {})
+        sidecars = naming_no_code(classify_sidecars(listing, wanted.own_files, reason, {}, {}), listing)
         of_base = [(CONFIG, "it describes the base model")] if CONFIG in listing.paths else []
         sidecars = replace(sidecars, not_carried=(*sidecars.not_carried, *of_base))
-        return replace(laid_out, sidecars=sidecars.with_written([(peft.CONFIG, config)]))
+        sidecars = sidecars.with_written([(peft.CONFIG, config)])
+        return replace(laid_out, sidecars=sidecars, remarks=(*laid_out.remarks, *sidecars.remarks))
 
     def _check_adapter(self, staged: Staged) -> None:
         """Check the keys, shapes and dtypes of a staged adapter."""
