@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 FULL = (
     "cluster/test_ema_actor.py",
@@ -56,6 +56,8 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 settings.register_profile("light", max_examples=25)
 settings.register_profile("many", max_examples=2000)
+# Whether a property fails is enough for a mutant.
+settings.register_profile("unshrunk", max_examples=25, phases=(Phase.explicit, Phase.generate))
 
 
 def examples(count: int) -> settings:

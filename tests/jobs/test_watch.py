@@ -1,4 +1,4 @@
-"""``watch`` on a training run: converted when whole, once, whatever is killed in between."""
+"""``watch`` on a training run: converted when whole, once, whatever is killed in between. More: ``test_watch_once``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -28,123 +26,11 @@ from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch.watcher import Watcher
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
-from tests.jobs.command import GOLDEN, MAIN, command_line, copy_checkpoint, invoke, run, run_here, snapshot
+from tests.jobs.command import GOLDEN, command_line, copy_checkpoint, invoke, run, snapshot
+from tests.jobs.training import Run
 from tests.published import checked
 from tests.report.pages import Page
 from tests.spoiled import of_another_step
-
-INTERRUPTED = """
-import functools, os, pathlib, signal, sys, time
-from paddle_reshard.pipeline.core.events import GroupEnded, Progress
-from paddle_reshard.pipeline.watch import runners
-
-real, moment, told = runners.convert_with, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
-
-@functools.wraps(real)
-def convert(source, target, settings, observe):
-    def hang(event):
-        observe(event)
-        if moment == "within" and isinstance(event, Progress):
-            told.touch()
-            time.sleep(60)
-    real(source, target, settings, hang)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-runners.convert_with = convert
-"""
-"""A watcher that hangs once it has written something, or is killed right after its first conversion."""
-
-
-class Run:
-    """A training run and where its conversions go."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.run, self.out = root, root / "run", root / "out"
-        self.run.mkdir()
-
-    def watch(self, *options: object, to: str = "tp=1") -> subprocess.CompletedProcess[str]:
-        """One look, in this process; what is killed, or runs beside others, has a process of its own."""
-        return run_here("watch", self.run, self.out, "--to", to, "--once", *options)
-
-    def records(self) -> list[dict]:
-        folder = self.out / ".paddle_reshard" / "seen"
-        found = [json.loads(path.read_bytes()) for path in folder.glob("*.json")] if folder.is_dir() else []
-        return sorted(found, key=lambda record: record["target"])
-
-    def states(self) -> list[str]:
-        return [record["state"] for record in self.records()]
-
-    def converted(self) -> list[str]:
-        return sorted(path.parent.name for path in self.out.glob("*/paddle_reshard.json"))
-
-    def start_interrupted(self, moment: str) -> subprocess.Popen[str]:
-        """A watcher that hangs within its conversion, or is killed right after it."""
-        options = [moment, self.root / "told", "watch", self.run, self.out, "--to", "tp=1", "--once"]
-        command = [sys.executable, "-c", INTERRUPTED + MAIN, *map(str, options)]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-    def wait_for_begin(self) -> None:
-        deadline = time.monotonic() + 120
-        while not (self.root / "told").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def training(tmp_path: Path) -> Run:
-    return Run(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def one_card(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    target = tmp_path_factory.mktemp("expected") / "target"
-    paddle_reshard.convert(GOLDEN, target, to="tp=1")
-    return snapshot(target)
-
-
-def trainer_order() -> Iterator[Path]:
-    """The files of a checkpoint in the order in which a trainer writes them."""
-    order = (
-        "config",
-        "training_args",
-        "model_state",
-        "model_meta",
-        "ema",
-        "rng",
-        "optimizer",
-        "saved_signal",
-        "sch",
-    )
-    for prefix in (*order, "trainer_state"):
-        yield from sorted(path for path in GOLDEN.iterdir() if path.name.startswith(prefix))
-
-
-def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
-    training: Run, one_card: dict[str, bytes]
-) -> None:
-
-    def identify(source: str, target: str) -> str:
-        return conversion_id({"source": source, "target": target})
-
-    conversion = Conversion(read_settings({"to": "tp=1"}), identify)
-    watcher = Watcher(str(training.run), str(training.out), conversion, Policy())
-    assert watcher.once() == {}
-    folder = training.run / "checkpoint-3"
-    folder.mkdir()
-    files = list(trainer_order())
-    assert {path.name for path in files} == {path.name for path in GOLDEN.iterdir()}
-    for path in files:
-        assert watcher.once() == {"checkpoint-3": Result.WAITING}, path.name
-        data = path.read_bytes()
-        (folder / path.name).write_bytes(data[: len(data) // 2])  # half-written
-        if path.name.startswith(("model_state", "optimizer", "ema", "model_meta")):
-            assert watcher.once() == {"checkpoint-3": Result.WAITING}, path.name
-        (folder / path.name).write_bytes(data)
-    assert training.states() == ["seen"]
-    assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
-    assert watcher.once() == {"checkpoint-3": Result.DONE}
-    assert snapshot(training.out / "checkpoint-3") == one_card
-    assert training.states() == ["done"]
 
 
 def test_each_conversion_has_a_page(training: Run, tmp_path: Path) -> None:
@@ -240,28 +126,6 @@ def test_a_temporary_signal_that_an_interruption_left_behind_does_not_hold_a_che
     assert "save_signal_TMP_3" in training.watch("--settle", 0.1).stderr
     time.sleep(0.15)
     assert "1 converted, 1 converted before" in training.watch("--settle", 0.1).stderr
-
-
-def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) -> None:
-
-    folder = copy_checkpoint(training.run / "checkpoint-3")
-    conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
-    plain, late = convert_inline(conversion), [folder / "special_tokens_map.json"]
-
-    def convert(source: str, target: str, begin, check) -> None:
-        def at_the_end() -> None:
-            while late:
-                late.pop().write_text("{}")
-            check()
-
-        plain(source, target, begin, at_the_end)
-
-    watcher = Watcher(str(training.run), str(training.out), conversion, Policy(), convert)
-    assert watcher.once() == {"checkpoint-3": Result.WAITING}
-    assert (training.converted(), training.states()) == ([], ["seen"])
-    assert watcher.once() == {"checkpoint-3": Result.CONVERTED}
-    assert training.states() == ["done"]
-    assert (training.out / "checkpoint-3" / "special_tokens_map.json").exists()
 
 
 # ------------------------------------------------------------------------------------------- other formats
@@ -483,19 +347,6 @@ def test_keep_removes_the_oldest_conversions_only(training: Run) -> None:
     third = training.watch("--keep", 2)
     assert "converting" not in third.stderr  # what was removed is not made again
     assert training.converted() == ["checkpoint-1", "checkpoint-100", "checkpoint-20"]
-
-
-def test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted(training: Run) -> None:
-    copy_checkpoint(training.run / "checkpoint-3")
-    copy_checkpoint(training.run / "checkpoint-6")
-    paddle_reshard.convert(training.run / "checkpoint-3", training.out / "checkpoint-3", to="tp=1")
-    assert "checkpoint-3: converted already; recorded" in training.watch().stderr
-    manifest = training.out / "checkpoint-6" / "paddle_reshard.json"
-    manifest.write_text(manifest.read_text().replace('"plan_id": "', '"plan_id": "x'))
-    copy_checkpoint(training.run / "checkpoint-9")
-    training.watch("--keep", 1)
-    assert training.converted() == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    assert training.states() == ["adopted", "done", "done"]
 
 
 def test_keep_does_not_touch_files_next_to_a_conversion(
@@ -833,47 +684,13 @@ def test_an_invalid_record_is_reported_or_rewritten(kind: str, training: Run) ->
         assert f"{seen}: is a folder where a small file of this name is needed; remove it" in found.stderr
 
 
-@pytest.mark.parametrize("harm", ["truncated", "missing"])
-def test_a_finished_checkpoint_that_is_not_whole_is_damaged_once_it_has_settled(
-    harm: str, training: Run
-) -> None:
-    folder = copy_checkpoint(training.run / "checkpoint-3")
-    spoiled = folder / "optimizer.tp00_pp00_shard00.pdopt"
-    whole = spoiled.read_bytes()
-    if harm == "missing":
-        spoiled.unlink()
-    else:
-        os.truncate(spoiled, 5000)
-    waiting = training.watch()
-    assert (waiting.returncode, "checkpoint-3: waiting: " in waiting.stderr) == (0, True)
-    change_record(training, since=time.time() - 61)
-    damaged = training.watch()
-    assert damaged.returncode == 1
-    assert "checkpoint-3: damaged: it is marked as finished, and has not changed since 20" in damaged.stderr
-    assert spoiled.name in damaged.stderr and "1 failed" in damaged.stderr
-    (folder / "saved_signal_5").unlink()  # the trainer may not have finished
-    training.watch()
-    change_record(training, since=time.time() - 61)
-    assert training.watch().returncode == 0
-    (folder / "saved_signal_5").write_bytes(b"1")
-    spoiled.write_bytes(whole)
-    for path in folder.glob("saved_signal_*"):
-        path.touch()
-    assert "checkpoint-3: converted in " in training.watch().stderr
-
-
-def change_record(training: Run, **entries: object) -> None:
-    (path,) = (training.out / ".paddle_reshard" / "seen").glob("*.json")
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), **entries}))
-
-
 @pytest.mark.parametrize("state", ["seen", "failed", "failed, and it is to be forgotten"])
 def test_a_record_of_tomorrow_counts_as_of_now(state: str, training: Run) -> None:
     copy_checkpoint(training.run / "checkpoint-3", leave_out=("saved_signal",))
     training.watch()
     tomorrow = time.time() + 86400
     failed = {"state": "failed", "failures": 1, "reason": "no space", "ended_at": tomorrow}
-    change_record(training, since=tomorrow, looked_at=tomorrow, **({} if state == "seen" else failed))
+    training.change_record(since=tomorrow, looked_at=tomorrow, **({} if state == "seen" else failed))
     if state.endswith("forgotten"):
         assert training.watch("--retry-failed", "--settle", 0).returncode == 0
         assert training.converted() == ["checkpoint-3"]

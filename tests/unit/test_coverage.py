@@ -135,6 +135,15 @@ def exchanged(plan: Plan, random: np.random.Generator) -> Plan:
     return replace(plan, ops=Ops.of_rows(ops))
 
 
+def turned(plan: Plan, random: np.random.Generator) -> Plan:
+    """A matrix is read column by column where it lies row by row; it begins where it should."""
+    ops = plan.ops.rows()
+    several = (ops["extents"][:, :2] > 1).all(axis=1) & (ops["kind"] == MOVE)
+    row = random.choice(np.flatnonzero(several))
+    ops["source_strides"][row, :2] = ops["source_strides"][row, 1::-1]
+    return replace(plan, ops=Ops.of_rows(ops))
+
+
 def other_tensor(plan: Plan, random: np.random.Generator) -> Plan:
     def change(ops: np.ndarray, row: int) -> None:
         ops["source_tensor"][row] = (ops["source_tensor"][row] + 1) % (len(plan.tensors) - plan.compared_only)
@@ -209,6 +218,7 @@ CHANGES: dict[str, Change] = {
     "a box doubled": doubled,
     "another box of the tensor": other_box,
     "two boxes exchanged": exchanged,
+    "a box turned": turned,
     "values of another tensor": other_tensor,
     "a literal dropped": literals(lambda rows, row: rows.pop(row)),
     "a literal doubled": literals(lambda rows, row: rows.append(rows[row])),

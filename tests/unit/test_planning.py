@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows
+from paddle_reshard.pipeline.core.catalog import Catalog, File, fragment_row, fragment_rows, volumes
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, RereadError
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
@@ -20,12 +20,12 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.planning.groups import _gathered
 from paddle_reshard.pipeline.planning.match import match
-from paddle_reshard.pipeline.planning.ops import COMPARE
+from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, Ops
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
-from paddle_reshard.tasks.compare_group import compare_group
+from paddle_reshard.tasks.compare_group import SCRATCH_BYTES, compare_group
 from paddle_reshard.tasks.run_group import run_group
 from tests.reads import OneByOne
 from tests.sampling import exhaustive
@@ -401,6 +401,63 @@ def test_a_tensor_that_differs_everywhere_is_reported_once_for_two_files_and_a_g
     for work in Works(plan):
         found = compare_group(work, Memory(contents, plan)).differences
         assert len({(d.path_a, d.path_b) for d in found}) == len(found) == 2
+
+
+def test_a_changed_bit_is_found_in_every_block_of_a_large_strided_box() -> None:
+    """Columns in one piece, compared with those of a matrix; what changes is surrounded by its equals."""
+    shape = (5 * SCRATCH_BYTES // 400, 200)
+    sides = {"A": Files(columns(shape, 2)), "B": Files(whole(shape))}
+    plan = comparison_of(sides["A"], sides["B"], shape, PlanSettings(FOOTPRINT_BYTES + 64 * MIB))
+    assert (volumes(plan.ops) * SIZE > SCRATCH_BYTES).all()
+    values = np.zeros(shape, dtype=np.float32)
+    equal = {
+        f"{name}/{path}": c for name, side in sides.items() for path, c in side.contents([values]).items()
+    }
+    for name, row in product(sides, (0, shape[0] // 2, shape[0] - 1)):
+        values[row, 7] = 1
+        changed = {f"{name}/{path}": c for path, c in sides[name].contents([values]).items()}
+        memory = Memory(equal | changed, plan)
+        found = [d.detail for work in Works(plan) for d in compare_group(work, memory).differences]
+        assert [detail.partition(" is ")[0] for detail in found] == [f"element ({row}, 7)"]
+        values[row, 7] = 0
+
+
+def test_no_difference_hides_another_of_other_files_tensors_or_kinds() -> None:
+    """Two tensors in two files each, compared as copies and as parameters with their master weights."""
+    shape = (4, 6)
+    halves = [[Stored(tensor, (2 * n, 0), (2, 6)) for tensor in (0, 1)] for n in (0, 1)]
+    a, b = Files([[*whole(shape)[0], *whole(shape, tensor=1)[0]]]), Files(halves)
+    fragments = [fragment_rows(side.rows) for side in (a, b)]
+    fragments[1]["file"] = fragments[1]["file"] + 1
+    paths = [File("A/0.bin", a.files[0].size_bytes), *(File(f"B/{f.path}", f.size_bytes) for f in b.files)]
+    tensors = Tensors([Tensor(f"w{n}", "param", FLOAT32, shape) for n in (0, 1)])
+    ops = Ops.joined([match(*fragments, {}, kind=kind) for kind in (COMPARE, HOLD)])
+    plan = plan_comparisons(ops, tensors, tuple(paths), PlanSettings(FOOTPRINT_BYTES + MIB))
+    values = np.zeros(shape, dtype=np.float32)
+    contents = {"A/0.bin": a.contents([values, values])["0.bin"]}
+    contents |= {f"B/{path}": content for path, content in b.contents([values + 1, values + 1]).items()}
+    found = [d for work in Works(plan) for d in compare_group(work, Memory(contents, plan)).differences]
+    assert sorted((d.tensor, type(d).__name__, {d.path_a, d.path_b} - {"A/0.bin"}) for d in found) == sorted(
+        (f"w{tensor} (param)", kind, {f"B/{file}.bin"})
+        for tensor, kind, file in product((0, 1), ("DriftError", "MasterDriftError"), (0, 1))
+    )
+
+
+def test_infinity_is_no_nan() -> None:
+    """Any NaN may be that of a master weight which is NaN, but nothing else may."""
+    masters = np.array([np.nan, np.nan, np.inf], dtype="<f4")
+    params = np.array([0x7FC0, 0x7F80, 0x7F80], dtype="<u2")  # NaN, infinite, infinite
+    files = (File("A", 12), File("B", 6))
+    sides = [
+        fragment_rows([fragment_row(0, n, dtype_named(dtype), 0, 0, (0,), (3,), (size,))])
+        for n, (dtype, size) in enumerate((("float32", 4), ("bfloat16", 2)))
+    ]
+    tensors = Tensors([Tensor("w", "param", dtype_named("bfloat16"), (3,))])
+    plan = plan_comparisons(match(*sides, {}, kind=HOLD), tensors, files, PlanSettings(FOOTPRINT_BYTES + MIB))
+    (work,) = Works(plan)
+    memory = Memory({"A": masters.tobytes(), "B": params.tobytes()}, plan)
+    (difference,) = compare_group(work, memory).differences
+    assert difference.detail.startswith("element (1,) is inf")
 
 
 # ------------------------------------------------------------------------------------------------- parts

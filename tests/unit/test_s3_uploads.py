@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
-from paddle_reshard.storage.s3.target import Leftovers, find_leftovers, kept_records
+from paddle_reshard.storage.s3.target import Leftovers, check_limits, find_leftovers, kept_records
 from paddle_reshard.storage.s3.uploads import Taken, Upload, UploadedPart, joined_etag
 from paddle_reshard.storage.session.holder import Holder
 from paddle_reshard.storage.session.ledger import Lock, Phase, SessionRecord
@@ -106,3 +106,28 @@ def test_afterwards_files_whose_uploads_are_completed_are() -> None:
         "b",
         ".paddle_reshard_session.json",
     ]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "part_starts", "told"),
+    [
+        (10 * MIB + 1, (0, 5 * MIB, 10 * MIB), None),
+        (10 * MIB, (0, 5 * MIB - 1), "has parts of 5242879 to 5242881 bytes"),
+        (6 << 30, (0,), "has parts of 6442450944 to 6442450944 bytes"),
+        ((5 << 40) + 1, (0, 5 << 30), "an S3 object may have"),
+        (10_001 * 5 * MIB, tuple(range(0, 10_001 * 5 * MIB, 5 * MIB)), "has 10001 parts"),
+    ],
+    ids=["a small last part", "a small first part", "a large part", "a large file", "many parts"],
+)
+def test_what_s3_would_refuse_when_all_is_uploaded_is_refused_before(
+    size_bytes: int, part_starts: tuple[int, ...], told: str | None
+) -> None:
+    new = NewFile("a", size_bytes, part_starts)
+    if told is None:
+        check_limits(new)
+    else:
+        with pytest.raises(TargetError, match=told):
+            check_limits(new)
