@@ -94,6 +94,10 @@ class Format(ABC):
         """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
         return None
 
+    def lost_to_tp(self, library: str, recipe: str) -> str:
+        """Why a trainer's job with tensor parallelism cannot read it, in a sentence; empty: it can."""
+        return ""
+
     def rank_of(self, path: str) -> Mapping[str, int] | None:
         """Axis → coordinate of the rank that writes a file, as far as its name tells; ``None``: no rank does."""
         return None

@@ -219,6 +219,8 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
     ------
     FinishedError
         If all targets are finished already.
+    OccupiedError
+        If nothing tells what to do, and a checkpoint lies at a target that this package did not write.
     """
     locations = read_locations((source,), targets, asked)
     outputs = open_targets(locations, settings)
@@ -235,6 +237,9 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
         return asked
     if asked.is_complete:
         return asked
+    for at in locations.targets:
+        if found := checkpoint_in_words(at, locations.writing):
+            raise OccupiedError(at, "", checkpoint=found)
     if of_outcome := asked.of_outcome:
         raise UsageError(
             f"{outputs.location}: nothing to resume here that {', '.join(map(flag_of, of_outcome))} could belong to; "

@@ -129,6 +129,8 @@ class CardsPlan(Shown):
     """Whether the trainer reads the checkpoint in any of these topologies as it is."""
     has_topology: bool
     """Whether the checkpoint is for a topology, to which others can be near."""
+    lost_to_tp: str = ""
+    """Why the trainer reads the checkpoint as it is only in those without tensor parallelism; empty: not so."""
 
     def __iter__(self) -> Iterator[Alternative]:
         """The alternatives, the nearest first."""
@@ -180,8 +182,7 @@ class CardsPlan(Shown):
     def advice(self) -> Facts:
         """What to do: convert to the nearest topology and start the job, and what to know of that one."""
         facts: Facts = []
-        if self.any_topology:
-            facts.append(("as it is", f"the trainer reads it in each of these topologies: {self._launch()}"))
+        facts += self._as_it_is()
         best = self.nearest
         if best is None:
             return facts
@@ -199,8 +200,7 @@ class CardsPlan(Shown):
     def facts(self) -> Facts:
         """Every topology in a line, with what it needs, and how a job starts from it."""
         facts = [("checkpoint", self.path), ("from", self.source), ("cards", str(self.cards))]
-        if self.any_topology:
-            facts.append(("as it is", f"the trainer reads it in each of these topologies: {self._launch()}"))
+        facts += self._as_it_is()
         for alternative in self.alternatives:
             mark = ", nearest" if alternative.nearest else ""
             facts.append((str(alternative.topology), f"{self._in_line(alternative)}{mark}"))
@@ -231,6 +231,15 @@ class CardsPlan(Shown):
             (name, sentence if len(of) == every else f"{'; '.join(of)}: {sentence}")
             for sentence, of in said.items()
         ]
+
+    def _as_it_is(self) -> Facts:
+        if self.any_topology:
+            return [("as it is", f"the trainer reads it in each of these topologies: {self._launch()}")]
+        if self.lost_to_tp:
+            return [
+                ("as it is", f"the trainer reads it in those without tp: {self._launch()}; {self.lost_to_tp}")
+            ]
+        return []
 
     def _launch(self) -> str:
         return shlex.join(["paddle-reshard", "launch", self.path, "--to"]) + " TOPOLOGY"
@@ -268,6 +277,8 @@ def plan_cards(
     if not alternatives:
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refused))
         raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")
+    any_topology, table = _any_topology(checkpoint), checkpoint.model.table
+    lost_to_tp = FORMATS[checkpoint.format].lost_to_tp(table.library, table.recipe) if any_topology else ""
     return CardsPlan(
         store.location,
         source_in_words(checkpoint),
@@ -275,8 +286,9 @@ def plan_cards(
         format,
         tuple(_by_nearness(alternatives, offer.before)),
         tuple(refused),
-        _any_topology(checkpoint),
+        any_topology and not lost_to_tp,
         offer.before is not None,
+        lost_to_tp,
     )
 
 

@@ -192,6 +192,30 @@ def test_a_unified_checkpoint_is_not_read_as_that_of_another_library() -> None:
     assert "--convert_from_hf false" in found.command_line()
 
 
+@pytest.mark.parametrize(
+    ("case", "to", "starts"),
+    [
+        ("dense/uc_single", "tp=2", False),
+        ("dense/uc_single", "pp=2", True),
+        ("dense/nlp_uc_mp2pp2", "tp=2,pp=2", True),
+        ("recipes/dsv3_ep2_uni_pp2sh2_s1v2", "tp=2", True),
+    ],
+)
+def test_a_unified_checkpoint_starts_no_job_with_tensor_parallelism(case: str, to: str, starts: bool) -> None:
+    """``ConversionMixin._get_tensor_parallel_mappings`` of PaddleFormers 1.2.0 raises NotImplementedError, and of its
+    models only those of recipes have one of their own; every model of PaddleNLP 3 has."""
+    said = [remark for remark in paddle_reshard.launch(case_directory(case) / CHECKPOINT, to=to).remarks]
+    assert (
+        any("reads no unified checkpoint under tensor parallelism" in remark for remark in said) is not starts
+    )
+
+
+def test_a_conversion_to_a_unified_checkpoint_says_what_does_not_read_it(tmp_path: Path) -> None:
+    for case, said in (("mp2", True), ("pp2", False)):
+        planned = paddle_reshard.plan(case_directory(case) / CHECKPOINT, tmp_path / case, format="unified")
+        assert any("under tensor parallelism" in remark for remark in planned.targets[0].remarks) is said
+
+
 @pytest.mark.parametrize("segment", [512, 1 << 20])
 def test_segments_of_stage_3_that_are_not_the_trainers_are_said(segment: int, tmp_path: Path) -> None:
     source = case_directory("dense/single") / CHECKPOINT

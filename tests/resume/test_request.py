@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from paddle_reshard.pipeline.cli.commands.conversion import convert as convert_command
 from paddle_reshard.pipeline.cli.options import decides
-from paddle_reshard.pipeline.core.errors import FinishedError, StaleSessionError, UsageError
+from paddle_reshard.pipeline.core.errors import FinishedError, OccupiedError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.request.options import CONVERSION_OPTIONS, Decides
 from paddle_reshard.pipeline.request.record import KEPT, LARGEST_KEPT_BYTES
@@ -201,6 +202,19 @@ def test_nothing_to_resume_is_wrong_usage(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to resume here"):
         SMALL.convert(source, tmp_path / "t", resume=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"drop": ["ema"]}])
+def test_the_checkpoint_of_a_trainer_is_nothing_to_resume(
+    options: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "t"
+    shutil.copytree(source, target)
+    with pytest.raises(
+        OccupiedError, match=r"holds a checkpoint of paddleformers.*are SRC and DST exchanged"
+    ):
+        SMALL.convert(source, target, resume=True, **options)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_session_without_a_request_needs_all_options(source: Path, tmp_path: Path) -> None:

@@ -264,11 +264,6 @@ def _nearest(context: click.Context, source: str, cards: int, options: Mapping[s
 
 def _next(report: ConversionReport) -> list[tuple[str, str]]:
     """How to find out how a job starts from each target."""
-    if report.plan.portion is not None:  # without the other nodes' files nobody can describe it
-        (folder,) = report.plan.target_locations
-        return [
-            ("next", f"when all nodes have their portions: --resume_from_checkpoint {shlex.quote(folder)}")
-        ]
     return [
         ("next", ToCopy(shlex.join(["paddle-reshard", "launch", location])))
         for location in report.plan.target_locations

@@ -36,6 +36,19 @@ class UnifiedFormat(Format):
             "convert_from_hf": False,  # else the weights are transposed as those of other libraries, and do not fit
         }
 
+    def lost_to_tp(self, library: str, recipe: str) -> str:
+        """PaddleFormers' loader asks the class how to cut (1.2.0 ``trainer/unified_checkpoint/load_local.py:117``).
+
+        Of the models that it trains only those of its recipes answer (``transformers/conversion_utils.py:1399``).
+        """
+        if library != "paddleformers" or recipe:
+            return ""
+        return (
+            "PaddleFormers 1.2 reads no unified checkpoint under tensor parallelism: its loader stops with "
+            "NotImplementedError, as its classes have no _get_tensor_parallel_mappings; such a job needs --format "
+            "hybrid or flex"
+        )
+
     def recognises(self, files: SourceFiles) -> bool:
         """By the names of files of states; weights alone by the layout that they say they are in (not ERNIE's)."""
         if not files.safetensors:

@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.formats.unified.format import UNIFIED
+from paddle_reshard.pipeline.formats.unified.format import FORMAT, UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
@@ -69,7 +69,14 @@ class UnifiedTarget(SettledTarget):
         wanted.model.table.check_known(wanted.model.config, missing)
         sidecars = plan_sidecars(listing, wanted, Topology(dp=self.files))
         schedule = schedule_file(listing.paths, wanted)
-        return LaidOut(source.catalog, layout_unified(wanted, self), sidecars.with_written(schedule))
+        topology, table = source.job.topology, wanted.model.table
+        lost = (
+            FORMAT.lost_to_tp(table.library, table.recipe) if topology is not None and topology.tp > 1 else ""
+        )
+        remarks = (lost,) if lost else ()
+        return LaidOut(
+            source.catalog, layout_unified(wanted, self), sidecars.with_written(schedule), remarks=remarks
+        )
 
 
 _Entry = tuple[str, int]
