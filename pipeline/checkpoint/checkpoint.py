@@ -138,6 +138,8 @@ class Checkpoint:
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
     unproven: str = ""
     """What nothing in its files proves, in words."""
+    keys_read: str = ""
+    """How the keys in its files become those of the model, in words; empty: they are the same."""
 
     @property
     def source_config(self) -> Mapping[str, Any]:

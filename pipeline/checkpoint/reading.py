@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError
-from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_META, SCHEDULER
+from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_META, SCHEDULER, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES, too_large
+from paddle_reshard.pipeline.core.trainer_files import kind_of
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, in_place_of
@@ -26,6 +27,8 @@ PLAIN_STATES = (SCHEDULER, "scaler.pdparams")
 """Small states of the trainer that are not tensors of the model; carried byte for byte."""
 SAFETENSORS = re.compile(r".+\.safetensors(?:_shard_\d{4})?")
 """Unified checkpoints can have several files per rank, with a number after the suffix."""
+_OF_JOB = ("optimizer.safetensors", "master_weights.safetensors", "peft_model.safetensors")
+"""Kinds of files that a job saves beside its model (:func:`kind_of`)."""
 
 T = TypeVar("T")
 
@@ -118,8 +121,26 @@ class SourceFiles:
 
     @cached_property
     def safetensors(self) -> Mapping[str, int]:
-        """Path of every safetensors file → size in bytes."""
-        return {path: size for path, size in self.sizes.items() if SAFETENSORS.fullmatch(path)}
+        """Path of every safetensors file → size in bytes; without :attr:`unindexed`."""
+        return {
+            path: size
+            for path, size in self.sizes.items()
+            if SAFETENSORS.fullmatch(path) and path not in self.unindexed
+        }
+
+    @cached_property
+    def unindexed(self) -> tuple[str, ...]:
+        """Safetensors files beside those that the index of a model names: copies, other precisions, stale shards.
+
+        None where files of a training job lie, whose folders are as a trainer writes them; nor where the index names no
+        file that is there.
+        """
+        held = sorted(path for path in self.sizes if SAFETENSORS.fullmatch(path))
+        if self.pickles or any(kind_of(path) in _OF_JOB or "/" in path for path in held):
+            return ()
+        index = self.weight_index(WEIGHT_INDEX)
+        named = set() if index is None else {*index.weight_map.values()}
+        return () if named.isdisjoint(held) else tuple(path for path in held if path not in named)
 
     @cached_property
     def headers(self) -> Mapping[str, SafetensorsPayload]:

@@ -210,6 +210,7 @@ class ConversionPlan(Shown):
             *(("dequantised", source.history.dequantised), ("merged", source.history.merged)),
             ("filled", None if filled is None else _given_in_words(filled.tensors, filled.location)),
             *(("like", like), ("newer", source.newer), ("not proven", source.unproven)),
+            ("keys", source.keys_read),
         )
         return [
             ("from", source_in_words(source)),

@@ -93,6 +93,8 @@ class Inspection(Shown):
     """Switches that are on in the model's config, and that a job of the recipe has to be told."""
     stored: tuple[StoredTensor, ...] = ()
     """The arrays in the files, if nothing more is known; ``tensors`` is then empty."""
+    keys_read: str = ""
+    """How the keys in its files become those of the model; empty: they are the same."""
     left_out: tuple[tuple[str, str], ...] = ()
     """``(tensor or file, why it is not read)``."""
     lacking: tuple[str, ...] = ()
@@ -115,6 +117,8 @@ class Inspection(Shown):
             *self._model_facts(),
             *(("left out", f"{names}: {reason}") for reason, names in by_reason(self.left_out)),
         ]
+        if self.keys_read:
+            facts.append(("keys", self.keys_read))
         if self.newer:
             facts.append(("newer", self.newer))
         if self.unproven:
@@ -229,6 +233,7 @@ def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
         rules=_without_rules(checkpoint.model),
         recipe=checkpoint.model.table.recipe,
         recipe_switches=checkpoint.model.recipe_switches,
+        keys_read=checkpoint.keys_read,
         left_out=(*checkpoint.not_carried, *((name, STRAY) for name in store.folders if is_stray(name))),
         lacking=tuple(lacking_files(checkpoint.model.config, sizes)) if served else (),
     )

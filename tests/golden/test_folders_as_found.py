@@ -5,25 +5,29 @@ The oracles are the same folder without that, the files of the hub's own library
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.conftest import case_directory
+from tests.golden.unified_cases import write_safetensors
 
 APPLE_DOUBLE = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 14000000000\n" % (b"4d" * 32)
 PAGE = b'<!DOCTYPE html>\n<html class=""><head><title>Sign in</title></head></html>\n'
 HYBRID = "mp2pp2_sp"
 FLEX = "small-flex/fc_pp2sh2_s1v2_tied"
+QWEN_VL = "families/qwen2_5_vl_single"
 
 
 def copy_of(case: str, to: Path) -> Path:
-    (source,) = (path for path in case_directory(case).iterdir() if path.is_dir())
+    (source,) = case_directory(case).glob("checkpoint-*")
     shutil.copytree(source, to, copy_function=shutil.copyfile)
     if not (to / "config.json").exists():
         shutil.copyfile(source.parent / "config.json", to / "config.json")
@@ -39,6 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model/paddle_reshard.json").unlink()
     assert len([*(folder / "model").glob("*.safetensors")]) > 1
     return folder / "model"
+
+
+Tensors = dict[str, tuple[str, Sequence[int], bytes]]
+
+
+def tensors_of(folder: Path, pattern: str = "*.safetensors") -> Tensors:
+    """Key → dtype, shape and bytes, as the library reads them."""
+    return {
+        key: (entry["dtype"], entry["shape"], bytes(entry["data"]))
+        for path in sorted(folder.glob(pattern))
+        for key, entry in safetensors.deserialize(path.read_bytes())
+    }
 
 
 def leave_strays(folder: Path) -> Iterator[str]:
@@ -141,3 +157,119 @@ def test_the_folders_of_machines_are_known_and_brought_together_as_it_says(tmp_p
         if not (together / path.name).exists():
             shutil.copy2(path, together / path.name)
     assert paddle_reshard.inspect(together).states == paddle_reshard.inspect(whole).states
+
+
+def exported(source: Path, to: Path) -> Tensors:
+    """The tensors of a Hugging Face checkpoint after a way through a trainer's files."""
+    paddle_reshard.convert(source, to / "job", to="tp=1", convention="paddleformers")
+    paddle_reshard.convert(to / "job", to / "again", format="huggingface")
+    return tensors_of(to / "again")
+
+
+def saved(folder: Path, tensors: Tensors, model: Path) -> Path:
+    """A model in one file, with the config of another."""
+    folder.mkdir(parents=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    shutil.copyfile(model / "config.json", folder / "config.json")
+    return folder
+
+
+def test_an_index_says_which_files_are_the_model(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    held = tensors_of(folder)
+    write_safetensors(folder / "consolidated.safetensors", held)
+    (folder / "model-00009-of-00009.safetensors").write_bytes(b"a shard of an older save, half written")
+    assert exported(folder, tmp_path) == held
+    found = paddle_reshard.inspect(folder)
+    assert {path for path, _ in found.left_out} == {
+        "consolidated.safetensors",
+        "model-00009-of-00009.safetensors",
+    }
+    assert found.tensor_files == len([*model.glob("*.safetensors")])
+
+
+def test_a_tensor_in_two_of_the_files_that_an_index_names_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    held = tensors_of(folder, second.name)
+    key, tensor = next(iter(tensors_of(folder, first.name).items()))
+    write_safetensors(second, {**held, key: tensor})
+    with pytest.raises(
+        ReshardError, match=rf"{key}: two files hold it; the index says that {first.name} does"
+    ):
+        paddle_reshard.inspect(folder)
+
+
+def test_a_single_file_beside_an_index_must_be_the_same_model(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    held = tensors_of(folder)
+    single = folder / "model.safetensors"
+    write_safetensors(single, held)
+    assert exported(folder, tmp_path / "a") == held
+    content = bytearray(single.read_bytes())
+    content[-1] ^= 1
+    single.write_bytes(content)
+    with pytest.raises(ReshardError, match=r"model-0.* and model.safetensors differ"):
+        paddle_reshard.convert(folder, tmp_path / "b", to="tp=1")
+    write_safetensors(single, dict([*held.items()][1:]))
+    with pytest.raises(ReshardError, match="transformers loads the former, PaddleFormers the latter"):
+        paddle_reshard.convert(folder, tmp_path / "b", to="tp=1")
+
+
+def test_buffers_of_older_classes_are_left_out_and_named(model: Path, tmp_path: Path) -> None:
+    held = tensors_of(model)
+    buffers = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": ("F32", [8], bytes(32)) for n in range(3)}
+    folder = saved(tmp_path / "model", {**held, **buffers}, model)
+    assert exported(folder, tmp_path) == held
+    assert {key for key, _ in paddle_reshard.inspect(folder).left_out} == buffers.keys()
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_layers.", "_orig_mod.", "model."])
+def test_a_prefix_that_all_keys_have_is_recognised_and_said(model: Path, tmp_path: Path, prefix: str) -> None:
+    held = tensors_of(model)
+    folder = saved(tmp_path / "model", {prefix + key: tensor for key, tensor in held.items()}, model)
+    assert exported(folder, tmp_path) == held
+    assert f"read without {prefix}," in dict(paddle_reshard.inspect(folder).facts())["keys"]
+    mixed = {(prefix if n else "other.") + key: tensor for n, (key, tensor) in enumerate(held.items())}
+    with pytest.raises(ReshardError, match="no row of"):
+        paddle_reshard.inspect(saved(tmp_path / "mixed", mixed, model))
+
+
+def test_tied_words_may_lie_under_the_key_of_the_head(tmp_path: Path) -> None:
+    source = copy_of(FLEX, tmp_path / "source")
+    paddle_reshard.convert(source, tmp_path / "model", format="huggingface")
+    held = tensors_of(tmp_path / "model")
+    assert "lm_head.weight" not in held
+    words = held.pop("model.embed_tokens.weight")
+    folder = saved(tmp_path / "head", {**held, "lm_head.weight": words}, tmp_path / "model")
+    assert exported(folder, tmp_path) == {**held, "model.embed_tokens.weight": words}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(ReshardError, match=r"embed_tokens"):
+        paddle_reshard.plan(folder, to="tp=1")
+
+
+@pytest.mark.parametrize(
+    ("case", "layouts"),
+    [
+        ("families/paddleocr_vl_sh2_s1v2_meta", {"visual.": "model.visual.", "mlp_AR.": "model.projector."}),
+        (QWEN_VL, {"visual.": "model.visual."}),
+    ],
+)
+def test_both_layouts_of_a_published_model_are_read(
+    tmp_path: Path, case: str, layouts: Mapping[str, str]
+) -> None:
+    """The layout of transformers from 4.52: what its classes' ``_checkpoint_conversion_mapping`` made of the other."""
+    source = copy_of(case, tmp_path / "source")
+    paddle_reshard.convert(source, tmp_path / "model", format="huggingface")
+    held = tensors_of(tmp_path / "model")
+    newer = {**layouts, "model.": "model.language_model."}
+    renamed = {
+        next(
+            (there + key.removeprefix(here) for here, there in newer.items() if key.startswith(here)), key
+        ): tensor
+        for key, tensor in held.items()
+    }
+    assert len(renamed) == len(held) and renamed != held
+    folder = saved(tmp_path / "newer", renamed, tmp_path / "model")
+    assert exported(folder, tmp_path) == held

@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
 from paddle_reshard.pipeline.formats.huggingface.card import CARD, LARGEST_CARD_BYTES, license_of
 from paddle_reshard.pipeline.formats.huggingface.parts import model_parts, tensor_parts
-from paddle_reshard.pipeline.formats.huggingface.source import StoredTensor, stored_tensors
+from paddle_reshard.pipeline.formats.huggingface.source import BUFFERS, StoredTensor, stored_tensors
 from paddle_reshard.pipeline.model.forms import matches_of
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.entries import TEXT, config_entry, count_entry
@@ -90,7 +90,7 @@ def read_donor(files: SourceFiles) -> HuggingFaceDonor:
             f"{location}: its tensors are quantised (quantization_config in {CONFIG}), which is not supported; pass "
             "the model in bfloat16 with --like"
         )
-    tensors = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX))
+    tensors = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX), BUFFERS)
     return HuggingFaceDonor(location, files.sizes, tensors, config, _license(files))
 
 

@@ -66,9 +66,13 @@ class HuggingFaceFormat(Format):
     def index_as(self, files: SourceFiles, model: Model) -> Catalog:
         """The parameters of a model that is known already."""
         from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
-        from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
+        from paddle_reshard.pipeline.formats.huggingface.source import (
+            BUFFERS,
+            read_huggingface,
+            stored_tensors,
+        )
 
-        stored = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX))
+        stored = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX), BUFFERS)
         return read_huggingface(model, files.safetensors, stored)
 
     def read_donor(self, files: SourceFiles) -> Donor:

@@ -9,12 +9,12 @@ gives the fused tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import DROPPED_MTP, Checkpoint
-from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
+from paddle_reshard.pipeline.checkpoint.reading import SourceFiles, index_safetensors
 from paddle_reshard.pipeline.core.catalog import (
     Catalog,
     File,
@@ -36,7 +36,7 @@ from paddle_reshard.pipeline.model.forms import Match, matches_of, parts_of_tens
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.model.rules.choose import tables_to_train_with
 from paddle_reshard.pipeline.model.rules.entries import Config
-from paddle_reshard.pipeline.model.rules.table import RuleTable
+from paddle_reshard.pipeline.model.rules.table import RuleTable, renamed_prefix
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.model.weights import dtype_of_tag
 from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
@@ -44,6 +44,13 @@ from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
 MAX_MTP_LAYERS: Final = 64
 """Upper limit, because a config may contain any number."""
 _NOTHING: Final = re.compile(r"(?!)")
+BUFFERS: Final = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq\Z")
+"""Keys of what no class of ``transformers``, PaddleNLP or PaddleFormers loads, although published files may hold it."""
+_BUFFER: Final = "a buffer that every class computes from config.json; none loads it"
+_UNINDEXED: Final = f"beside the files that {WEIGHT_INDEX} names, which are the model"
+_SINGLE: Final = "model.safetensors"
+_WRAPPERS: Final = ("module.", "_layers.", "_orig_mod.", "base_model.model.", "model.", "_layers.module.")
+"""What wrappers of a model put before all keys that they save: data parallelism, ``torch.compile``, a second model."""
 
 
 class StoredTensor(NamedTuple):
@@ -60,12 +67,14 @@ def read_huggingface(
     sizes: Mapping[str, int],
     stored: Mapping[str, StoredTensor],
     planned: Callable[[ModelTensor, Part], DType] | None = None,
+    copies: Mapping[str, StoredTensor] | None = None,
 ) -> Catalog:
     """A catalog of the parameters of ``model``; their state is ``param``.
 
     ``sizes`` are those of all ``.safetensors`` files by path, ``stored`` the result of :func:`stored_tensors`,
-    ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any. A ``CheckpointError`` names the
-    tensor and the file if one is missing, has another shape, or does not belong to the model.
+    ``planned`` the dtype with which a part of a tensor must be stored; ``None``: any. ``copies`` are where tensors are
+    stored once more, with the same keys, shapes and dtypes. A ``CheckpointError`` names the tensor and the file if one
+    is missing, has another shape, or does not belong to the model.
     """
     held = dict(stored)
     files = tuple(File(path, sizes[path]) for path in sorted(sizes))
@@ -83,8 +92,12 @@ def read_huggingface(
                 detail = f"stored as {dtype.name}, planned as {wanted.name}"
                 raise CoverageError(part.key, detail, (path,))
             rows += part.rows(len(tensors), numbers[path], dtype, byte_offset)
+        again = [(part, copies[part.key]) for part in parts if copies]
+        for part, (_, dtype, path, byte_offset) in again:
+            rows += part.rows(len(tensors), numbers[path], dtype, byte_offset, 1)
         tied = twins.get(tensor.key, [])
-        for copy, twin in enumerate((t for t in tied if _stored_twice(t, held)), start=1):
+        first = 2 if again else 1
+        for copy, twin in enumerate((t for t in tied if _stored_twice(t, held)), first):
             (part,) = tensor_parts(twin, model)
             _, dtype, path, byte_offset = _find(part, held, sizes)
             if dtype != of_tensor:
@@ -147,20 +160,53 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -
     norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
     """
     headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
-    left_out = _mtp_layers(tables_to_train_with(tables, config), config) if drops_mtp else _NOTHING
-    held = stored_tensors(headers, index, left_out)
-    model, stored = _models(held, config, tables)
-    catalog = read_huggingface(stored, files.safetensors, held)
-    dropped = sorted(key for header in headers.values() for key in header.tensors if left_out.match(key))
+    mtp = _mtp_layers(tables_to_train_with(tables, config), config) if drops_mtp else _NOTHING
+    held = stored_tensors(headers, index, re.compile(rf"{mtp.pattern}|{BUFFERS.pattern}"))
+    model, stored, reading = _models(held, config, tables)
+    held = reading.renamed(held)
+    copies = _copies_of(held, reading, files)
+    catalog = read_huggingface(stored, {**files.safetensors, **_sizes_of(copies, files)}, held, copies=copies)
     if MANIFEST not in files.sizes:
         _check_told(model)
+    own_index = [WEIGHT_INDEX] if index is not None else []
+    keys = sorted(key for header in headers.values() for key in header.tensors)
     return Checkpoint(
         format=HUGGINGFACE,
         catalog=catalog,
-        own_files=frozenset([*headers, *([WEIGHT_INDEX] if index is not None else [])]),
+        own_files=frozenset([*headers, *own_index, *files.unindexed]),
         model=model,
-        not_carried=tuple((key, DROPPED_MTP) for key in dropped),
+        not_carried=(
+            *((key, DROPPED_MTP) for key in keys if mtp.match(key)),
+            *((key, _BUFFER) for key in keys if BUFFERS.match(key)),
+            *((path, _UNINDEXED) for path in files.unindexed if not copies or path != _SINGLE),
+        ),
+        keys_read=reading.in_words,
     )
+
+
+def _copies_of(
+    held: Mapping[str, StoredTensor], reading: Reading, files: SourceFiles
+) -> dict[str, StoredTensor]:
+    """The tensors of ``model.safetensors`` beside an index that names other files; empty without such a file.
+
+    ``transformers`` 5.3 loads this file (``modeling_utils.py``), PaddleFormers 1.2 those that the index names
+    (``transformers/model_utils.py``): what they load must be the same, which the conversion compares bit by bit.
+    """
+    if _SINGLE not in files.unindexed:
+        return {}
+    header = files.index_here(index_safetensors, files.store, {_SINGLE: files.sizes[_SINGLE]})
+    there = reading.renamed(stored_tensors(header, None, BUFFERS), strict=False)
+    kinds, kinds_there = ({k: (t.shape, t.dtype) for k, t in side.items()} for side in (held, there))
+    if odd := sorted(key for key in {*kinds, *kinds_there} if kinds.get(key) != kinds_there.get(key)):
+        raise CheckpointError(
+            f"{_SINGLE}: lies beside {WEIGHT_INDEX}, which names other files: transformers loads the former, "
+            f"PaddleFormers the latter, and {odd[0]} is not the same in both; move one of the two elsewhere"
+        )
+    return there
+
+
+def _sizes_of(copies: Mapping[str, StoredTensor], files: SourceFiles) -> dict[str, int]:
+    return {_SINGLE: files.sizes[_SINGLE]} if copies else {}
 
 
 def _check_told(model: Model) -> None:
@@ -175,35 +221,113 @@ def _check_told(model: Model) -> None:
             )
 
 
-def _models(stored: Mapping[str, StoredTensor], config: Config, tables: RuleTables) -> tuple[Model, Model]:
+class Reading(NamedTuple):
+    """How the keys in the files become those that a rule table knows."""
+
+    names: Mapping[str, str]
+    """Key in the files → key in the table."""
+    in_words: str
+    """Empty if all are the same."""
+
+    def renamed(self, stored: Mapping[str, StoredTensor], strict: bool = True) -> dict[str, StoredTensor]:
+        """Tensors under the keys in the table; not ``strict``: keys that are not known stay as they are."""
+        return {self.names[key] if strict else self.names.get(key, key): held for key, held in stored.items()}
+
+
+def _readings(keys: Collection[str], table: RuleTable, config: Config) -> Iterator[Reading]:
+    """Every way to read keys, that of keys which are as the table has them first."""
+    same = {key: key for key in keys}
+    yield _head_as_words(Reading(same, ""), table, config)
+    for prefix in _WRAPPERS:
+        if all(key.startswith(prefix) for key in keys):
+            names = {key: key.removeprefix(prefix) for key in keys}
+            yield _head_as_words(
+                Reading(names, f"read without {prefix}, with which all begin"), table, config
+            )
+    if table.peft_prefixes:
+        newer = {there: here for here, there in table.peft_prefixes.items()}
+        names = {key: renamed_prefix(key, newer) for key in keys}
+        listed = ", ".join(f"{there}… as {here}…" for there, here in newer.items())
+        yield _head_as_words(Reading(names, f"read {listed} (two layouts of one model)"), table, config)
+    if not any(key.startswith("model.") for key in keys):
+        names = {key: key if key.startswith("lm_head.") else f"model.{key}" for key in keys}
+        yield _head_as_words(Reading(names, "read with model. before them, which none has"), table, config)
+
+
+def _head_as_words(reading: Reading, table: RuleTable, config: Config) -> Reading:
+    """The same, with the head as the word embedding where the two are tied and only the head is stored."""
+    held = {name: key for key, name in reading.names.items()}
+    by_key = {rule.key: rule for rule in table.rules}
+    for head in (rule for rule in table.rules if rule.tied_to and rule.twin(config, rule.key)):
+        words = by_key.get(head.tied_to or "")
+        if words is None or head.huggingface is None or words.huggingface is None:
+            continue
+        (own, *_), (other, *_) = head.huggingface.keys, words.huggingface.keys
+        if own in held and other not in held and "{" not in own + other:
+            names = {**reading.names, held[own]: other}
+            said = f"{own} read as {other}: the two are tied, and only this one is stored"
+            return Reading(names, "; ".join(filter(None, (reading.in_words, said))))
+    return reading
+
+
+def _models(
+    stored: Mapping[str, StoredTensor], config: Config, tables: RuleTables
+) -> tuple[Model, Model, Reading]:
     """The model whose parameters are stored, with the keys and shapes that its tensors have in Paddle.
 
-    The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face. A
-    ``RuleError`` names a key that no rule table has, or several tables that have all keys.
+    The second model has the forms in which the files hold the tensors, which need not be those of Hugging Face, under
+    the keys of the reading. A ``RuleError`` names a key that no rule table has, or several tables that have all keys.
     """
-    in_ernie_layout = is_ernie_layout(stored)
-    fitting: dict[str, tuple[RuleTable, RuleTable, list[Tensor]]] = {}
+    tables_of_files = [
+        (table, ernie_table(table, config) if is_ernie_layout(stored) else table)
+        for table in tables_to_train_with(tables, config)
+    ]
+    fitting: list[tuple[RuleTable, RuleTable, Reading]] = []
     failures: list[tuple[int, RuleError]] = []
-    for table in tables_to_train_with(tables, config):
-        of_files = ernie_table(table, config) if in_ernie_layout else table
-        matches = matches_of(stored, of_files, config)
+    for table, of_files in tables_of_files:
+        reading = next(_readings(stored, table, config))
+        matches = matches_of(reading.names.values(), of_files, config)
         if unknown := [key for key, match in matches.items() if match is None]:
             failures.append((len(unknown), _no_row(unknown[0], table, config)))
         else:
-            named = f"{table.family} ({table.convention})"
-            fitting[named] = table, of_files, _logical(stored, matches, config)
+            fitting.append((table, of_files, reading))
+    if not fitting:
+        others = ((*both, _other_reading(stored, *both, config)) for both in tables_of_files)
+        fitting = [(table, of_files, reading) for table, of_files, reading in others if reading is not None]
     if not fitting:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(fitting) > 1:
+        named = [f"{table.family} ({table.convention})" for table, *_ in fitting]
         raise RuleError(
             f"model type {config.get('model_type')!r}",
             f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
-            f"{', '.join(fitting)}; pass the right one with --rules FILE",
+            f"{', '.join(named)}; {_choice([table for table, *_ in fitting])}",
         )
-    ((table, of_files, tensors),) = fitting.values()
+    ((table, of_files, reading),) = fitting
+    matches = matches_of(reading.names.values(), of_files, config)
+    tensors = _logical(reading.renamed(stored), matches, config)
     model = read_model(tensors, table, config)
     check_complete(model)
-    return model, read_model(tensors, of_files, config)
+    return model, read_model(tensors, of_files, config), reading
+
+
+def _other_reading(
+    stored: Collection[str], table: RuleTable, of_files: RuleTable, config: Config
+) -> Reading | None:
+    """The first reading with which a table has all keys, of those that change keys; ``None`` if there is none."""
+    for reading in islice(_readings(stored, table, config), 1, None):
+        matches = matches_of(reading.names.values(), of_files, config)
+        if len(matches) == len(stored) and None not in matches.values():
+            return reading
+    return None
+
+
+def _choice(fitting: Iterable[RuleTable]) -> str:
+    """How a user says which of several tables is meant."""
+    conventions = sorted({table.convention for table in fitting})
+    if len(conventions) == 1:
+        return "pass the right one with --rules FILE"
+    return f"say which with {' or '.join(f'--convention {name}' for name in conventions)}"
 
 
 def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:
@@ -276,7 +400,12 @@ def stored_tensors(
             if left_out.match(key):
                 continue
             if key in held:
-                raise CoverageError(key, "two files hold it", (held[key].path, path))
+                says = (
+                    ""
+                    if index is None
+                    else f"; the index says that {index.weight_map.get(key, 'no file')} does"
+                )
+                raise CoverageError(key, f"two files hold it{says}", (held[key].path, path))
             dtype = dtype_of_tag(payload.tags[key], f"{path}: {key}")
             held[key] = StoredTensor(array.shape, dtype, path, array.byte_offset)
     path_of_key = {key: stored.path for key, stored in held.items()}
