@@ -176,6 +176,30 @@ class ComputedSource(ReadRange):
 
 
 @dataclass(frozen=True)
+class PartialSource(ComputedSource):
+    """A checkpoint without some of its files."""
+
+    inner: Source
+    without: frozenset[str]
+
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every other file → size in bytes."""
+        return {path: size for path, size in self.inner.sizes().items() if path not in self.without}
+
+    def versions(self) -> Mapping[str, str]:
+        """Name of every other file → fingerprint of what is stored."""
+        return {path: version for path, version in self.inner.versions().items() if path not in self.without}
+
+    def modified(self) -> Mapping[str, int]:
+        """Times of the other files."""
+        return {path: time for path, time in self.inner.modified().items() if path not in self.without}
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """Fill several buffers."""
+        self.inner.read_many(reads)
+
+
+@dataclass(frozen=True)
 class CompletedSource(ComputedSource):
     """Some files of a checkpoint, with the others as they are planned: their metadata, and zeros for all values."""
 

@@ -29,6 +29,8 @@ class MissingPolicy:
     """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
     drops_mtp: bool = False
     """Whether MTP layers are omitted from every target, so that their tensors need no rules."""
+    parameters_only: bool = False
+    """Whether nothing but stored parameters is wanted, so that an optimizer that cannot be read is no obstacle."""
 
     def allows(self, key: str) -> bool:
         """Whether a tensor may be missing."""

@@ -144,6 +144,10 @@ class Request(Protocol):
     def of_average(self) -> bool:
         """Whether it exports the moving average as a model."""
 
+    @property
+    def of_stored_parameters(self) -> bool:
+        """Whether it holds nothing but parameters as they are stored, so that nothing else of a source is needed."""
+
     def target_for(self, source: Checkpoint) -> Target:
         """The target, with open choices taken from the source or from the trainer's defaults."""
 

@@ -133,7 +133,10 @@ def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
     reading = Reading(
         load_tables(request.rules, library),
         load_config(request.config),
-        MissingPolicy(allowed=request.allow_missing),
+        MissingPolicy(
+            allowed=request.allow_missing,
+            parameters_only=all(asked.of_stored_parameters for asked in request.target_requests),
+        ),
         index_files,
     )
     return changes.index(open_checkpoint(request.locations.sources[0], access), reading)

@@ -34,6 +34,8 @@ arguments, so every error survives pickling and crosses process boundaries uncha
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 
 class ReshardError(Exception):
     """Base class of all errors of this package."""
@@ -41,6 +43,8 @@ class ReshardError(Exception):
     exit_status = 1
     retryable = False
     """Whether the same request may succeed later without changes, because a store or a cluster caused the failure."""
+    of_optimizer = False
+    """Whether nothing but the optimizer's files is affected, so that the parameters can be read without them."""
 
 
 class UsageError(ReshardError):
@@ -91,6 +95,15 @@ class CoverageError(CheckpointError):
             f" and {len(self.paths) - 4} more" if len(self.paths) > 4 else ""
         )
         return f"{self.tensor}: {self.detail}" + (f" (in {shown})" if shown else "")
+
+
+_E = TypeVar("_E", bound=ReshardError)
+
+
+def of_optimizer(error: _E) -> _E:
+    """The same error, marked as one that concerns nothing but the optimizer's files."""
+    error.of_optimizer = True
+    return error
 
 
 class PlanError(ReshardError):

@@ -37,6 +37,12 @@ _MARKER = (
     rf"{SIGNAL_PREFIX}\d+|save_signal_TMP_\d+|\.(?:model|optimizer|checkpoint)_done|"
     r"\.(?:model|optimizer|master)_weight\.done\.\d+|\.saving_info|async_save_info\.json"
 )
+_OPTIMIZER = (
+    rf"(?:optimizer|ema){_RANK}\.pdopt|(?:optimizer|master_weights)(?:{_NUMBER}|{_RANK})\.safetensors(?:_shard_\d{{4}})?|"
+    r"(?:optimizer|master_weights)\.safetensors\.index\.json|(?:optimizer_state|master_weight|ema_state)/.+|"
+    r"(?:scheduler|scaler)\.pdparams|ema\.json"
+)
+"""Files of the optimizer, of what is kept beside it, and of averages."""
 _MODEL = {
     "configuration": r"(?:config|generation_config)\.json",
     "tokenizer": (
@@ -175,6 +181,15 @@ def without_role(path: str) -> str | None:
     return (
         "neither a trainer nor a loader of models is known to read it; copy it yourself if it belongs there"
     )
+
+
+def is_of_optimizer(path: str) -> bool:
+    """Whether a file is of the optimizer or of an average, so that parameters can be read without it.
+
+    >>> [is_of_optimizer(path) for path in ("optimizer.tp00.pdopt", "master_weight/0.metadata", "model_state.pdparams")]
+    [True, True, False]
+    """
+    return re.fullmatch(_OPTIMIZER, path) is not None
 
 
 def is_stray(path: str) -> bool:

@@ -33,6 +33,11 @@ class SettledTarget:
         """Whether it exports the moving average as a model."""
         return False
 
+    @property
+    def of_stored_parameters(self) -> bool:
+        """Whether it holds nothing but parameters as they are stored."""
+        return False
+
     def target_for(self: _Target, source: Checkpoint) -> _Target:
         """The same."""
         return self

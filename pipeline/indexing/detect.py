@@ -13,8 +13,15 @@ from typing import Any, Final
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.core.catalog import check_dtypes
-from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    FormatError,
+    PlanError,
+    ReshardError,
+    UnsafePickleError,
+)
+from paddle_reshard.pipeline.core.file_names import MANIFEST, MODEL_META, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
 from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.roles import check_roles
 from paddle_reshard.pipeline.indexing.small_files import check_steps
@@ -22,6 +29,7 @@ from paddle_reshard.pipeline.indexing.times import far_apart
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.store import Source
+from paddle_reshard.storage.views import PartialSource
 from paddle_reshard.tasks.index import index_here
 
 
@@ -65,9 +73,49 @@ def index_source(
     """:func:`index_checkpoint` for files that are already open."""
     try:
         return _index(files, tables, missing, pieces)
-    except CheckpointError:
-        _refuse_portion(files)
+    except (CheckpointError, PlanError) as error:
+        alone = _parameters_alone(files, tables, missing, pieces, error)
+        if alone is not None:
+            return alone
+        if isinstance(error, CheckpointError):
+            _refuse_portion(files)
         raise
+
+
+def _parameters_alone(
+    files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None, pieces: bool, error: ReshardError
+) -> Checkpoint | None:
+    """The parameters alone, where nothing else is wanted and nothing but the optimizer's files is wrong; else ``None``.
+
+    Signals and ``model_meta.json`` are about the job with its optimizer, and nothing of a model.
+    """
+    in_file = isinstance(error, FormatError) and is_of_optimizer(error.path)
+    if (
+        isinstance(error, UnsafePickleError)
+        or missing is None
+        or not missing.parameters_only
+        or not (error.of_optimizer or in_file)
+    ):
+        return None
+    left = frozenset(
+        path
+        for path in files.sizes
+        if is_of_optimizer(path) or path == MODEL_META or path.startswith(SIGNAL_PREFIX)
+    )
+    rest = SourceFiles(
+        PartialSource(files.store, left), files.given_config, files.index_here, files.index_anywhere
+    )
+    try:
+        alone = _index(rest, tables, missing, pieces)
+    except (CheckpointError, PlanError):
+        return None
+    why = f"not read, and parameters do not need it: {error}"
+    named = tuple((path, why) for path in sorted(left) if is_of_optimizer(path))
+    return replace(
+        alone,
+        own_files=alone.own_files | left,
+        not_carried=(*alone.not_carried, *(named or (("optimizer states", why),))),
+    )
 
 
 def _refuse_portion(files: SourceFiles) -> None:

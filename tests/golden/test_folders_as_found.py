@@ -273,3 +273,49 @@ def test_both_layouts_of_a_published_model_are_read(
     assert len(renamed) == len(held) and renamed != held
     folder = saved(tmp_path / "newer", renamed, tmp_path / "model")
     assert exported(folder, tmp_path) == held
+
+
+def renamed_in(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content and len(old) == len(new)
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "harm", ["unknown", "truncated", "deleted", "one deleted", "pointer", "scheduler alone"]
+)
+def test_an_optimizer_that_cannot_be_read_is_no_obstacle_to_an_export(tmp_path: Path, harm: str) -> None:
+    source = copy_of(HYBRID, tmp_path / "source")
+    paddle_reshard.convert(source, tmp_path / "whole", format="huggingface")
+    first, *others = sorted(source.glob("optimizer.*"))
+    for path in source.glob("saved_signal_*"):
+        path.touch()
+    if harm == "unknown":
+        for path in (first, *others):
+            renamed_in(path, b"moment2_0", b"squared_0")
+    elif harm == "truncated":
+        first.write_bytes(first.read_bytes()[:1000])
+    elif harm == "pointer":
+        first.write_bytes(POINTER)
+    else:
+        for path in (first, *(others if harm != "one deleted" else ())):
+            path.unlink()
+    if harm == "scheduler alone":
+        for path in source.glob("saved_signal_*"):
+            path.unlink()
+    result = paddle_reshard.convert(source, tmp_path / "model", format="huggingface")
+    assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
+    said = dict(result.plan.targets[0].not_carried)
+    assert said["scheduler.pdparams"].startswith("not read, and parameters do not need it: ")
+    assert "scheduler.pdparams" in dict(paddle_reshard.inspect(source).left_out)
+    for needing in ({"to": "tp=1"}, {"format": "huggingface", "dtype": "float32"}):
+        with pytest.raises(ReshardError, match="optimizer"):
+            paddle_reshard.plan(source, **needing)
+
+
+def test_parameters_that_are_not_whole_are_refused_with_and_without_an_optimizer(tmp_path: Path) -> None:
+    source = copy_of(HYBRID, tmp_path / "source")
+    next(source.glob("optimizer.*")).unlink()
+    next(source.glob("model_state.*")).unlink()
+    with pytest.raises(ReshardError, match="files for tp=2 pp=2 sharding=1 are missing"):
+        paddle_reshard.plan(source, format="huggingface")

@@ -41,6 +41,7 @@ class RankFlexRequest(JobRequest):
     """A requested FlexCheckpoint whose files are those of the ranks of a job."""
 
     of_average: ClassVar[bool] = False
+    of_stored_parameters: ClassVar[bool] = False
     format: ClassVar[str] = FLEX
 
     def target_for(self, source: Checkpoint) -> RankFlexTarget:

@@ -78,6 +78,11 @@ class HuggingFaceTarget(SettledTarget):
         """Whether it exports the moving average."""
         return self.state == EMA
 
+    @property
+    def of_stored_parameters(self) -> bool:
+        """Whether no value of it is made of a master weight or an average."""
+        return self.state == PARAM and self.dtype is None and self.quantize is None
+
     def __post_init__(self) -> None:
         if self.quantize is not None and self.dtype not in (None, dtype_named("bfloat16")):
             raise UsageError(

@@ -16,7 +16,13 @@ from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
 from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError, unfinished
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    CoverageError,
+    UnsupportedError,
+    of_optimizer,
+    unfinished,
+)
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
@@ -251,9 +257,11 @@ def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile], 
     unexpected = [path for path in sorted(paths) if path in with_optimizer or _SIGNAL.fullmatch(path)]
     unexpected += [file.path for file in files if file.kind not in WEIGHTS or file.shard is not None]
     if unexpected:
-        raise CheckpointError(
-            f"no {OPTIMIZER} file, but {unexpected[0]}, which the trainer only writes together with {OPTIMIZER} files: "
-            "files are missing"
+        raise of_optimizer(
+            CheckpointError(
+                f"no {OPTIMIZER} file, but {unexpected[0]}, which the trainer only writes together with {OPTIMIZER} "
+                "files: files are missing"
+            )
         )
 
 
@@ -277,10 +285,12 @@ def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
         degrees[axis] = max(ranks, default=0) + 1
         if ranks and degrees[axis] == 1 and axis != "moe":
             part = "moe_sharding" if axis == "ep" else axis
-            raise CheckpointError(
+            lacking = CheckpointError(
                 f"file names have a part {part}00 but no {part}01: a part appears only if the degree is above 1, so "
                 "the files of at least one rank are missing"
             )
+            named = {file.kind for file in files if getattr(file, axis) is not None}
+            raise of_optimizer(lacking) if named == {OPTIMIZER} else lacking
         if axis == "ep" and not ranks:  # file names have no expert rank with sharded saving
             degrees[axis] = written.get(axis) or 1
         if written.get(axis) not in (None, degrees[axis]):
@@ -362,9 +372,10 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
     expected = set(_names_of_all_ranks(kind, files, topology))
     if missing := expected - held.keys():
         others = f"; {min(held.values())} is of other ranks" if missing == expected else ""
-        raise CheckpointError(
+        lacking = CheckpointError(
             f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {min(missing)}{others}"
         )
+        raise of_optimizer(lacking) if kind == OPTIMIZER else lacking
     if extra := held.keys() - expected:
         raise CheckpointError(
             f"{min(held[name] for name in extra)} does not belong to a checkpoint of {what}"
@@ -460,9 +471,11 @@ class _CellReader:
             known = set(names.values())
             if all(split_accumulator_key(entry.removeprefix(SLICE_PREFIX), known) for entry in entries):
                 return names
-        raise CheckpointError(
-            f"{weights.path}: {STRUCTURED_NAMES} lacks parameter names, and the names predicted by the naming rules do "
-            "not match the optimizer files"
+        raise of_optimizer(
+            CheckpointError(
+                f"{weights.path}: {STRUCTURED_NAMES} lacks parameter names, and the names predicted by the naming "
+                "rules do not match the optimizer files"
+            )
         )
 
     def check_complete(self, cells: Sequence[StoredCell]) -> None:
@@ -667,12 +680,15 @@ def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Ma
         masters[key] = array.name if isinstance(array, ArrayRef) else None
     for entry, value in root.drained(SPECIAL):
         if entry == "offload_buffer":
-            raise UnsupportedError(f"{file.path}: offload_buffer: offloaded optimizer state is not supported")
+            detail = f"{file.path}: offload_buffer: offloaded optimizer state is not supported"
+            raise of_optimizer(UnsupportedError(detail))
         parts = split_accumulator_key(entry.removeprefix(SLICE_PREFIX), keys)
         if parts is None:
-            raise CheckpointError(
-                f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
-                "meaning are not converted"
+            raise of_optimizer(
+                CheckpointError(
+                    f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
+                    "meaning are not converted"
+                )
             )
         name, accumulator, separate = parts
         key = keys[name]

@@ -17,6 +17,7 @@ class HybridRequest(JobRequest):
     """A requested hybrid-parallel target."""
 
     of_average: ClassVar[bool] = False
+    of_stored_parameters: ClassVar[bool] = False
 
     sharded_saving: bool = True
     """Whether it may have ``model_meta.json``."""

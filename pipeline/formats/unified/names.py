@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError, of_optimizer
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensors import WRITTEN_NAMES
 from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
@@ -77,11 +77,13 @@ def optimizer_key(key: str, state: str) -> str:
 def split_optimizer_key(key: str, path: str) -> tuple[str, str]:
     """Structured key and state of a key of an optimizer file; unknown and quantised states are refused."""
     if _SCALES.fullmatch(key):
-        raise UnsupportedError(f"{path}: {key}: {_QUANTISED}")
+        raise of_optimizer(UnsupportedError(f"{path}: {key}: {_QUANTISED}"))
     match = _STATE.fullmatch(key)
     if match is None:
-        raise CheckpointError(
-            f"{path}: {key} is not a known accumulator of a parameter; entries of unknown meaning are not converted"
+        raise of_optimizer(
+            CheckpointError(
+                f"{path}: {key} is not a known accumulator of a parameter; entries of unknown meaning are not converted"
+            )
         )
     return match[1], match[2]
 
@@ -226,7 +228,7 @@ def _check_pieces(files: Iterable[UnifiedFile], index: Index | None) -> None:
 
 def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
     if (stage := facts.get("ckpt_quant_stage")) not in _NOT_QUANTISED:
-        raise UnsupportedError(f"{name}: ckpt_quant_stage is {stage}: {_QUANTISED}")
+        raise of_optimizer(UnsupportedError(f"{name}: ckpt_quant_stage is {stage}: {_QUANTISED}"))
     if (adapter := facts.get("type")) is not None:
         raise UnsupportedError(
             f"{name}: weights of an adapter ({adapter}) in a unified checkpoint are not supported"
