@@ -307,6 +307,7 @@ def _of_other_file(folder: Path) -> None:
 
 
 def _of_two_files(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     write_safetensors(folder / "more.safetensors", {"w_scale_inv": ("F32", (3, 2), bytes(24))})
 
 

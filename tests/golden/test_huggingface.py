@@ -626,7 +626,9 @@ def test_which_library_it_is_for_must_be_said(tmp_path: Path) -> None:
     case = case_directory("mp2_tied")
     _export(case, tmp_path / "hf")
     _config_of(tmp_path / "hf", paddleformers_version=None)
-    with pytest.raises(RuleError, match=r"llama \(paddleformers\), llama \(paddlenlp\).*--rules FILE"):
+    with pytest.raises(
+        RuleError, match=r"llama \(paddleformers\), llama \(paddlenlp\).*--convention paddleformers or --conv"
+    ):
         _read_back(tmp_path / "hf", tmp_path / "unified")
     rules = REPO / "pipeline" / "model" / "rules" / "llama.paddleformers.json"
     found = _read_back(tmp_path / "hf", tmp_path / "unified", rules=rules)
