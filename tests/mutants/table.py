@@ -25,7 +25,7 @@ MUTANTS = (
         "pipeline/core/geometry.py",
         "return _within_row(first_row, head, tail, shape)",
         "return _within_row(first_row, head, row_elements, shape)",
-        ("tests/unit/test_geometry.py",),
+        ("tests/unit/test_geometry.py::test_a_flat_range_is_cut_once_and_in_order_into_few_boxes",),
     ),
     Mutant(
         "Boxes that only touch meet: an op without elements, or a pair too many.",
@@ -39,7 +39,7 @@ MUTANTS = (
         "pipeline/core/geometry.py",
         "return tuple(stored[axes.index(dim)] for dim in range(len(shape)))",
         "return stored",
-        ("tests/unit/test_geometry.py",),
+        ("tests/unit/test_geometry.py::test_strides_of_permuted_dims_are_those_of_numpy",),
     ),
     Mutant(
         "A slice that begins inside a tensor has its first element at the tensor's first byte.",
@@ -74,7 +74,7 @@ MUTANTS = (
         "tasks/boxes.py",
         "here = slice(low, min(low + rows, extents[0]))",
         "here = slice(low, min(low + rows, extents[0] - 1))",
-        ("tests/unit/test_boxes.py",),
+        ("tests/unit/test_boxes.py::test_blocks_tile_a_box_once_and_in_order",),
     ),
     # -------------------------------------- comparisons of copies, and of parameters with their master weights
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = (
         "pipeline/planning/checks.py",
         "if 0 < run < RUNS - 1:",
         "if 0 < run:",
-        ("tests/unit/test_checks.py",),
+        ("tests/unit/test_checks.py::test_of_every_copied_array_the_ends_and_some_between_are_read[pp]",),
     ),
     Mutant(
         "Further copies of a tensor are not compared with the first if they are in several pieces.",
@@ -174,28 +174,30 @@ MUTANTS = (
         "pipeline/core/catalog.py",
         "overlaps = np.flatnonzero(i < j)",
         "overlaps = np.flatnonzero(i > i)",
-        ("tests/unit/test_catalog.py",),
+        ("tests/unit/test_catalog.py::test_an_overlap",),
     ),
     Mutant(
         "A piece may reach beyond its file.",
         "pipeline/core/catalog.py",
         '(stop > sizes[block["file"]])',
         '(start > sizes[block["file"]])',
-        ("tests/unit/test_catalog.py",),
+        ("tests/unit/test_catalog.py::test_bytes_beyond_the_file",),
     ),
     Mutant(
         "A plan that moves the rows of a box as its columns is proven complete.",
         "pipeline/planning/coverage.py",
         "return np.asarray(inside & alike.all(axis=1))",
         "return np.asarray(inside)",
-        ("tests/unit/test_coverage.py::test_a_changed_plan_is_not_complete",),
+        ("tests/unit/test_coverage.py::test_a_changed_plan_is_not_complete[model-a box turned]",),
     ),
     Mutant(
         "A plan with values of another tensor is proven complete.",
         "pipeline/planning/coverage.py",
         "wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)",
         "wrong = mixed & ~np.isin(tensor * count + read, defined)",
-        ("tests/unit/test_coverage.py::test_a_changed_plan_is_not_complete",),
+        (
+            "tests/unit/test_coverage.py::test_a_changed_plan_is_not_complete[model-values of a tensor of the same shape]",
+        ),
     ),
     # --------------------------------------------------------------------------------------------------- casts
     Mutant(
@@ -253,14 +255,14 @@ MUTANTS = (
         "pipeline/formats/jobs/segments.py",
         "if part > parts - extra else 0",
         "if part <= extra else 0",
-        ("tests/unit/test_sharding_rules.py::test_segments_of_the_model_classes",),
+        ("tests/unit/test_sharding_rules.py::test_segments_of_the_model_classes[4-3]",),
     ),
     Mutant(
         "Counters of parameter names begin at one.",
         "pipeline/model/model.py",
         "number = self._counters.get(counter, first)",
         "number = self._counters.get(counter, first + 1)",
-        ("tests/golden/test_planned.py",),
+        ("tests/golden/test_planned.py::test_the_plan_is_the_recorded_one[dense/fc_mp2pp2]",),
     ),
     # ------------------------------------------------------------------------------ checksums and fingerprints
     Mutant(
@@ -268,7 +270,7 @@ MUTANTS = (
         "pipeline/core/crc.py",
         "return remainder ^ _of_zeros(nbytes)",
         "return remainder ^ _of_zeros(0)",
-        ("tests/unit/test_sums.py::test_the_check_value_of_the_catalogue",),
+        ("tests/unit/test_sums.py::test_boxes_add_up_to_the_tensor",),
     ),
     Mutant(
         "Sums of groups are joined in a way that keeps common bits.",
@@ -367,7 +369,7 @@ MUTANTS = (
         "storage/session/staging.py",
         "if session.record.boot != boot or not as_left:",
         "if not as_left:",
-        ("tests/storage/test_power_failures.py",),
+        ("tests/unit/test_ledger.py",),
     ),
     Mutant(
         "An average of a rank is not flushed before it is renamed.",
@@ -453,21 +455,21 @@ MUTANTS = (
         "tasks/ema.py",
         "        for decay in decays:\n            weight *= decay\n",
         "        weight *= decays[-1]\n",
-        ("tests/ema/test_decisions.py",),
+        ("tests/ema/test_decisions.py::test_an_update_makes_up_for_those_that_were_skipped_before_it",),
     ),
     Mutant(
         "Parts that are concatenated begin one element late.",
         "pipeline/changes/aoa/values.py",
         "offset=with_dim(segment.offset, axis, low - start + filled),",
         "offset=with_dim(segment.offset, axis, at - start + filled),",
-        ("tests/aoa/test_fused.py",),
+        ("tests/aoa/test_values.py",),
     ),
     Mutant(
         "permute moves the elements, but not the pieces that they came in.",
         "pipeline/changes/aoa/values.py",
         "offset=_picked(s.offset, order))",
         "offset=s.offset)",
-        ("tests/aoa/test_conversions.py",),
+        ("tests/aoa/test_values.py",),
     ),
     # ------------------------------------------------------------------------------------------------ watching
     Mutant(
@@ -496,21 +498,25 @@ MUTANTS = (
         "pipeline/watch/looking.py",
         "return merging(files) or lacking(files, before)",
         "return merging(files)",
-        ("tests/jobs/test_watch_once.py",),
+        (
+            "tests/jobs/test_watch_once.py::test_a_growing_checkpoint_is_converted_when_its_last_file_is_there",
+        ),
     ),
     Mutant(
         "What the trainer changed during the conversion is published all the same.",
         "pipeline/watch/watcher.py",
         "return digest(self.run.files(name)) != record.source_stamp",
         "return not digest(self.run.files(name))",
-        ("tests/jobs/test_watch_once.py",),
+        ("tests/jobs/test_watch_once.py::test_a_file_that_appears_during_the_conversion_takes_it_back",),
     ),
     Mutant(
         "--keep removes a target that somebody has replaced.",
         "pipeline/watch/watcher.py",
         "record.state is State.DONE and record.plan_id == self.records.plan_id(record.target):",
         "record.state is State.DONE:",
-        ("tests/jobs/test_watch_once.py",),
+        (
+            "tests/jobs/test_watch_once.py::test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted",
+        ),
     ),
     # ----------------------------------------------------------- what others wrote, and what a target may hold
     Mutant(
@@ -540,5 +546,99 @@ MUTANTS = (
         "reason_not_carried(path) or without_role(path)",
         "reason_not_carried(path)",
         ("tests/golden/test_small_files.py",),
+    ),
+    # ---------------------------------------------------------------------------- more of the same
+    Mutant(
+        "Slices of other lengths than ranks must hold are accepted: files of two ranks were exchanged.",
+        "pipeline/formats/hybrid/sharding_group.py",
+        "if held != wanted:",
+        "if held.keys() != wanted.keys():",
+        ("tests/unit/test_sharding_group.py",),
+    ),
+    Mutant(
+        "The slice of every rank is taken for that of the first.",
+        "pipeline/formats/hybrid/sharding_group.py",
+        "start, stop = expected[stored.shard]",
+        "start, stop = expected[min(expected)]",
+        ("tests/unit/test_sharding_group.py",),
+    ),
+    Mutant(
+        "Two ranks of a group may hold a tensor that only one can.",
+        "pipeline/formats/hybrid/sharding_group.py",
+        "fits = len(arrays) == 1 or",
+        "fits = len(arrays) >= 1 or",
+        ("tests/unit/test_sharding_group.py",),
+    ),
+    Mutant(
+        "A part that arrived altered at S3 is believed.",
+        "storage/s3/uploads.py",
+        "if taken.md5 and taken.md5 != md5.hex():",
+        "if not taken.tag:",
+        ("tests/unit/test_s3_uploads.py",),
+    ),
+    Mutant(
+        "An upload to S3 is completed with its parts one number too high.",
+        "storage/s3/uploads.py",
+        "enumerate(receipts, 1)",
+        "enumerate(receipts, 2)",
+        ("tests/unit/test_s3_uploads.py",),
+    ),
+    Mutant(
+        "S3 is asked to copy one byte more than the part has.",
+        "storage/s3/uploads.py",
+        "last_byte = copy.source_offset + copy.nbytes - 1",
+        "last_byte = copy.source_offset + copy.nbytes",
+        ("tests/unit/test_s3_uploads.py",),
+    ),
+    Mutant(
+        "S3 copies from whatever the source has become.",
+        "storage/s3/uploads.py",
+        'condition = {"CopySourceIfMatch": v} if (v := source.stamps[copy.source_path].version) else {}',
+        "condition = {}",
+        ("tests/unit/test_s3_uploads.py",),
+    ),
+    Mutant(
+        "A unit of work that the first of two targets has recorded is not done for the second.",
+        "storage/outputs.py",
+        "units = set.intersection(*(set(of_target) for of_target in records)) if records else set()",
+        "units = set(records[0]) if records else set()",
+        ("tests/unit/test_ledger.py",),
+    ),
+    Mutant(
+        "In a store signals appear before what they signal.",
+        "storage/remote/target.py",
+        "        names = [name for name in self.files if not is_marker(name)]\n",
+        "        names = [*self.files]\n",
+        ("tests/storage/test_power_failures.py",),
+    ),
+    Mutant(
+        "Of a target that is replaced the manifest, which lists the others, is removed first.",
+        "storage/replaceable.py",
+        "key=lambda path: (path == MANIFEST, path)",
+        "key=lambda path: (path != MANIFEST, path)",
+        ("tests/unit/test_replaceable.py",),
+    ),
+    Mutant(
+        "The weights of the average so far and of the new values are exchanged.",
+        "pipeline/convert/series.py",
+        "*[(keep, take)] * (count - 1)",
+        "*[(take, keep)] * (count - 1)",
+        ("tests/ema/test_weightings.py",),
+    ),
+    Mutant(
+        "A checkpoint that is still written counts as damaged.",
+        "pipeline/watch/looking.py",
+        "if settled and not (error.retryable or error.unfinished):",
+        "if not error.retryable:",
+        (
+            "tests/jobs/test_watch_once.py::test_a_finished_checkpoint_that_is_not_whole_is_damaged_once_it_has_settled",
+        ),
+    ),
+    Mutant(
+        "Sums of runs are joined as if all runs were next to each other.",
+        "pipeline/core/crc.py",
+        "        step_bytes *= 2\n",
+        "",
+        ("tests/unit/test_sums.py::test_remainders_in_a_row",),
     ),
 )

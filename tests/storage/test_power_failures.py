@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import uuid
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from paddle_reshard.storage.local.target import LocalTarget
-from paddle_reshard.storage.store import Identity, NewFile
+from paddle_reshard.storage.locate import Access, open_target
+from paddle_reshard.storage.store import Identity, NewFile, Permission, Receipt, TargetStore
 from paddle_reshard.tasks.ema_worker import Shared, _save, shared_bytes
 
 FILES = (
@@ -24,6 +27,15 @@ FILES = (
 
 
 STAGED = ".target.reshard"
+
+
+def write(target: TargetStore) -> list[Receipt]:
+    writer, _ = target.begin(FILES, Identity("plan", "version", "source", {}))
+    return [
+        writer.write_part(new.path, start, memoryview(b"value")[: stop - start])
+        for new in FILES
+        for start, stop in pairwise((*new.part_starts, new.size_bytes) if new.size_bytes else ())
+    ]
 
 
 @pytest.fixture
@@ -48,13 +60,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def calls(tmp_path: Path, watched: list[str]) -> list[str]:
     """Those while a target is published."""
     with LocalTarget(tmp_path / "target") as target:
-        writer, _ = target.begin(FILES, Identity("plan", "version", "source", {}))
-        receipts = [
-            writer.write_part(new.path, start, memoryview(b"value")[: stop - start])
-            for new in FILES
-            for start, stop in pairwise((*new.part_starts, new.size_bytes) if new.size_bytes else ())
-        ]
-        target.finish(receipts)
+        target.finish(write(target))
         os.utime(tmp_path / STAGED / "files" / "saved_signal_0", (0, 0))
         watched.clear()
         target.publish("paddle_reshard.json", b"{}")
@@ -92,3 +98,22 @@ def test_the_average_of_a_rank_is_flushed_before_it_replaces_the_one_before(
     shared = Shared(mmap.mmap(-1, nbytes), nbytes)
     _save(shared, {"path": str(tmp_path / "ema.pdopt"), "literals": [], "slots": [(0, 0, 4)]})
     assert watched == ["fsync ema.pdopt.unfinished", "replace ema.pdopt.unfinished"]
+
+
+def test_in_a_store_signals_appear_when_all_that_they_signal_is_there() -> None:
+    """Where files appear one by one; the manifest, without which nothing is a finished target, is the last."""
+    root = f"memory://{uuid.uuid4().hex}/target"
+    folder = fsspec.filesystem("memory")
+    with open_target(root, Access({}), Permission()) as target:
+        target.finish(write(target))
+        assert {path.rpartition("/")[2] for path in folder.find(root)} == {
+            "0_0.distcp",
+            "config.json",
+            "empty",
+        }
+        target.publish("paddle_reshard.json", b"{}")
+    created = {
+        path.rpartition("/")[2]: entry["created"] for path, entry in folder.find(root, detail=True).items()
+    }
+    assert created["saved_signal_0"] > max(created[name] for name in ("0_0.distcp", "config.json", "empty"))
+    assert max(created, key=lambda name: created[name]) == "paddle_reshard.json"

@@ -151,6 +151,22 @@ def other_tensor(plan: Plan, random: np.random.Generator) -> Plan:
     return with_ops(plan, change, random)
 
 
+def values_of_its_like(plan: Plan, random: np.random.Generator) -> Plan:
+    """Two boxes of two tensors have the same place in them, and each is filled with the values of the other."""
+    ops = plan.ops.rows()
+    moves = random.permutation(np.flatnonzero(ops["kind"] == MOVE))
+    same = ("pass", "source_dtype", "offset", "extents")
+    places = [(int(plan.op_groups[row]), *(str(ops[name][row]) for name in same)) for row in moves]
+    first: dict[tuple, int] = {}
+    for row, place in zip(moves, places, strict=True):
+        other = first.setdefault(place, row)
+        if ops["source_tensor"][other] != ops["source_tensor"][row]:
+            for field in ("tensor", "file", "byte", "length", "strides"):
+                ops[f"source_{field}"][[row, other]] = ops[f"source_{field}"][[other, row]]
+            return replace(plan, ops=Ops.of_rows(ops))
+    raise AssertionError("no two tensors are alike")
+
+
 def literals(change: Callable[[list[tuple[int, int, bytes]], int], None]) -> Change:
     def changed(plan: Plan, random: np.random.Generator) -> Plan:
         rows = list(plan.literals)
@@ -220,6 +236,7 @@ CHANGES: dict[str, Change] = {
     "two boxes exchanged": exchanged,
     "a box turned": turned,
     "values of another tensor": other_tensor,
+    "values of a tensor of the same shape": values_of_its_like,
     "a literal dropped": literals(lambda rows, row: rows.pop(row)),
     "a literal doubled": literals(lambda rows, row: rows.append(rows[row])),
     "a literal of another length": literals(longer),

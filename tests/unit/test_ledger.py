@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paddle_reshard.pipeline.core.errors import BusyError, StaleSessionError, TargetError
+from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.target import LocalTarget
+from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.session.ledger import check_receipts
-from paddle_reshard.storage.store import Identity, NewFile, Permission, Receipt, Record
+from paddle_reshard.storage.store import Identity, NewFile, Openness, Permission, Receipt, Record, TargetStore
 
 FILES = (NewFile("a", 10, (0, 4)), NewFile("b", 3, (0,)), NewFile("empty", 0, ()))
 PARTS = (Receipt("a", 0, 4), Receipt("a", 4, 6), Receipt("b", 0, 3))
@@ -38,6 +41,9 @@ def test_every_part_has_one_receipt() -> None:
 def test_what_is_no_part_is_refused(other: Receipt) -> None:
     with pytest.raises(TargetError, match=f"{other.path}: {other.nbytes} bytes were written at byte"):
         check_receipts("there", FILES, (*PARTS, other))
+    if other.path == "a":
+        with pytest.raises(TargetError, match="at byte"):
+            check_receipts("there", FILES, (PARTS[0], other, PARTS[2]))
 
 
 def unfinished(root: Path) -> Path:
@@ -99,3 +105,27 @@ def test_after_a_reboot_what_is_not_on_the_disk_is_written_again(boot: str, tmp_
     part = staging / "files" / "a"
     part.write_bytes(b"\0" * len(part.read_bytes()))
     assert resumed(tmp_path / "target") == ([0] if boot == "the same" else [])
+
+
+def test_what_one_of_two_targets_lacks_is_done_again(tmp_path: Path) -> None:
+    def begun() -> tuple[Outputs, list[int]]:
+        outputs = Outputs([LocalTarget(tmp_path / name, RESUMING) for name in ("one", "two")])
+        files = [replace(new, path=prefix + new.path) for prefix in outputs.targets for new in FILES]
+        return outputs, [record.unit for record in outputs.begin(files, IDENTITY, Openness())[1]]
+
+    def record(target: TargetStore, unit: int) -> None:
+        target.note([Record(unit, (Receipt("b", 0, 3, checksum=checksum(b"\0\0\0")),))])
+
+    outputs, units = begun()
+    assert units == []
+    one, two = outputs.targets.values()
+    for target, unit in ((one, 0), (two, 1), (one, 2), (two, 2)):
+        record(target, unit)
+    for target in (one, two):
+        assert isinstance(target, LocalTarget) and target.session is not None
+        target.session.release()
+    outputs, units = begun()
+    assert units == [2]
+    for target in outputs.targets.values():
+        assert isinstance(target, LocalTarget) and target.session is not None
+        target.session.release()

@@ -1,15 +1,26 @@
 """What S3's answers mean, and what an earlier run has left: pure functions of values."""
 
 import hashlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
+from paddle_reshard.storage.remote.retry import DamagedBody
 from paddle_reshard.storage.s3.target import Leftovers, check_limits, find_leftovers, kept_records
-from paddle_reshard.storage.s3.uploads import Taken, Upload, UploadedPart, joined_etag
+from paddle_reshard.storage.s3.uploads import (
+    Taken,
+    Upload,
+    UploadedPart,
+    complete_upload,
+    copy_part,
+    joined_etag,
+    upload_part,
+)
 from paddle_reshard.storage.session.holder import Holder
 from paddle_reshard.storage.session.ledger import Lock, Phase, SessionRecord
-from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record
+from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Receipt, Record
 
 MD5 = hashlib.md5(b"content").hexdigest()
 
@@ -131,3 +142,41 @@ def test_what_s3_would_refuse_when_all_is_uploaded_is_refused_before(
     else:
         with pytest.raises(TargetError, match=told):
             check_limits(new)
+
+
+class Store:
+    """What is asked of a store, which gives one answer to everything."""
+
+    def __init__(self, **answer: Any) -> None:
+        self.answer = answer
+        self.asked: dict[str, Any] = {}
+
+    def request(self, what: str, name: str, **asked: Any) -> dict[str, Any]:
+        self.asked = {"request": what, "name": name, **asked}
+        return self.answer
+
+    def key(self, name: str) -> tuple[str, str]:
+        return "bucket", f"prefix/{name}"
+
+
+def test_a_part_that_arrived_altered_is_sent_again() -> None:
+    assert upload_part(Store(ETag=f'"{MD5}"'), "a", "upload-a", 2, memoryview(b"content")).md5 == MD5
+    with pytest.raises(DamagedBody, match="part 2: the store has MD5"):
+        upload_part(Store(ETag=f'"{MD5}"'), "a", "upload-a", 2, memoryview(b"Content"))
+
+
+def test_an_upload_is_completed_with_its_parts_in_order() -> None:
+    store = Store()
+    complete_upload(store, "a", "upload-a", [Receipt("a", 0, 5, "x"), Receipt("a", 5, 5, "y")])
+    parts = [{"PartNumber": 1, "ETag": "x"}, {"PartNumber": 2, "ETag": "y"}]
+    assert store.asked["MultipartUpload"] == {"Parts": parts}
+
+
+def test_a_copied_part_is_exactly_the_range_of_the_version_that_was_listed() -> None:
+    """Both ends of a range of HTTP are included."""
+    store = Store(CopyPartResult={"ETag": f'"{MD5}"'})
+    source = SimpleNamespace(stamps={"b": SimpleNamespace(version='"v1"')})
+    copy_part(store, "upload-a", 3, CopyRange("a", 0, 10, "b", 100), source, Store())
+    assert (store.asked["CopySourceRange"], store.asked["PartNumber"]) == ("bytes=100-109", 3)
+    assert store.asked["CopySource"] == {"Bucket": "bucket", "Key": "prefix/b"}
+    assert store.asked["CopySourceIfMatch"] == '"v1"'
