@@ -70,7 +70,7 @@ MUTANTS = (
         ("tests/unit/test_placement.py",),
     ),
     Mutant(
-        "Only blocks of a transposed copy that are full are written.",
+        "The last row of a box that is moved block by block is left out.",
         "tasks/boxes.py",
         "here = slice(low, min(low + rows, extents[0]))",
         "here = slice(low, min(low + rows, extents[0] - 1))",
@@ -196,7 +196,8 @@ MUTANTS = (
         "wrong = (mixed | (tensor != read)) & ~np.isin(tensor * count + read, defined)",
         "wrong = mixed & ~np.isin(tensor * count + read, defined)",
         (
-            "tests/unit/test_coverage.py::test_a_changed_plan_is_not_complete[model-values of a tensor of the same shape]",
+            "tests/unit/test_coverage.py"
+            "::test_a_changed_plan_is_not_complete[model-values of a tensor of the same shape]",
         ),
     ),
     # --------------------------------------------------------------------------------------------------- casts
@@ -510,28 +511,31 @@ MUTANTS = (
         ("tests/jobs/test_watch_once.py::test_a_file_that_appears_during_the_conversion_takes_it_back",),
     ),
     Mutant(
-        "--keep removes a target that somebody has replaced.",
+        "--keep removes a target that somebody has made by hand.",
         "pipeline/watch/watcher.py",
-        "record.state is State.DONE and record.plan_id == self.records.plan_id(record.target):",
-        "record.state is State.DONE:",
+        "elif record.state is State.DONE and record.plan_id ==",
+        "elif record.state in (State.DONE, State.ADOPTED) and record.plan_id ==",
         (
-            "tests/jobs/test_watch_once.py::test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted",
+            "tests/jobs/test_watch_once.py"
+            "::test_keep_does_not_touch_a_conversion_that_was_replaced_or_adopted",
         ),
     ),
     # ----------------------------------------------------------- what others wrote, and what a target may hold
     Mutant(
-        "A small file has no limit.",
+        "A small file that is too large is read as an empty one.",
         "storage/plain.py",
-        "while size_bytes <= most_bytes and (chunk :=",
-        "while (chunk :=",
-        ("tests/hostile/test_opened_places.py",),
+        "    if size_bytes > most_bytes:\n",
+        "    if not size_bytes:\n",
+        (
+            "tests/hostile/test_opened_places.py::test_a_manifest_beside_targets_is_not_waited_for[three gigabytes]",
+        ),
     ),
     Mutant(
-        "A pipe in a source is waited for.",
+        "A pipe where a small file should be is waited for, and a link followed.",
         "storage/plain.py",
         "UNWAITING = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
         "UNWAITING = os.O_CLOEXEC",
-        ("tests/hostile/test_opened_places.py",),
+        ("tests/hostile/test_opened_places.py::test_a_log_is_not_appended_to_a_link_or_a_pipe",),
     ),
     Mutant(
         "A header of safetensors may be of any size.",
