@@ -635,7 +635,7 @@ MUTANTS = (
         "if settled and not (error.retryable or error.unfinished):",
         "if not error.retryable:",
         (
-            "tests/jobs/test_watch_once.py::test_a_finished_checkpoint_that_is_not_whole_is_damaged_once_it_has_settled",
+            "tests/jobs/test_watch_once.py::test_a_growing_checkpoint_is_converted_when_its_last_file_is_there",
         ),
     ),
     Mutant(
