@@ -57,6 +57,8 @@ NEAREST = "keeps tp, then pp, ep, dp and sharding, as closely as possible; resum
 _AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
 """In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and
 holds; ranks that read different samples can be replaced by accumulating gradients."""
+SHOWN_TOPOLOGIES = 3
+"""Topologies that a sentence names of which it is true."""
 DROPPED = "dropped, as requested"
 _OF_READING = frozenset(
     {"format", "sharding_strategy", "rules", "config", "lora_config", "allow_missing", "allow_links"}
@@ -228,7 +230,7 @@ class CardsPlan(Shown):
                 said.setdefault(sentence, []).append(str(alternative.topology))
         every = len(self.alternatives)
         return [
-            (name, sentence if len(of) == every else f"{'; '.join(of)}: {sentence}")
+            (name, sentence if len(of) == every else f"{_some(of)}: {sentence}")
             for sentence, of in said.items()
         ]
 
@@ -254,6 +256,16 @@ class CardsPlan(Shown):
             f"{readable_seconds(alternative.seconds)}; "
             f"{'does not resume' if alternative.not_resumed else 'resumes'} at once"
         )
+
+
+def _some(topologies: Sequence[str]) -> str:
+    """The first topologies, and how many more there are.
+
+    >>> _some(["tp=2", "pp=2", "dp=2", "sharding=2"])
+    'tp=2; pp=2; dp=2 and 1 more'
+    """
+    rest = len(topologies) - SHOWN_TOPOLOGIES
+    return "; ".join(topologies[:SHOWN_TOPOLOGIES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def plan_cards(

@@ -12,9 +12,11 @@ from paddle_reshard.pipeline.report.data import PLAIN, Grid, ReportData, Table, 
 from paddle_reshard.storage.remote.folder import without_secrets
 
 HEADINGS = (
-    *("topology", "sharding", "bytes on a card", "parameters", "master weights", "moments"),
-    *("average in host", "bytes to read", "bytes to write", "seconds", "resumes at once"),
+    *("topology", "sharding", "bytes on a card", "parameter bytes", "master bytes", "moment bytes"),
+    *("EMA bytes", "bytes to write"),
 )
+MOST_TILES = 8
+"""Topologies that are drawn; the table has all."""
 MOST_DRAWN = 64
 """Ranks that are drawn one by one; of larger jobs a cell shows its number of ranks."""
 
@@ -34,9 +36,6 @@ def describe_cards(plan: CardsPlan) -> ReportData:
             Tile("On a card", on_card, "parameters and optimizer states"),
             Tile("To write", readable_bytes(nearest.written_bytes), moved),
         ]
-    starts = [
-        (str(alternative.topology), line) for alternative in plan.alternatives for line in _lines(alternative)
-    ]
     return ReportData(
         command="plan",
         version=version.__version__,
@@ -45,10 +44,18 @@ def describe_cards(plan: CardsPlan) -> ReportData:
         sources=(without_secrets(plan.path),),
         targets=(),
         tiles=tuple(tiles),
-        facts=(("from", plan.source), *starts, *plan.notes()),
-        grids=tuple(map(_grid, plan.alternatives)),
-        tables=(Table("Topologies", HEADINGS, _rows(plan.alternatives)),),
+        facts=(("from", plan.source), *(fact for fact in plan.notes() if fact[0] != "refused")),
+        grids=tuple(map(_grid, plan.distinct()[:MOST_TILES])),
+        tables=(
+            Table("All topologies", HEADINGS, _rows(plan.alternatives), first=MOST_TILES),
+            *_refused(plan),
+        ),
     )
+
+
+def _refused(plan: CardsPlan) -> tuple[Table, ...]:
+    rows = tuple((str(refusal.topology), refusal.reason) for refusal in plan.refused)
+    return (Table("Refused", ("topology", "why"), rows, first=MOST_TILES),) if rows else ()
 
 
 def _lines(alternative: Alternative) -> list[str]:
@@ -58,14 +65,19 @@ def _lines(alternative: Alternative) -> list[str]:
 def _rows(alternatives: Sequence[Alternative]) -> tuple[tuple[str | int | float, ...], ...]:
     return tuple(
         (
-            f"{alternative.topology}{' (nearest)' if alternative.nearest else ''}",
+            _title(alternative),
             sharding_in_words(alternative.strategy),
             *(alternative.fullest.on_card, *alternative.fullest),
-            *(alternative.read_bytes, alternative.written_bytes, alternative.seconds),
-            "no" if alternative.not_resumed else "yes",
+            alternative.written_bytes,
         )
         for alternative in alternatives
     )
+
+
+def _title(alternative: Alternative) -> str:
+    if alternative.not_resumed:
+        return f"{alternative.topology} (does not resume at once)"
+    return f"{alternative.topology}{' (nearest)' if alternative.nearest else ''}"
 
 
 def _grid(alternative: Alternative) -> Grid:
@@ -78,4 +90,5 @@ def _grid(alternative: Alternative) -> Grid:
         each=topology.sharding * topology.dp,
         drawn=topology.world_size <= MOST_DRAWN,
         marked=alternative.nearest,
+        commands=tuple(_lines(alternative)),
     )

@@ -59,6 +59,8 @@ class Table(NamedTuple):
     rows: tuple[tuple[str | int | float | None, ...], ...]
     more: int = 0
     """Rows that were omitted."""
+    first: int = 100
+    """Rows that are shown before one asks for more."""
 
 
 class Bar(NamedTuple):
@@ -88,6 +90,8 @@ class Grid(NamedTuple):
     drawn: bool
     """Whether every rank is drawn, rather than counted."""
     marked: bool
+    commands: tuple[str, ...] = ()
+    """Lines to copy: how a checkpoint becomes one for this job, and how the job starts."""
 
 
 @dataclass(frozen=True, slots=True)

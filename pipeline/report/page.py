@@ -142,7 +142,13 @@ def _table(table: Table) -> dict[str, Any]:
     rows = [
         [_rounded(cell, EXACT) if isinstance(cell, float) else cell for cell in row] for row in table.rows
     ]
-    return {"title": table.title, "headings": table.headings, "rows": rows, "more": table.more}
+    return {
+        "title": table.title,
+        "headings": table.headings,
+        "rows": rows,
+        "more": table.more,
+        "first": table.first,
+    }
 
 
 def _rounded(value: float | None, digits: int = SIGNIFICANT) -> float | None:

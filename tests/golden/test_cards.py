@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
@@ -187,7 +188,7 @@ def test_what_leaves_nothing_to_choose_is_refused(arguments: list[str], sentence
     assert sentence in ran.stderr
 
 
-def test_a_report_shows_the_ranks_of_every_topology(tmp_path: Path) -> None:
+def test_a_report_shows_ranks_and_the_lines_to_copy(tmp_path: Path) -> None:
     page = tmp_path / "cards.html"
     ran = CliRunner().invoke(
         cli, ["plan", str(checkpoint(ALL_AXES)), "--cards", "4", "--report", str(page), "--quiet"]
@@ -195,8 +196,12 @@ def test_a_report_shows_the_ranks_of_every_topology(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     text = page.read_text()
     drawn = text[text.index('<section id="grids"') :]
-    assert drawn.count("<figure") == len(paddle_reshard.plan(checkpoint(ALL_AXES), cards=4).alternatives)
+    shown = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4).distinct()
+    assert drawn.count("<figure") == len(shown)
     assert drawn.count("<i></i>") == 4 * drawn.count("<figure")
+    for one in shown:
+        assert html.escape(one.command, quote=False) in drawn
+        assert html.escape(one.launch_line).replace("&#x27;", "&#39;") in drawn
 
 
 def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:

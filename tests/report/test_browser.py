@@ -213,6 +213,33 @@ def test_nothing_is_wider_than_a_telephone(show: Any, converted: Path, tmp_path:
         assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
+@pytest.mark.parametrize(("width", "media"), [(400, "screen"), (1280, "screen"), (703, "print")])
+def test_topologies_of_many_cards_lie_beside_each_other(
+    show: Any, tmp_path: Path, width: int, media: str
+) -> None:
+    """On a telephone, a screen, and A4 less its margins: nothing overlaps or is clipped."""
+    report = tmp_path / "cards.html"
+    (source,) = case_directory("pp4vpp2").glob("checkpoint-*")
+    command("plan", source, "--cards", 64, "--report", report)
+    page = show(report, viewport={"width": width, "height": 900})
+    page.emulate_media(media=media)
+    clipped = """() => [...document.querySelectorAll(".tiles b, .jobs figcaption, .jobs table, .copied .line")]
+        .filter((one) => one.scrollWidth > one.clientWidth + 1 || one.getBoundingClientRect().right > innerWidth)
+        .map((one) => one.textContent)"""
+    assert page.evaluate(clipped) == []
+    assert page.locator(".jobs figure").count() == 8
+    ranks = page.locator(".jobs i").first.evaluate("(one) => getComputedStyle(one).printColorAdjust")
+    assert ranks == ("exact" if media == "print" else "economy")
+    if width == 1280:
+        frames = (
+            "() => [...document.querySelectorAll('.scroll')].map((one) => one.scrollWidth - one.clientWidth)"
+        )
+        assert page.evaluate(frames) == [0, 0]
+        page.click(".jobs figure:nth-child(2) summary")
+        page.click(".jobs figure:nth-child(2) .copied button")
+        assert page.evaluate("getSelection().toString()").startswith("paddle-reshard convert")
+
+
 def test_paper_has_all_columns(show: Any, tmp_path: Path) -> None:
     report = tmp_path / "diff.html"
     command("diff", case_directory("single") / "checkpoint-3", SOURCE, "--report", report, status=1)

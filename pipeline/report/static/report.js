@@ -634,7 +634,7 @@
   function makeTable(table) {
     const numeric = table.headings.map((_, column) => table.rows.every((row) => row[column] === null || typeof row[column] === "number"));
     const inBytes = table.headings.map((heading) => /bytes|most read|most written|peak/.test(heading) && heading !== "first byte");
-    let order = null, shown = 100, words = [];
+    let order = null, shown = table.first, words = [];
     const body = element("tbody"), more = element("button", { type: "button", className: "more" }), note = element("small"), cut = element("small", { className: "paper" });
     const heads = table.headings.map((heading, column) => {
       const button = element("button", { type: "button" }, heading), head = element("th", { scope: "col", className: numeric[column] ? "n" : "" }, button);
@@ -648,8 +648,8 @@
       return Number.isInteger(value) ? value.toLocaleString("en") : Number(value).toPrecision(/^in [AB]$/.test(table.headings[column]) ? 9 : 4).replace(/\.?0+(e|$)/, "$1");
     };
     const filter = element("input", { type: "search", placeholder: "Filter", "aria-label": `Filter: ${table.title}` });
-    filter.addEventListener("input", () => { words = filter.value.toLowerCase().split(/\s+/).filter(Boolean); shown = 100; draw(); });
-    more.addEventListener("click", () => { shown *= 10; draw(); });
+    filter.addEventListener("input", () => { words = filter.value.toLowerCase().split(/\s+/).filter(Boolean); shown = table.first; draw(); });
+    more.addEventListener("click", () => { shown = Math.max(100, shown * 10); draw(); });
     function draw() {
       const fitting = table.rows.filter((row) => words.every((word) => row.some((value) => String(value).toLowerCase().includes(word))));
       if (order) {
@@ -702,6 +702,15 @@
       button.setAttribute("aria-label", `Colours: ${words}`);
     };
     button.addEventListener("click", () => { theme = (theme + 1) % themes.length; apply(); redraw(); });
+    for (const copy of document.querySelectorAll(".copied button")) {
+      const line = copy.previousElementSibling;
+      copy.addEventListener("click", async () => {
+        // A browser may keep pages from the clipboard; what is selected can be copied by hand.
+        getSelection().selectAllChildren(line);
+        try { await navigator.clipboard.writeText(line.textContent); copy.textContent = "Copied"; } catch { copy.textContent = "Selected"; }
+        setTimeout(() => { copy.textContent = "Copy"; }, 2000);
+      });
+    }
     byId("print").addEventListener("click", () => window.print());
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
     // Paper is light. The heat map is a bitmap, which style sheets do not reach.
