@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -319,3 +320,32 @@ def test_parameters_that_are_not_whole_are_refused_with_and_without_an_optimizer
     next(source.glob("model_state.*")).unlink()
     with pytest.raises(ReshardError, match="files for tp=2 pp=2 sharding=1 are missing"):
         paddle_reshard.plan(source, format="huggingface")
+
+
+def test_a_state_dict_that_paddle_saved_lies_in_the_folder_itself(tmp_path: Path) -> None:
+    """``dist.save_state_dict(model.state_dict(), path)``, with the files of every rank of a real job."""
+    source = copy_of(FLEX, tmp_path / "source")
+    paddle_reshard.convert(source, tmp_path / "whole", format="huggingface")
+    flat = Path(shutil.copytree(source / "model_state", tmp_path / "my-model"))
+    shutil.copyfile(source / "config.json", flat / "config.json")
+    paddle_reshard.convert(flat, tmp_path / "model", format="huggingface")
+    assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
+
+
+def test_the_newest_version_of_tensors_without_a_model_is_read_as_paddle_reads_it(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
+        import paddle
+        import paddle.distributed as dist
+
+    source = tmp_path / "source"
+    for version in (0, 1, 10):
+        state = {"a.weight": paddle.rand([7, 3]) + version, "steps": paddle.arange(5) + version}
+        dist.save_state_dict(state, str(source), unique_id=version)
+    paddle_reshard.convert(source, tmp_path / "out", format="flex", files=2)
+    found = {"a.weight": paddle.zeros([7, 3]), "steps": paddle.zeros([5], "int64")}
+    dist.load_state_dict(found, str(tmp_path / "out/model_state"))
+    for key, tensor in state.items():
+        assert (found[key].numpy() == tensor.numpy()).all()
+    left = {path for path, _ in paddle_reshard.inspect(source).left_out}
+    assert left == {"0.metadata", "0_0.distcp", "1.metadata", "0_1.distcp"}

@@ -35,6 +35,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
     Name,
     folder_of,
     is_paddleformers_folder,
+    is_state_dict,
     layer_number,
     renumbered,
 )
@@ -123,7 +124,7 @@ def _is_auto_parallel(metadata: Mapping[str, DistMetadata]) -> bool:
             "training: a folder must hold a single checkpoint"
         )
     if False in kinds:
-        return True
+        return not all(is_state_dict(path, held.flat_mapping.values()) for path, held in metadata.items())
     _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
     return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.pipeline.formats.flex.checkpoint import read_flex
-from paddle_reshard.pipeline.formats.flex.names import METADATA, is_dist_file
+from paddle_reshard.pipeline.formats.flex.names import METADATA, is_dist_file, version_of
 from paddle_reshard.pipeline.formats.flex.older_average import OlderAverage, describe_older_average
 from paddle_reshard.pipeline.formats.flex.source import DataFile
 from paddle_reshard.pipeline.model.model import Model
@@ -39,6 +39,8 @@ def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     _refuse_other_tensor_files(files)
     config = files.config_if_any()  # the trainers write none into a dist checkpoint
     own = {path: size for path, size in sizes.items() if is_dist_file(path)}
+    older = _older_versions(own)
+    own = {path: size for path, size in own.items() if path not in older}
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
     metadata: Mapping[str, DistMetadata] = files.index_here(_index_metadata, store, described)
@@ -53,13 +55,21 @@ def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
         _check_strategy(files.json(MODEL_META), checkpoint.model)
-    own_files = (checkpoint.own_files | {MODEL_META}) & sizes.keys()
+    own_files = (checkpoint.own_files | {MODEL_META} | older.keys()) & sizes.keys()
     return replace(
         checkpoint,
         own_files=own_files,
-        not_carried=(*checkpoint.not_carried, *not_carried),
+        not_carried=(*checkpoint.not_carried, *not_carried, *older.items()),
         newer=_newer(metadata),
     )
+
+
+def _older_versions(paths: Iterable[str]) -> dict[str, str]:
+    """Files directly in the folder of all versions but the newest, which Paddle loads too → why they are not read."""
+    versions = {path: number for path in paths if (number := version_of(path)) is not None}
+    newest = max((number for path, number in versions.items() if path.endswith(METADATA)), default=None)
+    why = f"of an older version (unique_id); the newest, {newest}, is read, as paddle.distributed.load_state_dict does"
+    return {path: why for path, number in sorted(versions.items()) if newest is not None and number < newest}
 
 
 def _newer(metadata: Mapping[str, DistMetadata]) -> str:

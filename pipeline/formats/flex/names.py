@@ -14,6 +14,7 @@ when it becomes a dist tensor (``base/framework.py``, ``EagerParamBase.from_tens
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from paddle_reshard.pipeline.core.tensors import (
@@ -50,6 +51,8 @@ _AUTO_ACCUMULATOR: Final = rf"(?P<key>.+?)(?:\.dist)?(?:_fp32_master_\d+)?_(?P<s
 _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
 DATA_FILE: Final = re.compile(rf"(?P<rank>\d+)_\d+(?:{'|'.join(map(re.escape, DATA_FILES))})")
 _LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
+
+_VERSION: Final = re.compile(rf"(?:\d+_)?(\d{{1,9}})(?:{re.escape(METADATA)}|{re.escape(DATA_FILES[0])})")
 
 Name = tuple[str, str]
 """``(key, state)`` of a tensor."""
@@ -94,6 +97,27 @@ def paddleformers_name(folder: str, key: str) -> Name | None:
         if folder == of_state and key.endswith(ending) and key != ending:
             return key.removesuffix(ending), state
     return None
+
+
+def is_state_dict(path: str, paths_in_dict: Iterable[tuple[str, ...]]) -> bool:
+    """Whether a metadata file describes one state dict, saved as Paddle documents it: files directly in the folder.
+
+    ``paddle.distributed.save_state_dict(model.state_dict(), path)``. Auto-parallel training saves nested dicts.
+
+    >>> is_state_dict("0.metadata", [("model.norm.weight",)]), is_state_dict("0.metadata", [("model", "norm.weight")])
+    (True, False)
+    """
+    return folder_of(path) == "" and all(len(nested) == 1 for nested in paths_in_dict)
+
+
+def version_of(path: str) -> int | None:
+    """The version of a file directly in the folder, Paddle's ``unique_id``; ``None`` for other files.
+
+    >>> version_of("2.metadata"), version_of("0_2.distcp"), version_of("model_state/0_2.distcp")
+    (2, 2, None)
+    """
+    match = _VERSION.fullmatch(path)
+    return int(match[1]) if match else None
 
 
 def layer_number(key: str) -> int | None:

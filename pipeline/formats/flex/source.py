@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.geometry import Shape, padded
 from paddle_reshard.pipeline.core.tensors import (
+    PARAM,
     DType,
     Tensor,
     dtype_named,
@@ -32,6 +33,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
     Name,
     auto_parallel_name,
     folder_of,
+    is_state_dict,
     paddleformers_name,
 )
 from paddle_reshard.pipeline.formats.reading import TensorCollector, not_a_number
@@ -96,6 +98,8 @@ def _name(path: str, key: str, metadata: DistMetadata) -> Name:
         raise CheckpointError(
             f"{path}: {key} has the path {nested} in the nested dict, which does not spell the key"
         )
+    if is_state_dict(path, metadata.flat_mapping.values()):
+        return key, PARAM
     name = paddleformers_name(folder, key) if folder in FOLDERS else auto_parallel_name(nested)
     if name is None:
         raise CheckpointError(f"{path}: {key} is not a known parameter or optimizer state")
