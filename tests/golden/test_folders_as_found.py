@@ -6,6 +6,7 @@ The oracles are the same folder without that, the files of the hub's own library
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -349,3 +350,57 @@ def test_the_newest_version_of_tensors_without_a_model_is_read_as_paddle_reads_i
         assert (found[key].numpy() == tensor.numpy()).all()
     left = {path for path, _ in paddle_reshard.inspect(source).left_out}
     assert left == {"0.metadata", "0_0.distcp", "1.metadata", "0_1.distcp"}
+
+
+def cut(source: Path, to: Path, pieces: int) -> None:
+    """Cut the parameters of one rank as ``save_pretrained`` does above ``max_shard_size``, with an index."""
+    to.mkdir()
+    shutil.copyfile(source / "config.json", to / "config.json")
+    with (source / "model_state.pdparams").open("rb") as file:
+        state = pickle.load(file)
+    names = state.pop("StructuredToParameterName@@", None)
+    index: dict[str, dict[str, str]] = {"metadata": {}, "weight_map": {}}
+    for number in range(pieces):
+        piece = dict([*state.items()][number::pieces])
+        name = f"model_state-{number + 1:05d}-of-{pieces:05d}.pdparams"
+        index["weight_map"].update(dict.fromkeys(piece, name))
+        if names is not None:
+            piece["StructuredToParameterName@@"] = {key: names[key] for key in piece}
+        with (to / name).open("wb") as file:
+            pickle.dump(piece, file, protocol=4)
+    (to / "model_state.pdparams.index.json").write_text(json.dumps(index))
+
+
+def test_parameters_in_several_pieces_are_those_of_one_file(tmp_path: Path) -> None:
+    source = copy_of("dense/single", tmp_path / "source")
+    paddle_reshard.convert(source, tmp_path / "whole", format="huggingface")
+    cut(source, tmp_path / "cut", 3)
+    paddle_reshard.convert(tmp_path / "cut", tmp_path / "model", format="huggingface")
+    assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
+    last = tmp_path / "cut/model_state-00003-of-00003.pdparams"
+    content = last.read_bytes()
+    last.unlink()
+    with pytest.raises(ReshardError, match=r"model_state-00003-of-00003.pdparams is missing"):
+        paddle_reshard.inspect(tmp_path / "cut")
+    last.write_bytes((tmp_path / "cut/model_state-00002-of-00003.pdparams").read_bytes())
+    with pytest.raises(ReshardError, match="two files hold it"):
+        paddle_reshard.inspect(tmp_path / "cut")
+    last.write_bytes(content)
+    index = tmp_path / "cut/model_state.pdparams.index.json"
+    index.write_text(index.read_text().replace("00001-of", "00002-of"))
+    with pytest.raises(ReshardError, match=r"says that model_state-00002-of-00003.pdparams holds it, but"):
+        paddle_reshard.inspect(tmp_path / "cut")
+
+
+def test_a_unified_checkpoint_in_paddles_own_files_gives_its_parameters(tmp_path: Path) -> None:
+    """``unified_checkpoint`` without safetensors: the optimizer too is cut, under keys of its own."""
+    source = copy_of("dense/single", tmp_path / "source")
+    paddle_reshard.convert(source, tmp_path / "whole", format="huggingface")
+    cut(source, tmp_path / "cut", 2)
+    for number in (1, 2):
+        shutil.copyfile(source / "optimizer.pdopt", tmp_path / f"cut/optimizer-0000{number}-of-00002.pdopt")
+    (tmp_path / "cut/optimizer.pdopt.index.json").write_text("{}")
+    paddle_reshard.convert(tmp_path / "cut", tmp_path / "model", format="huggingface")
+    assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
+    with pytest.raises(ReshardError, match=r"optimizer-00001-of-00002.pdopt: unknown name"):
+        paddle_reshard.plan(tmp_path / "cut", to="tp=1")

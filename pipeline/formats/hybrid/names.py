@@ -8,6 +8,8 @@
 ``lora_model_state`` replaces ``model_state`` in LoRA training. It has no part ``shardNN``, and
 without pipeline parallelism no part at all: tp ranks are merged then.
 
+``save_pretrained`` cuts a model above ``max_shard_size`` into ``model_state-00001-of-00003.pdparams`` … with an index.
+
 A part is left out where its degree is 1, but for ``moe``: the data-parallel rank, under ``use_expert_parallel``.
 ``moe_sharding`` is the expert rank, in PaddleFormers' ``model_state`` without sharded saving.
 """
@@ -30,6 +32,8 @@ WEIGHTS = (MODEL_STATE, LORA_MODEL_STATE)
 
 _SUFFIXES = {MODEL_STATE: "pdparams", LORA_MODEL_STATE: "pdparams", OPTIMIZER: "pdopt", EMA: "pdopt"}
 _RANK_FILE = re.compile(r"(model_state|lora_model_state|optimizer|ema)(?:\.([a-z0-9_]+))?\.(pdparams|pdopt)")
+_PIECE = re.compile(r"model_state-(\d{5})-of-(\d{5})\.pdparams")
+PIECE_INDEX = "model_state.pdparams.index.json"
 _PARTS = re.compile(
     r"(?:tp(?P<tp>\d{2,}))?_?(?:pp(?P<pp>\d{2,}))?_?(?:shard(?P<shard>\d{2,}))?"
     r"_?(?:moe(?P<moe>\d{2,})|moe_sharding(?P<ep>\d{2,}))?"
@@ -57,6 +61,8 @@ def parse_rank_file(path: str) -> RankFile | None:
     >>> parse_rank_file("optimizer.tp00_pp01_shard03.pdopt")
     RankFile(kind='optimizer', tp=0, pp=1, shard=3, path='optimizer.tp00_pp01_shard03.pdopt', moe=None, ep=None)
     """
+    if piece_of(path) is not None:
+        return RankFile(MODEL_STATE, None, None, None, path)
     match = _RANK_FILE.fullmatch(path)
     if match is None:
         return None
@@ -69,6 +75,16 @@ def parse_rank_file(path: str) -> RankFile | None:
         )
     tp, pp, shard, moe, ep = (_rank(value, path) for value in coordinates.groups())
     return RankFile(kind, tp, pp, shard, path, moe, ep)
+
+
+def piece_of(path: str) -> tuple[int, int] | None:
+    """Number, from 1, and count of a piece of the only rank's parameters; ``None`` for other files.
+
+    >>> piece_of("model_state-00002-of-00003.pdparams")
+    (2, 3)
+    """
+    match = _PIECE.fullmatch(path)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _rank(digits: str | None, path: str) -> int | None:

@@ -50,6 +50,7 @@ from paddle_reshard.pipeline.formats.hybrid.names import (
     WEIGHTS,
     RankFile,
     parse_rank_file,
+    piece_of,
     rank_file_name,
 )
 from paddle_reshard.pipeline.formats.jobs.keys import (
@@ -365,7 +366,7 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
         other = held.setdefault(
             rank_file_name(kind, file.tp, file.pp, file.shard, file.moe, file.ep), file.path
         )
-        if other != file.path:
+        if other != file.path and None in (piece_of(other), piece_of(file.path)):
             raise CheckpointError(f"{other} and {file.path} are files of the same rank")
     what = f"tp={topology.tp} pp={topology.pp} sharding={topology.sharding}"
     what += f" ep={topology.ep}" if topology.ep > 1 else ""

@@ -17,9 +17,10 @@ from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.checkpoint.stages import without_copies
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, of_optimizer
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -30,6 +31,7 @@ from paddle_reshard.pipeline.core.tensors import (
     DType,
     is_per_parameter,
 )
+from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray, StoredArrays
 from paddle_reshard.pipeline.formats.hybrid.entries import FileEntries, index_rank_file
 from paddle_reshard.pipeline.formats.hybrid.experts import (
@@ -40,7 +42,12 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
     number_experts,
 )
 from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
-from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE, parse_rank_file
+from paddle_reshard.pipeline.formats.hybrid.names import (
+    LORA_MODEL_STATE,
+    PIECE_INDEX,
+    parse_rank_file,
+    piece_of,
+)
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
     HALF_DTYPES,
@@ -81,6 +88,7 @@ from paddle_reshard.pipeline.model.rules.literal import StoredJob, StoredKey, st
 from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
@@ -100,22 +108,55 @@ def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy 
     _refuse_unknown_tensor_files(files, ranks)
     meta = parse_model_meta(files.json(MODEL_META)) if MODEL_META in sizes else None
     roots = files.index_anywhere(index_rank_file, files.store, ranks)
+    own_index = _check_pieces(files, roots)
     if files.safetensors:
         from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import read_weights_and_states
 
         return read_weights_and_states(files, roots, meta, tables, missing)
-    return read_hybrid(sizes, roots, meta, files.config(), tables, missing, files.adapter())
+    checkpoint = read_hybrid(sizes, roots, meta, files.config(), tables, missing, files.adapter())
+    return replace(checkpoint, own_files=checkpoint.own_files | own_index)
 
 
 def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:
     """Refuse files that could hold tensors and have an unknown name, and folders without files of tensors."""
     if unknown := [path for path in files.pickles if path not in ranks]:
-        raise CheckpointError(f"{unknown[0]}: unknown name of a tensor file in a hybrid-parallel checkpoint")
+        path = next((path for path in unknown if not is_of_optimizer(path)), unknown[0])
+        error = CheckpointError(f"{path}: unknown name of a tensor file in a hybrid-parallel checkpoint")
+        raise of_optimizer(error) if is_of_optimizer(path) else error
     if not ranks:
         raise CheckpointError(
             f"{files.store.location}: no checkpoint found: no model_state or optimizer file, no .metadata, no "
             ".safetensors"
         )
+
+
+def _check_pieces(files: SourceFiles, roots: Mapping[str, FileEntries]) -> set[str]:
+    """Check that the pieces of a model are all there, each with the keys of the index; the index, if there is one."""
+    pieces = {path: piece for path in sorted(roots) if (piece := piece_of(path)) is not None}
+    if not pieces:
+        return set()
+    counts = {count for _, count in pieces.values()}
+    wanted = {(number, count) for count in counts for number in range(1, min(count, MAX_TARGET_FILES) + 1)}
+    if lacking := sorted(wanted - {*pieces.values()}):
+        number, count = lacking[0]
+        raise CheckpointError(
+            f"model_state-{number:05d}-of-{count:05d}.pdparams is missing: {min(pieces)} is one of {max(counts)} pieces"
+        )
+    held: dict[str, str] = {}
+    for path in pieces:
+        for key in roots[path].names():
+            if key == STRUCTURED_NAMES:
+                continue
+            if key in held:
+                raise CoverageError(key, "two files hold it", (held[key], path))
+            held[key] = path
+    index = files.weight_index(PIECE_INDEX)
+    if index is None:
+        return set()
+    if odd := sorted(key for key in {*held, *index.weight_map} if held.get(key) != index.weight_map.get(key)):
+        says, does = (where.get(odd[0], "no file") for where in (index.weight_map, held))
+        raise CoverageError(odd[0], f"{PIECE_INDEX} says that {says} holds it, but {does} does")
+    return {PIECE_INDEX}
 
 
 def read_hybrid(
