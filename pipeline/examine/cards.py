@@ -166,8 +166,8 @@ class CardsPlan(Shown):
         here = f"{self.path}: for {self.cards} cards"
         launch = shlex.join(["paddle-reshard", "launch", self.path])
         nearest = self.nearest
-        if self.any_topology:
-            raise PlanError(f"{here} it is read as it is, in any topology: {launch} --to TOPOLOGY")
+        for _, words in self._as_it_is():
+            raise PlanError(f"{here} no topology is the nearest: {words}")
         if nearest is None:
             (first, *_) = self.alternatives
             why = "it is for no topology, so none is near"
@@ -183,8 +183,7 @@ class CardsPlan(Shown):
 
     def advice(self) -> Facts:
         """What to do: convert to the nearest topology and start the job, and what to know of that one."""
-        facts: Facts = []
-        facts += self._as_it_is()
+        facts = self._as_it_is()
         best = self.nearest
         if best is None:
             return facts

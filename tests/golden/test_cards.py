@@ -218,7 +218,7 @@ def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
     ("case", "cards", "sentence"),
     [
         (ALL_AXES, "8", "the job with tp=2,pp=2,sharding=2 reads it as it is: paddle-reshard launch"),
-        ("dense/uc_single", "2", "it is read as it is, in any topology"),
+        ("dense/uc_single", "2", "the trainer reads it in those without tp"),
         ("exports/llama", "2", "it is for no topology, so none is near"),
     ],
 )

@@ -93,7 +93,7 @@ def test_every_attack_is_stopped_for_its_reason(attack, monkeypatch):
     def forbidden(*_args, **_kwargs):
         raise AssertionError("the parser tried to import or run something")
 
-    started = time.perf_counter()
+    started = time.process_time()  # of a busy machine the clock says nothing
     with monkeypatch.context() as patched:
         for name in ("eval", "exec", "compile", "open", "__import__"):
             patched.setattr(builtins, name, forbidden)
@@ -102,7 +102,7 @@ def test_every_attack_is_stopped_for_its_reason(attack, monkeypatch):
     assert error.reason == attack.reason
     assert isinstance(error, UnsafePickleError) == attack.reason.startswith("forbidden_")
     assert len(str(error)) < 1000
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_the_list_of_attacks_is_not_hollow():
@@ -327,11 +327,11 @@ def test_damaged_real_files_are_parsed_or_refused():
     found = case_files(("dense",), "checkpoint-*/*.pd[po]*")
     real = sorted(found, key=lambda path: (path.stat().st_size, path))[::12]
     rng = random.Random(7)
-    deadline = time.monotonic() + 10
+    deadline = time.process_time() + 10
     for base in [path.read_bytes() for path in real] + BASES:
         for _ in range(20):
             data = bytearray(base)
             for _ in range(rng.randrange(1, 5)):
                 data[rng.randrange(min(len(data), 3000))] = rng.randrange(256)
             refusal(bytes(data))
-    assert time.monotonic() < deadline
+    assert time.process_time() < deadline
