@@ -32,7 +32,6 @@ from benchmarks.measure import Verdict, print_result, table
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
 from benchmarks.synthetic import catalog_of
 from paddle_reshard.clusters.private_ray import prepare
-from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.convert import run
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.formats.hybrid.target import layout_hybrid
@@ -128,7 +127,7 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
     with tempfile.TemporaryDirectory(prefix="driver-") as folder, tempfile.TemporaryDirectory() as gate:
         files = {file.path: file.size_bytes for file in plan.source_files}
         source = Nothing(files, Path(gate), workers)
-        conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None, quantised=Quantisation())
+        conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
         target = LocalTarget(Path(folder) / "T")
         marks: list[tuple[float, float]] = []
 

@@ -58,8 +58,6 @@ class Receipt:
     """CRC computed by the worker that wrote the part; empty for server-side copies."""
     md5: str = ""
     """MD5 reported by the store, or empty."""
-    aside: str = ""
-    """Bytes, in hexadecimal, that the writer derived from the part for another file: the scales of FP8 weights."""
 
 
 @dataclass(frozen=True, slots=True)

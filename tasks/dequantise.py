@@ -14,8 +14,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_reshard.pipeline.checkpoint.quantised import GROUP, GROUP_BYTES, Dequantised, Section, ServedFile
-from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
+from paddle_reshard.pipeline.checkpoint.quantised import (
+    BLOCK,
+    GROUP,
+    GROUP_BYTES,
+    Dequantised,
+    Section,
+    ServedFile,
+)
 from paddle_reshard.pipeline.checkpoint.stored_tensors import Integers, Packed, Scales
 from paddle_reshard.storage.store import Read, Source
 from paddle_reshard.storage.views import ComputedSource

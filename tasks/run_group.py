@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError, PlanError
+from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
 from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops, hull
@@ -35,7 +35,6 @@ from paddle_reshard.tasks.group import (
     passes,
     with_ranges,
 )
-from paddle_reshard.tasks.quantise import NotFiniteError
 from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added, better
 
 
@@ -114,7 +113,9 @@ def _write_parts(work: GroupWork, made: dict[int, Any], target: WritePart, mover
             if part_index == index:
                 buffer[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
             literal = next(literals, None)
-        receipts.append(_write(work, int(part["file"]), int(part["start"]), buffer, target))
+        receipts.append(
+            target.write_part(work.target_paths[int(part["file"])], int(part["start"]), buffer.data)
+        )
     return receipts
 
 
@@ -125,40 +126,6 @@ def _allowed(work: GroupWork, differences: list[DriftError]) -> list[DriftError]
         if not (work.allow_master_drift if in_master else work.allow_replica_drift and difference.replicas):
             raise difference
     return differences
-
-
-def _write(work: GroupWork, file: int, byte_offset: int, buffer: Buffer, target: WritePart) -> Receipt:
-    """Write a part that is made; a value that has no code in the target is refused with the files that hold it."""
-    try:
-        return target.write_part(work.target_paths[file], byte_offset, buffer.data)
-    except NotFiniteError as error:
-        files = ", ".join(_read_from(work, file, error.byte_offset))
-        raise PlanError(
-            f"{error}. It was read from {files}; nothing is published. Export without --quantize, or an earlier "
-            "checkpoint"
-        ) from error
-
-
-def _read_from(work: GroupWork, file: int, byte_offset: int) -> list[str]:
-    """Paths of the source files from which the value at a byte of a target file is moved."""
-    ops = work.ops[work.ops["kind"] == MOVE]
-    start, stop = hull(ops, "target")
-    near = ops[(ops["target_file"] == file) & (start <= byte_offset) & (byte_offset < stop)]
-    return sorted(
-        {work.source_paths[int(op["source_file"])] for op in near.rows() if _holds(op, byte_offset)}
-    )
-
-
-def _holds(op: np.void, byte_offset: int) -> bool:
-    """Whether an element of an op's target begins at a byte."""
-    rest = byte_offset - int(op["target_byte"])
-    for stride, extent in sorted(
-        zip(op["target_strides"].tolist(), op["extents"].tolist(), strict=True), reverse=True
-    ):
-        if extent > 1:
-            index = min(rest // stride, extent - 1)
-            rest -= index * stride
-    return rest == 0
 
 
 class _Accumulator(NamedTuple):

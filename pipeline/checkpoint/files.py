@@ -6,10 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.core.part_limits import PartLimits, Together
 from paddle_reshard.pipeline.core.tensors import Cast
 
 
@@ -26,26 +24,10 @@ class TargetFiles:
     """Cell → structured key → parameter name, where the format has such names."""
     casts: frozenset[Cast] = frozenset()
     """Requested casts."""
-    quantised: Quantisation = field(default_factory=Quantisation)
-    """What is quantised while it is written: of that, ``files`` and ``fragments`` are as planned, in float32."""
     omitted: frozenset[int] = frozenset()
     """Tensors that some, but not all, of several targets omit."""
     first_files: tuple[int, ...] = (0,)
     """Index of the first file of each of several targets."""
-
-    @property
-    def stored_files(self) -> tuple[File, ...]:
-        """The files as they are stored, and those that are made of what the writers of others found."""
-        return self.quantised.stored(self.files)
-
-    @property
-    def together(self) -> Together | None:
-        """What must be written by one group, if a file is stored in another form than planned."""
-        return self.quantised.together([file.path for file in self.files])
-
-    def limits(self, of_store: PartLimits) -> PartLimits:
-        """Limits for the parts as planned, given those of the store for parts as stored."""
-        return self.quantised.limits(of_store)
 
 
 class SourceListing(NamedTuple):

@@ -21,12 +21,11 @@ without scales. Nothing is computed: ``tasks/dequantise.py`` serves these files,
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint import integers
-from paddle_reshard.pipeline.checkpoint.quantising import BLOCK
 from paddle_reshard.pipeline.checkpoint.stored_tensors import (
     Integers,
     Packed,
@@ -55,6 +54,8 @@ FP8, MXFP4, INTEGERS = "fp8", "mxfp4", integers.METHOD
 """Values of ``quant_method``."""
 PACKED, PACKED_SCALES = "_blocks", "_scales"
 """What MXFP4 values and their scales have behind the key of their tensor."""
+BLOCK: Final = 128
+"""Rows and columns of an FP8 weight that share a scale; blocks at the edges are smaller."""
 GROUP: Final = 32
 """MXFP4 values that share a scale."""
 GROUP_BYTES: Final = GROUP // 2
@@ -69,20 +70,6 @@ _SCALE_CODES: Final[Mapping[str, str]] = {"F32": "<f4", "BF16": "<u2"}
 _BFLOAT16: Final = "BF16"
 _DTYPES: Final[Mapping[str, str]] = {"BF16": "bfloat16", "F16": "float16"}
 """Tag of a weight as it is served → dtype in ``config.json``."""
-
-
-def fp8_config(not_converted: Sequence[str]) -> dict[str, Any]:
-    """``quantization_config`` of a model with FP8 weights, with the names of modules whose weights keep their dtype.
-
-    The entries are DeepSeek-V3's, and ``modules_to_not_convert``, which ``transformers`` and vLLM read.
-    """
-    return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "modules_to_not_convert": list(not_converted),
-        _METHOD: FP8,
-        "weight_block_size": [BLOCK, BLOCK],
-    }
 
 
 class Section(NamedTuple):

@@ -150,7 +150,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "master_weights_made": conversion.master_weights_made,
         "filled_tensors": () if filled is None else filled.tensors,
         "donated_tensors": () if completion is None else completion.tensors,
-        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.stored_files],
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in plan.target_files],
         "carried": [{"path": c.target_path, "size_bytes": c.size_bytes} for c in plan.carried],
         "not_carried": [entry for data in described for entry in data["not_carried"]],
         "states_not_carried": sorted({state for target in targets for state in target.states_not_carried}),

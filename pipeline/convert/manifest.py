@@ -300,7 +300,7 @@ def describe_targets(
 ) -> dict[str, dict[str, Any]]:
     """Prefix of each target → the entries of its manifest."""
     plan, stated = conversion.plan, statement_of(conversion)
-    files = {f.path: f.size_bytes for f in plan.stored_files}
+    files = {f.path: f.size_bytes for f in plan.target_files}
     files |= {c.target_path: c.size_bytes for c in plan.carried}
     parts = describe_parts(receipts, _copies(plan))
     described = {}

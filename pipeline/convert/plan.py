@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, Target
-from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
@@ -106,8 +105,6 @@ class ConversionPlan(Shown):
     """The request as manifests state it (:mod:`~paddle_reshard.pipeline.request.record`)."""
     limits: PartLimits = PartLimits()
     """What the stores of the targets allow."""
-    quantised: Quantisation = field(default_factory=Quantisation)
-    """What is quantised while it is written, with paths as in ``plan``."""
     portion: Portion | None = None
     """Which portion of a target is made, of which whole; ``None``: all of it."""
 
@@ -167,7 +164,7 @@ class ConversionPlan(Shown):
         """What is read, written, copied, compared and made."""
         plan = self.plan
         again = reread_in_words(plan.read_amplification, plan.read_once_budget_bytes)
-        files = len(plan.stored_files) + len(plan.carried)
+        files = len(plan.target_files) + len(plan.carried)
         held = [tensor for tensor in self.source.model.tensors if not (tensor.of_base and tensor.missing)]
         read = f"{readable_bytes(plan.read_bytes)} from {len(plan.source_files)} tensor files{again}"
         facts = [
@@ -289,7 +286,7 @@ def plan_checkpoint(
         portion = _portion(store, source, specs[0], joined, plan, request.ranks)
         plan, joined = _plan_portion(portion, specs[0], source, joined, carried, planning, limits)
     targets = tuple(_planned_targets(source, wanted, specs, laid_out))
-    pieces, quantised = len(joined.files.fragments), joined.files.quantised
+    pieces = len(joined.files.fragments)
     del laid_out, joined
     if spare_bytes is not None:
         trim_heap()
@@ -299,7 +296,6 @@ def plan_checkpoint(
         excluded=altered.excluded,
         fingerprint=request.fingerprint,
         limits=limits,
-        quantised=quantised,
         portion=portion,
     )
 

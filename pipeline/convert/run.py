@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,6 @@ from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.groups_ended import groups_ended
 from paddle_reshard.tasks.index import index_here
-from paddle_reshard.tasks.quantise import QuantisingWriter, stored_parts, write_scales
 from paddle_reshard.tasks.sums import Sum, added
 
 COPY_BYTES = 8 << 20
@@ -250,15 +248,14 @@ def _new_files(conversion: ConversionPlan) -> list[NewFile]:
     plan = conversion.plan
     parts = plan.parts[np.lexsort((plan.parts["start"], plan.parts["file"]))]
     first = np.searchsorted(parts["file"], np.arange(len(plan.target_files) + 1))
-    planned = [
+    files = [
         NewFile(file.path, file.size_bytes, tuple(parts["start"][low:high].tolist()))
         for file, low, high in zip(plan.target_files, first[:-1], first[1:], strict=True)
     ]
-    planned += [
+    return files + [
         NewFile(file.target_path, file.size_bytes, tuple(range(0, file.size_bytes, COPY_BYTES)))
         for file in plan.carried
     ]
-    return stored_parts(planned, conversion.quantised)
 
 
 @dataclass
@@ -305,11 +302,11 @@ class _Done:
         self.drift += _drift(report)
         self.sums += report.sums
 
-    def add_file(self, parts: Sequence[Receipt], read_bytes: int) -> int:
-        """Add a file that is written apart from the groups; its size."""
+    def add_file(self, parts: Sequence[Receipt]) -> int:
+        """Add a file that is carried, apart from the groups; its size."""
         size_bytes = sum(part.nbytes for part in parts)
         self.receipts += parts
-        self.read_bytes += read_bytes
+        self.read_bytes += size_bytes
         self.written_bytes += size_bytes
         return size_bytes
 
@@ -334,9 +331,8 @@ def _move(
     conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
 ) -> tuple[MoveReport, list[Receipt], tuple[Sum, ...]]:
     """Run the groups of a plan, then write the files that no group writes."""
-    source, plan, quantised = conversion.store, conversion.plan, conversion.quantised
-    stored, records = outputs.begin(_new_files(conversion), identify(conversion), source.openness)
-    writer = QuantisingWriter(stored, quantised.files) if quantised else stored
+    source, plan = conversion.store, conversion.plan
+    writer, records = outputs.begin(_new_files(conversion), identify(conversion), source.openness)
     done = _Done.before(plan, records)
     observe(Progress(done.resumed_bytes, before=True, groups=done.resumed_groups))
     with closing(engine.run(Works(plan, done.units), source, writer)) as batches:
@@ -347,17 +343,11 @@ def _move(
             for ended in groups_ended(plan, reports):
                 observe(ended)
             observe(Progress(sum(report.written_bytes for report in reports)))
-
-    def write(unit: int, read_bytes: int, make: Callable[[], Sequence[Receipt]]) -> None:
-        if unit not in done.units:
-            parts = make()
-            outputs.note([Record(unit, tuple(parts))])
-            observe(Progress(done.add_file(parts, read_bytes)))
-
     for unit, carried in enumerate(plan.carried, plan.groups):
-        write(unit, carried.size_bytes, partial(_carry, source, carried, stored))
-    for unit, path in enumerate(quantised.scale_files, plan.groups + len(plan.carried)):
-        write(unit, 0, partial(write_scales, path, quantised, done.receipts, stored))
+        if unit not in done.units:
+            parts = _carry(source, carried, writer)
+            outputs.note([Record(unit, tuple(parts))])
+            observe(Progress(done.add_file(parts)))
     return done.report(), done.receipts, added(done.sums)
 
 
@@ -429,10 +419,8 @@ def _fingerprints(
 ) -> dict[str, Any] | None:
     """The fingerprints of a staged target, as its manifest records them.
 
-    ``None`` for an adapter alone, and for quantised weights, whose values no group adds up.
+    ``None`` for an adapter alone.
     """
-    if planned.files.quantised:
-        return None
     if found is not None:
         return recorder.entry(staged, found.catalog, None)
     index_as = FORMATS[planned.spec.format].index_as

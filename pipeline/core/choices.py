@@ -16,7 +16,6 @@ Convention = Literal["paddleformers", "paddlenlp", "paddlefleet"]
 Device = Literal["cpu", "gpu"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 ModelState = Literal["param", "ema"]
-Quantised = Literal["fp8"]
 Dropped = Literal["ema", "mtp", "head"]
 REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
 MASTER_WEIGHTS: tuple[MasterWeights, ...] = get_args(MasterWeights)

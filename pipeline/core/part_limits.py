@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from paddle_reshard.pipeline.core.numbers import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +25,3 @@ class PartLimits:
     """How many parts a file may have."""
     copies: CopyLimits | None = None
     """``None``: the store can copy nothing from this source."""
-
-
-class Together(NamedTuple):
-    """Ranges of target files of which every ``unit`` bytes must be written by one group; sorted by file and start."""
-
-    file: Ints
-    start: Ints
-    stop: Ints
-    unit: Ints
-    rows: int
-    """Rows of a tensor in each unit."""

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.shown import Facts, Shown
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import join
-from paddle_reshard.pipeline.planning.coverage import COPIED, LITERAL, PADDING, VALUE, Problems, Swept, sweep
+from paddle_reshard.pipeline.planning.coverage import COPIED, LITERAL, PADDING, VALUE, Swept, sweep
 from paddle_reshard.storage.outputs import prefixes
 
 
@@ -26,7 +26,7 @@ from paddle_reshard.storage.outputs import prefixes
 class Coverage(Shown):
     """What every byte of the targets is, and what becomes of every element of the source; true if it is complete.
 
-    The bytes of literals, padding, values, scales and carried files add up to ``total_bytes``. The manifest, which is
+    The bytes of literals, padding, values and carried files add up to ``total_bytes``. The manifest, which is
     written last, is not among them.
     """
 
@@ -37,8 +37,6 @@ class Coverage(Shown):
     value_bytes: int
     copied_bytes: int
     """The part of ``value_bytes`` that the storage copies by itself."""
-    scale_bytes: int
-    """Scales of quantised weights, which are computed from values."""
     carried_bytes: int
     """Files that are copied whole."""
     tensors: int
@@ -70,7 +68,6 @@ class Coverage(Shown):
         kinds = (
             ("values", self.value_bytes),
             ("of these, copied by the storage", self.copied_bytes),
-            ("scales", self.scale_bytes),
             ("literals", self.literal_bytes),
             ("padding", self.padding_bytes),
             ("carried files", self.carried_bytes),
@@ -105,26 +102,21 @@ def prove(plan: ConversionPlan) -> Coverage:
     described = layout_of(plan)
     swept = sweep(plan.plan, described.catalog, described.files)
     bytes_of = swept.bytes_of.tolist()
-    smaller = _stored_smaller(plan, swept.problems)
-    scale_files = plan.quantised.scale_files.values()
-    scales = sum(file.size_bytes - len(file.header) for file in scale_files)
-    bytes_of[LITERAL] += sum(len(file.header) for file in scale_files)
     carried = sum(file.size_bytes for file in plan.plan.carried)
-    values = bytes_of[VALUE] + bytes_of[COPIED] - smaller
-    total = sum(file.size_bytes for file in plan.plan.stored_files) + carried
-    counted = values + bytes_of[LITERAL] + bytes_of[PADDING] + scales + carried
+    values = bytes_of[VALUE] + bytes_of[COPIED]
+    total = sum(file.size_bytes for file in plan.plan.target_files) + carried
+    counted = values + bytes_of[LITERAL] + bytes_of[PADDING] + carried
     if counted != total and not swept.problems.count:
         swept.problems.add(f"{counted} bytes are described, the files have {total}")
     stored = _stored_elements(plan.source.catalog)
     used, left_out = _left_out(plan, described.catalog, stored, swept)
     return Coverage(
-        files=len(plan.plan.stored_files) + len(plan.plan.carried),
+        files=len(plan.plan.target_files) + len(plan.plan.carried),
         total_bytes=total,
         literal_bytes=bytes_of[LITERAL],
         padding_bytes=bytes_of[PADDING],
         value_bytes=values,
         copied_bytes=bytes_of[COPIED],
-        scale_bytes=scales,
         carried_bytes=carried,
         tensors=int((stored > 0).sum()) + sum(left.tensors for left in plan.excluded),
         stored_elements=int(stored.sum()) + sum(left.elements for left in plan.excluded),
@@ -140,22 +132,6 @@ def layout_of(plan: ConversionPlan) -> LaidOut:
     plan.plan.check_not_run()
     laid_out = laid_out_again(plan)
     return join(plan.source.catalog, laid_out, prefixes(len(laid_out)))
-
-
-def _stored_smaller(plan: ConversionPlan, problems: Problems) -> int:
-    """Bytes by which quantised weights are smaller as stored than as planned."""
-    sizes = {file.path: file.size_bytes for file in plan.plan.target_files}
-    total = 0
-    for path, described in plan.quantised.files.items():
-        smaller = 0
-        for tensor in described.tensors:
-            if tensor.stored != tensor.start - smaller:
-                problems.add(f"{path}: {tensor.key} is stored at {tensor.stored}, not where it is planned")
-            smaller += (tensor.stop - tensor.start) - (tensor.stored_stop - tensor.stored)
-        if sizes[path] - smaller != described.size_bytes:
-            problems.add(f"{path}: {sizes[path] - smaller} of {described.size_bytes} bytes are described")
-        total += smaller
-    return total
 
 
 def _stored_elements(catalog: Catalog) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, source_in_words
 from paddle_reshard.pipeline.core.catalog import Catalog
-from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.examine.coverage import reasons_left_out
 from paddle_reshard.pipeline.examine.explanation import ExplainedTensor, Explanation, Origin, Stretch
@@ -47,8 +47,6 @@ def explain(
     ------
     UsageError
         If there is no such file, key or element; with the closest names.
-    UnsupportedError
-        If the file has quantised weights.
     PlanError
         If the plan was run before: its columns were released then.
     """
@@ -77,18 +75,13 @@ def explain(
 
 
 def _check_file(file: str, origins: Origins) -> None:
-    """Refuse a file that the target has not, or whose values are quantised."""
+    """Refuse a file that the target has not."""
     names = [*origins.sizes()]
     if file not in names:
         more = f", … ({len(names)})" if len(names) > SHOWN_NAMES else ""
         listed = ", ".join(names[:SHOWN_NAMES]) + more
         near = did_you_mean(file, names)
         raise UsageError(f"the target has no file {file}; its files are {listed}{near}")
-    if file in origins.quantised():
-        raise UnsupportedError(
-            f"{file}: its weights are quantised while they are written, so no source byte is found in it; explain "
-            "the same conversion without --quantize"
-        )
 
 
 def _boxes(origins: Origins, file: str | None, key: str, element: Sequence[int] | None) -> Sequence[Origin]:

@@ -34,14 +34,9 @@ class Origins:
 
     def sizes(self) -> dict[str, int]:
         """File → size in bytes, of all files of the target."""
-        stored = ((file.path, file.size_bytes) for file in self.plan.stored_files)
+        stored = ((file.path, file.size_bytes) for file in self.plan.target_files)
         carried = ((file.target_path, file.size_bytes) for file in self.plan.carried)
         return dict([*stored, *carried])
-
-    def quantised(self) -> frozenset[str]:
-        """The files in which no byte is one of the source."""
-        quantised = self.conversion.quantised
-        return frozenset((*quantised.files, *quantised.scale_files))
 
     def boxes(self, file: str | None, tensors: Sequence[int] | None) -> Iterator[Origin]:
         """The boxes of values of a file, or of some tensors; by file and first byte."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
@@ -39,7 +39,6 @@ from paddle_reshard.pipeline.planning.compare import (
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
-from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.locate import Access, open_source, target_access
 from paddle_reshard.storage.store import Source
 
@@ -281,26 +280,10 @@ def _recorded(location: str, access: Access) -> Fingerprints:
 def _verify_two(a: str, b: str, scope: Scope, reader: Reader) -> VerifyReport:
     """Compare two checkpoints."""
     stores = reader.open_two(a, b)
-    _refuse_quantised(stores)
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
     comparison = _plan_two(stores, *reader.index_two(stores), scope, _in_steps(reader, stores))
     trim_heap()
     return _compared(comparison, stores, scope, reader)
-
-
-def _refuse_quantised(stores: Sequence[Source]) -> None:
-    """Refuse to compare a checkpoint with an export whose values were rounded when it was made."""
-    quantised = []
-    for store in stores:
-        sizes = store.sizes()
-        made = own_manifest(store.read(MANIFEST, 0, sizes[MANIFEST]) if MANIFEST in sizes else None)
-        quantised.append(None if made is None else made.get("quantize"))
-    if quantised[1] is not None and quantised[0] != quantised[1]:
-        place = stores[1].location
-        raise UnsupportedError(
-            f"{place}: its weights were quantised to {quantised[1]}, so no checkpoint has the same values; "
-            f"paddle-reshard verify {place} compares its bytes with its manifest"
-        )
 
 
 def _plan_two(

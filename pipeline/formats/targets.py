@@ -10,7 +10,6 @@ import numpy as np
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles, add_literal_files
 from paddle_reshard.pipeline.checkpoint.format import Format, JobTarget, Outline, Target
-from paddle_reshard.pipeline.checkpoint.quantising import Quantisation
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.literals import Literals
@@ -159,14 +158,12 @@ def join(source: Catalog, laid_out: Sequence[LaidOut], prefixes: Sequence[str]) 
         fragments.append(rows)
         omitted.update(new_index[_omitted(layout)].tolist())
     casts = frozenset(cast for layout in laid_out for cast in layout.files.casts)
-    quantised = {prefix: layout.files.quantised for prefix, layout in zip(prefixes, laid_out, strict=True)}
     joined = TargetFiles(
         tuple(files),
         literals,
         tuple(fills),
         Fragments.joined(fragments),
         casts=casts,
-        quantised=Quantisation.joined(quantised),
         omitted=frozenset(omitted),
         first_files=tuple(first_files),
     )

@@ -15,9 +15,8 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import wide_dims
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Ranges
+from paddle_reshard.pipeline.core.geometry import MAX_DIMS
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.part_limits import Together
 from paddle_reshard.pipeline.core.sorting import distinct, order_by, order_of, places
 from paddle_reshard.pipeline.planning.cut import cut, outermost, reach, torn
 from paddle_reshard.pipeline.planning.ops import MOVE, PROBE, Ops, hull
@@ -92,12 +91,8 @@ class FileSizes(NamedTuple):
     largest_fill: Ints
 
 
-def group_ops(
-    ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory, together: Together | None = None
-) -> Grouped:
+def group_ops(ops: Ops, copied: Parts, files: FileSizes, memory: GroupMemory) -> Grouped:
     """Assign every op to a group, in the order of the target files; ops of atoms that are too large are cut.
-
-    Every unit of ``together`` is written by one group.
 
     An atom that can only be cut by reading bytes several times is cut only as far as ``memory.most_bytes`` requires.
     ``ops`` is emptied, so that it is not in memory together with its pieces. Probes do not form atoms: their few bytes
@@ -107,8 +102,8 @@ def group_ops(
     if (of_probes := ops["kind"] == PROBE).any():
         probes, ops = ops.split(of_probes)
     smallest = bool((files.smallest_part > 1).any())
-    ops, atoms, rank, rereads = _cut_large(ops, files, memory, together)
-    if len(probes) or together is not None or smallest:
+    ops, atoms, rank, rereads = _cut_large(ops, files, memory)
+    if len(probes) or smallest:
         order = order_of(rank)[: np.count_nonzero(atoms.number < len(atoms.made))]
         ops.reorder(order)
         atoms = atoms._replace(number=atoms.number[order])
@@ -117,8 +112,6 @@ def group_ops(
         alone = _Atoms.measured(probes, np.arange(len(probes)))
         atoms = _Atoms.joined([alone, atoms])
         ops = Ops.joined([probes, ops])
-    if together is not None:
-        atoms = _Atoms.measured(ops, _kept_together(ops, atoms.number, together))
     if not len(ops):
         return Grouped(ops, atoms.number, False, atoms.read)
     atoms = atoms.renumbered(_file_order(ops, atoms))
@@ -235,9 +228,7 @@ def _sums(keys: Ints, values: Ints, count: int) -> Ints:
 # --------------------------------------------------------------------------------------- cutting atoms
 
 
-def _cut_large(
-    ops: Ops, files: FileSizes, memory: GroupMemory, together: Together | None
-) -> tuple[Ops, _Atoms, Ints, bool]:
+def _cut_large(ops: Ops, files: FileSizes, memory: GroupMemory) -> tuple[Ops, _Atoms, Ints, bool]:
     """Cut atoms until each writes about half of ``memory.group_bytes``, where possible.
 
     Returns the ops and their atoms; the rank of each op among those of its group, the largest for ops that were cut and
@@ -252,7 +243,7 @@ def _cut_large(
         return ops, _Atoms(none, none, none), none, False
     measured = _atoms(ops, memory.tiny_bytes if (files.smallest_part > 1).any() else -1)
     rank, pieces_rank = measured.number, len(measured.made)
-    cuts = _choose_cuts(ops, measured, np.full(pieces_rank, MAX_DIMS), files, memory, together)
+    cuts = _choose_cuts(ops, measured, np.full(pieces_rank, MAX_DIMS), files, memory)
     if not cuts.chosen.any():
         return ops, measured, rank, False
     # Nearly all ops stay as they are: these are not moved.
@@ -263,9 +254,9 @@ def _cut_large(
     rank[large] = pieces_rank + 1
     done = [Ops.empty()]
     while len(ops):
-        ops, atoms, parents, _ = _cut_evenly(ops, atoms, cuts.dim, cuts.stretches, cuts.steps)
+        ops, atoms, parents, _ = _cut_evenly(ops, atoms, cuts.dim, cuts.stretches)
         measured = _Atoms.measured(ops, atoms)
-        cuts = _choose_cuts(ops, measured, cuts.dim[parents], files, memory, together)
+        cuts = _choose_cuts(ops, measured, cuts.dim[parents], files, memory)
         rereads |= cuts.rereads
         stays = ~cuts.chosen[atoms]
         kept.append(measured._replace(number=atoms[stays]).only(~cuts.chosen))
@@ -287,13 +278,9 @@ class _Cuts(NamedTuple):
     """Whether bytes will be read several times."""
     stretches: Ints
     """Into about how many."""
-    steps: Ints
-    """Of how many elements the length of its stretches is a multiple."""
 
 
-def _choose_cuts(
-    ops: Ops, measured: _Atoms, used: Ints, files: FileSizes, memory: GroupMemory, together: Together | None
-) -> _Cuts:
+def _choose_cuts(ops: Ops, measured: _Atoms, used: Ints, files: FileSizes, memory: GroupMemory) -> _Cuts:
     """How atoms that are too large are cut; ``used`` is the dim along which each was cut before, if it was."""
     atoms, count = measured.number, len(used)
     most = memory.most_bytes - memory.pass_bytes
@@ -307,13 +294,8 @@ def _choose_cuts(
     # A second dim, or one that makes bytes be read again, is a last resort.
     again = (used < MAX_DIMS) & (dim != used) | rereads
     chosen = (dim < MAX_DIMS) & (size > np.where(again, np.maximum(goal, most), goal))
-    steps = np.ones(count, dtype=np.int64)
-    if together is not None:
-        steps[atoms[unit_of(ops, together) >= 0]] = together.rows
-        low, high = reach(ops, atoms, count)
-        chosen &= (high - low)[np.arange(count), np.where(chosen, dim, 0)] > steps
     stretches = -(-size // np.maximum(np.where(rereads, max(most, 1), goal), 1))
-    return _Cuts(chosen, np.where(chosen, dim, 0), bool((chosen & rereads).any()), stretches, steps)
+    return _Cuts(chosen, np.where(chosen, dim, 0), bool((chosen & rereads).any()), stretches)
 
 
 def _cut_dims(ops: Ops, atoms: Ints, large: Flags) -> tuple[Ints, Flags]:
@@ -362,17 +344,14 @@ def _extends(ops: Ops, owners: Ints, count: int) -> Flags:
     return extended
 
 
-def _cut_evenly(
-    ops: Ops, owners: Ints, dim: Ints, count: Ints, multiple: Ints | int = 1
-) -> tuple[Ops, Ints, Ints, Ints]:
-    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches, each a ``multiple`` long.
+def _cut_evenly(ops: Ops, owners: Ints, dim: Ints, count: Ints) -> tuple[Ops, Ints, Ints, Ints]:
+    """Cut the ops of every owner along its ``dim`` into about ``count`` stretches.
 
     Returns the pieces; the new owner of each, as many as there are stretches; the old owner of each new one; and the op
     that each piece was cut from.
     """
     low, high = (side[np.arange(len(dim)), dim] for side in reach(ops, owners, len(dim)))
     step = np.maximum(1, -(-np.maximum(high - low, 1) // np.maximum(count, 1)))
-    step = -(-step // multiple) * multiple
     pieces = cut(ops, dim[owners], low[owners], step[owners])
     parents = owners[pieces.origin]
     new = dense_numbers(parents * (int(pieces.stretch.max()) + 1) + pieces.stretch)
@@ -387,27 +366,6 @@ def _smallest_together(ops: Ops, atoms: Ints, files: FileSizes, count: int) -> I
     number = max(len(files.total), 1)
     pairs = distinct(atoms[moves] * number + ops["target_file"][moves])
     return _sums(pairs // number, files.smallest_part[pairs % number], count)
-
-
-def unit_of(ops: Ops, together: Together) -> Ints:
-    """The row of ``together`` that each op writes to, -1 for none."""
-    ranges = Ranges(together.file, together.start, together.stop)
-    row = ranges.holding(ops["target_file"], ops["target_byte"])
-    return np.where(ops["kind"] == MOVE, row, -1)
-
-
-def _kept_together(ops: Ops, atoms: Ints, together: Together) -> Ints:
-    """Atoms joined where they write to the same unit of ``together``."""
-    row = unit_of(ops, together)
-    moves = np.flatnonzero(row >= 0)
-    if not len(moves):
-        return atoms
-    row = row[moves]
-    first, unit = together.start[row], together.unit[row]
-    low, high = (side[moves] - first for side in hull(ops, "target"))
-    low, high = first + low // unit * unit, first - (-high // unit) * unit
-    shared = label(ops["target_file"][moves].astype(np.int64), low, high)
-    return _components(len(ops), [(np.arange(len(ops)), atoms), (moves, shared)])
 
 
 # ------------------------------------------------------------------------------------- gathering atoms

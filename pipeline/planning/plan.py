@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.core.geometry import Ranges, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.part_limits import PartLimits, Together
+from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DType, Tensor
@@ -125,14 +125,6 @@ class Plan:
     stores: number of the master weight → number and dtype of the parameter."""
     measured: Mapping[int, DType] | None = None
     """In a plan that measures differences: dtypes of the second side, where it has others."""
-    stored: tuple[File, ...] | None = None
-    """The files of the targets as they are stored; ``None``: as planned. Not saved with a plan, nor part of its id:
-    ``literals`` describe the files as stored."""
-
-    @property
-    def stored_files(self) -> tuple[File, ...]:
-        """The files of the targets as stored, except those that are carried."""
-        return self.target_files if self.stored is None else self.stored
 
     @property
     def groups(self) -> int:
@@ -188,7 +180,7 @@ class Plan:
     @property
     def written_bytes(self) -> int:
         """Size of the target, including carried files."""
-        return sum(f.size_bytes for f in self.stored_files) + sum(f.size_bytes for f in self.carried)
+        return sum(f.size_bytes for f in self.target_files) + sum(f.size_bytes for f in self.carried)
 
     @cached_property
     def plan_id(self) -> str:
@@ -275,7 +267,6 @@ class _Draft:
     """Makes all ops, again for each try: keeping a copy would double the memory of planning."""
     sizes: PlanSizes
     limits: PartLimits = PartLimits()
-    together: Together | None = None
 
 
 def plan_conversion(
@@ -310,7 +301,7 @@ def plan_conversion(
         _check_tiles(ops, target, source)
         return ops
 
-    draft = _Draft(plan, make_ops, settings.sizes, target.limits(limits), target.together)
+    draft = _Draft(plan, make_ops, settings.sizes, limits)
     planned, rereads, checks = _with_checks(draft, checks)
     if settings.sums:
         count_whole(planned.ops, planned.tensors)
@@ -354,7 +345,6 @@ def _without_groups(
         compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
         summed=implied_sums(source, target) if settings.sums else None,
-        stored=None if target.stored_files == target.files else target.stored_files,
     )
 
 
@@ -368,7 +358,7 @@ def _enough_bytes(draft: _Draft, once: Plan) -> int:
 
 def _check_names(target: TargetFiles, carried: Sequence[CarriedFile]) -> None:
     """Refuse two files of one name, and a file with the name of another's folder: one of the two would be lost."""
-    made = Counter([*(file.path for file in target.stored_files), *(file.target_path for file in carried)])
+    made = Counter([*(file.path for file in target.files), *(file.target_path for file in carried)])
     folders = {
         "/".join(parts[:n]) for parts in (path.split("/") for path in made) for n in range(1, len(parts))
     }
@@ -474,7 +464,7 @@ def _grouped(
     )
     for_parts = (memory.most_bytes - sizes.pass_bytes) // _held_bytes(plan.mixtures, ops)
     ops, groups, rereads, most_read = group_ops(
-        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts), draft.together
+        ops, copied, files, memory._replace(most_bytes=sizes.pass_bytes + for_parts)
     )
     parts = plan_parts(ops, groups, copied, *files)
     values = int(groups.max(initial=-1)) + 1

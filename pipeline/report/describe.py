@@ -381,7 +381,7 @@ def _left(conversion: ConversionPlan, targets: Sequence[str]) -> list[Left]:
 
 def _files(conversion: ConversionPlan) -> Table:
     plan = conversion.plan
-    rows = [(file.path, file.size_bytes, "written") for file in plan.stored_files]
+    rows = [(file.path, file.size_bytes, "written") for file in plan.target_files]
     rows += [
         (file.target_path, file.size_bytes, f"taken over from {file.source_path}") for file in plan.carried
     ]

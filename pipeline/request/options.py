@@ -33,7 +33,6 @@ from paddle_reshard.pipeline.core.choices import (
     Fingerprinted,
     MasterWeights,
     ModelState,
-    Quantised,
     Replicas,
 )
 from paddle_reshard.pipeline.core.topology import Strategy, Topology
@@ -138,7 +137,6 @@ class TargetOptions(TypedDict, total=False):
     dtype: Annotated[Dtype | None, _of_formats("dtype")]
     files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
-    quantize: Annotated[Quantised | None, _of_formats("quantize")]
     max_shard_size: Annotated[str | int | None, _of_formats("max_shard_size", metavar="SIZE")]
     card: Annotated[bool, _of_formats("card", kind=Kind.FLAG)]
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]

@@ -44,7 +44,7 @@ from paddle_reshard.storage.documents.typed_json import typed
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Permission, Receipt, Record
 
-_RECEIPT = tuple[str, int, int, str, str, str, str]
+_RECEIPT = tuple[str, int, int, str, str, str]
 """The fields of a :class:`Receipt`, as a line of the ledger holds them."""
 _SUM = tuple[int, int, str, int]
 """What a unit adds to a fingerprint, as :class:`Record` has it."""
@@ -169,7 +169,7 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 def ledger_line(record: Record) -> bytes:
     """A record as one line of JSON."""
-    parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5, r.aside) for r in record.receipts]
+    parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5) for r in record.receipts]
     return f"{_as_json([record.unit, parts, record.drift, record.sums])}\n".encode()
 
 

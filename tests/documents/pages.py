@@ -28,6 +28,8 @@ class Page:
     """Folders or URLs that exist before its first command → the case whose checkpoint is copied there."""
     before: tuple[str, ...] = ()
     """Commands that make what else it starts from."""
+    fp8: tuple[str, ...] = ()
+    """Models among these whose matrices are then stored as FP8."""
     stands_for: Mapping[str, str] = field(default_factory=dict)
     """Text of its blocks → what is run instead. ``{url}``, ``{key}`` and ``{secret}`` are those of the S3 server."""
     saved: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +154,8 @@ PAGES: dict[str, Page] = {
         holds={"checkpoint-1000": LLAMA, "source": DEEPSEEK, "data/run-7/checkpoint-10": LLAMA}
         | RUN
         | IN_THE_STORE,
-        before=("convert source DeepSeek-V3 --format huggingface --quantize fp8",),
+        before=("convert source DeepSeek-V3 --format huggingface",),
+        fp8=("DeepSeek-V3",),
         stands_for={"/data/": "data/"},
         not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
         shows={

@@ -22,6 +22,7 @@ from tests.conftest import case_directory
 from tests.documents.blocks import Block, command_lines, own_arguments, words_of
 from tests.documents.elsewhere import CHECKS, parse_python
 from tests.documents.pages import Page
+from tests.golden.fp8 import store_as_fp8
 from tests.jobs.command import run, run_here
 from tests.storage.servers import Store
 
@@ -197,3 +198,5 @@ def lay_out(page: Page, folder: Path, store: Store | None) -> None:
     for line in page.before:
         done = run_here(*line.split())
         assert done.returncode == 0, f"{line}: {done.stderr}"
+    for model in page.fp8:
+        store_as_fp8(folder / model)

@@ -197,10 +197,6 @@ def test_json_is_as_the_schema_says() -> None:
         (["model_state.pdparams", "--tensor", KEY, "--to", "tp=1"], "not both"),
         (["model_state.pdparams", "--element", "0,0", "--to", "tp=1"], "give its key too"),
         (["config.json", KEY, "--format", "huggingface"], "they go to model.safetensors"),
-        (
-            ["model-00001-of-00002.safetensors", "--format", "huggingface", "--quantize", "fp8"],
-            "without --quantize",
-        ),
     ],
 )
 def test_what_it_cannot_explain_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:

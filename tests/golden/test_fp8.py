@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +23,13 @@ from paddle_reshard.storage.locate import Access
 from paddle_reshard.storage.store import Read
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
-from tests.golden.unified_cases import write_safetensors
+from tests.golden.fp8 import FP8, QUANTISED, quantised, values, widened
+from tests.golden.unified_cases import Entries, Entry, read, write_safetensors
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
-QUANTISED = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight$")
 INDEX = "model.safetensors.index.json"
-Entry = tuple[str, tuple[int, ...], bytes]
 
 
 # ------------------------------------------------------------------------------------------------ the oracle
-
-
-def _value(code: int) -> float:
-    """OCP 8-bit Floating Point Specification 1.0, E4M3: bias 7, subnormals, S.1111.111 is NaN, no infinities."""
-    sign, exponent, mantissa = -1.0 if code >> 7 else 1.0, code >> 3 & 0b1111, code & 0b111
-    if exponent == 0b1111 and mantissa == 0b111:
-        return float("nan")
-    if exponent == 0:
-        return sign * 2.0**-6 * mantissa / 8
-    return sign * 2.0 ** (exponent - 7) * (1 + mantissa / 8)
-
-
-@cache
-def _values() -> np.ndarray:
-    return np.array([_value(code) for code in range(256)], np.float32)
 
 
 def _dequantised(codes: np.ndarray, scales: np.ndarray) -> bytes:
@@ -58,37 +39,20 @@ def _dequantised(codes: np.ndarray, scales: np.ndarray) -> bytes:
         for j in range(0, codes.shape[1], 128):
             block = (slice(i, i + 128), slice(j, j + 128))
             with np.errstate(all="ignore"):
-                found[block] = _values()[codes[block]] * np.float32(scales[i // 128, j // 128])
+                found[block] = values()[codes[block]] * np.float32(scales[i // 128, j // 128])
     return paddle.to_tensor(found).astype("bfloat16").numpy().tobytes()
-
-
-def _widened(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-
-
-def _quantise(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales; the nearest values below, which is good enough for a test."""
-    blocks = [-(-extent // 128) for extent in values.shape]
-    codes, scales = np.zeros(values.shape, np.uint8), np.ones(blocks, np.float32)
-    for i, j in np.ndindex(*blocks):
-        block = (slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
-        scales[i, j] = np.abs(values[block]).max() / 448 or 1
-        scaled = values[block] / scales[i, j]
-        nearest = np.searchsorted(_values()[:127], np.abs(scaled), side="right") - 1
-        codes[block] = nearest | np.where(np.signbit(scaled), 0x80, 0)
-    return codes, scales
 
 
 def test_the_specification_is_what_paddle_casts() -> None:
     codes = np.arange(256, dtype=np.uint8)
     wide = paddle.to_tensor(codes).view(paddle.float8_e4m3fn).astype("float32").numpy()
-    np.testing.assert_array_equal(wide, _values())
+    np.testing.assert_array_equal(wide, values())
 
 
 # ------------------------------------------------------------------------------------------------ real models
 
 
-def _write(folder: Path, files: list[dict[str, Entry]], config: dict[str, Any]) -> Path:
+def _write(folder: Path, files: list[Entries], config: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     weight_map = {}
@@ -99,14 +63,6 @@ def _write(folder: Path, files: list[dict[str, Entry]], config: dict[str, Any]) 
     total = sum(len(data) for tensors in files for _, _, data in tensors.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return folder
-
-
-def _tensors(folder: Path) -> dict[str, Entry]:
-    return {
-        key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, entry in safetensors.deserialize(path.read_bytes())
-    }
 
 
 def _tree(folder: Path) -> dict[str, bytes]:
@@ -124,14 +80,14 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (checkpoint,) = case_directory("moe/dsv3_single").glob("checkpoint-*")
     paddle_reshard.convert(checkpoint, folder / "trained", format="huggingface")
     config = json.loads((folder / "trained" / "config.json").read_text())
-    first: dict[str, Entry] = {}
-    second: dict[str, Entry] = {}
-    plain: dict[str, Entry] = {}
-    for number, (key, entry) in enumerate(sorted(_tensors(folder / "trained").items())):
+    first: Entries = {}
+    second: Entries = {}
+    plain: Entries = {}
+    for number, (key, entry) in enumerate(sorted(read(folder / "trained").items())):
         tag, shape, data = entry
         of_key, of_scales = (first, second) if number % 2 else (second, second)
         if tag == "BF16" and QUANTISED.match(key):
-            codes, scales = _quantise(_widened(data, shape))
+            codes, scales = quantised(widened(data, shape))
             of_key[key] = ("F8_E4M3", shape, codes.tobytes())
             of_scales[f"{key}_scale_inv"] = ("F32", scales.shape, scales.tobytes())
             entry = ("BF16", shape, _dequantised(codes, scales))
@@ -165,7 +121,7 @@ def test_a_job_starts_from_fp8_weights(
 def test_fp8_weights_become_a_bfloat16_export(deepseek: tuple[Path, Path], tmp_path: Path) -> None:
     fp8, bf16 = deepseek
     paddle_reshard.convert(fp8, tmp_path / "hf", format="huggingface")
-    assert _tensors(tmp_path / "hf") == _tensors(bf16)
+    assert read(tmp_path / "hf") == read(bf16)
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
         (bf16 / "config.json").read_text()
     )
@@ -183,8 +139,8 @@ def test_statements_see_the_weights_that_are_stood_for(deepseek: tuple[Path, Pat
         paddle_reshard.convert(
             source, tmp_path / name, format="huggingface", aoa=tmp_path / "rules.txt", memory="256MiB"
         )
-    made, plain = _tensors(tmp_path / "fp8"), _tensors(deepseek[1])
-    assert made == _tensors(tmp_path / "bf16")
+    made, plain = read(tmp_path / "fp8"), read(deepseek[1])
+    assert made == read(tmp_path / "bf16")
     tag, shape, data = plain["model.layers.0.self_attn.o_proj.weight"]
     turned = np.ascontiguousarray(np.frombuffer(data, "<u2").reshape(shape).T)
     assert made["o.0"] == (tag, turned.shape, turned.tobytes())
@@ -201,8 +157,8 @@ SHAPES = [(300, 200), (128, 128), (1, 1), (129, 7), (2, 70_001), (5, 0)]
 def test_every_range_of_every_value(scale_dtype: str, tmp_path: Path) -> None:
     """Ragged blocks, all codes, scales that overflow or are NaN; ranges that cut elements, headers and tensors."""
     rng = np.random.default_rng(8)
-    stored: dict[str, Entry] = {"norm": ("F32", (3,), rng.bytes(12))}
-    expected: dict[str, Entry] = dict(stored)
+    stored: Entries = {"norm": ("F32", (3,), rng.bytes(12))}
+    expected: Entries = dict(stored)
     for number, shape in enumerate(SHAPES):
         codes = rng.integers(0, 256, shape, np.uint8)
         blocks = tuple(-(-extent // 128) for extent in shape)
@@ -211,7 +167,7 @@ def test_every_range_of_every_value(scale_dtype: str, tmp_path: Path) -> None:
             scales.flat[:4] = [3e38, np.nan, np.inf, 1e-42]
         bits = (scales.view(np.uint32) >> 16).astype("<u2")
         if scale_dtype == "BF16":
-            scales = _widened(bits.tobytes(), blocks)
+            scales = widened(bits.tobytes(), blocks)
         stored[f"w{number}"] = ("F8_E4M3", shape, codes.tobytes())
         stored[f"w{number}_scale_inv"] = (
             scale_dtype,
@@ -242,7 +198,7 @@ def test_every_range_of_every_value(scale_dtype: str, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- refusals
 
 
-def _model(**changes: Entry | None) -> dict[str, Entry]:
+def _model(**changes: Entry | None) -> Entries:
     tensors: dict[str, Entry | None] = {
         "w": ("F8_E4M3", (300, 200), bytes(60_000)),
         "w_scale_inv": ("F32", (3, 2), bytes(24)),

@@ -22,8 +22,7 @@ from paddle_reshard.storage.store import Read
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
 from tests.golden.test_mxfp4 import _folder
-from tests.golden.test_quantize import Entries, read
-from tests.golden.unified_cases import write_safetensors
+from tests.golden.unified_cases import Entries, read, write_safetensors
 
 ANSWERS = Path(__file__).parent / "integers"
 SCHEMES = sorted(path.parent.name for path in ANSWERS.glob("*/answer.safetensors"))

@@ -22,8 +22,7 @@ from paddle_reshard.storage.locate import Access
 from paddle_reshard.storage.store import Read
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
-from tests.golden.test_quantize import Entries, read
-from tests.golden.unified_cases import write_safetensors
+from tests.golden.unified_cases import Entries, read, write_safetensors
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 

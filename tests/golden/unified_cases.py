@@ -51,6 +51,19 @@ def read_unified(folder: Path) -> Tensors:
     return found | {key.replace("/", "."): array for key, array in states.items()}
 
 
+Entry = tuple[str, tuple[int, ...], bytes]
+Entries = dict[str, Entry]
+
+
+def read(folder: Path) -> Entries:
+    """Key → dtype, shape and bytes of every tensor in the safetensors files of a folder."""
+    return {
+        key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, entry in safetensors.deserialize(path.read_bytes())
+    }
+
+
 def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
     """Write tensors (dtype tag, shape, bytes) as ``transformers`` does; bfloat16 too, which NumPy does not know."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""Exports that are killed: with FP8 weights, whose scales the ledger keeps, from FP8 weights, and with a donor."""
+"""Conversions of exports that are killed: from FP8 weights, and with a donor."""
 
 import json
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import paddle_reshard
+from tests.golden.fp8 import store_as_fp8
 from tests.golden.wide import write_wide
 from tests.resume.conftest import SMALL, Driver
 from tests.sized import in_groups
@@ -35,13 +36,11 @@ class Case:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     folder = tmp_path_factory.mktemp("exports")
-    wide = write_wide(folder / "wide")
-    paddle_reshard.convert(wide, folder / "fp8", **EXPORT, quantize="fp8")
+    fp8 = store_as_fp8(write_wide(folder / "fp8"))
     paddle_reshard.convert(SMALL, folder / "donor", **EXPORT, max_shard_size="200KB")
     (folder / "donor" / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     requests = {
-        "to fp8": (wide, {**EXPORT, "quantize": "fp8", "max_shard_size": "600KB"}),
-        "from fp8": (folder / "fp8", {"to": "tp=2"}),
+        "from fp8": (fp8, {"to": "tp=2"}),
         "like": (SMALL, {**EXPORT, "like": str(folder / "donor"), "max_shard_size": "200KB"}),
     }
     found = {}
@@ -51,7 +50,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return found
 
 
-@pytest.mark.parametrize("name", ["to fp8", "from fp8", "like"])
+@pytest.mark.parametrize("name", ["from fp8", "like"])
 def test_a_killed_export_is_resumed(
     name: str, cases: dict[str, Case], driver: Driver, tmp_path: Path
 ) -> None:
@@ -65,7 +64,7 @@ def test_a_killed_export_is_resumed(
     assert paddle_reshard.check(target).intact
 
 
-@pytest.mark.parametrize("name", ["to fp8", "from fp8", "like"])
+@pytest.mark.parametrize("name", ["from fp8", "like"])
 def test_a_killed_export_to_s3_is_resumed(
     name: str, cases: dict[str, Case], driver: Driver, store: Store, bucket: str
 ) -> None:

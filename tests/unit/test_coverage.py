@@ -39,7 +39,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "unified": (HYBRID, {"format": "unified", "drop": ["ema"]}),
     "model": (HYBRID, {"format": "huggingface"}),
     "average": (HYBRID, {"format": "huggingface", "state": "ema"}),
-    "quantised": (HYBRID, {"format": "huggingface", "quantize": "fp8"}),
     "padded": (HYBRID, {"to": "tp=2", "vocab_pad": 320}),
     "trimmed": (HYBRID, {"format": "huggingface", "vocab_trim": 100}),
     "experts": ("moe/ep2_mp2", {"to": "tp=1"}),
@@ -65,7 +64,6 @@ def test_plans_of_real_checkpoints_are_complete(name: str) -> None:
         found.literal_bytes,
         found.padding_bytes,
         found.value_bytes,
-        found.scale_bytes,
         found.carried_bytes,
     )
     assert sum(kinds) == found.total_bytes

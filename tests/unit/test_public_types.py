@@ -31,7 +31,6 @@ OWN_VALUES = {
     "HtmlReport.command",  # the command line makes it
     "HtmlReport.show_plan",  # as the estimates
     "ConversionPlan.limits",
-    "ConversionPlan.quantised",
     "ConversionPlan.portion",  # what --ranks makes
     "ConversionPlan.source",
     "ConversionPlan.store",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
-from paddle_reshard.pipeline.core.choices import Dtype, ModelState, Quantised
+from paddle_reshard.pipeline.core.choices import Dtype, ModelState
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
@@ -30,11 +30,6 @@ _OPTIONS: Mapping[str, FormatOption] = {
         "output dtype of floating-point tensors (except those that the model keeps in float32), "
         "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
         FLOATING,
-    ),
-    "quantize": FormatOption(
-        "quantise the linear layers of the decoder: fp8 is 8-bit floats (e4m3) with a scale for each block of "
-        "128 x 128 elements, as DeepSeek-V3 is published, from the master weights if there are any. Default: no.",
-        get_args(Quantised),
     ),
     "max_shard_size": FormatOption(
         "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
@@ -87,7 +82,7 @@ class HuggingFaceFormat(Format):
         from paddle_reshard.pipeline.core.units import parse_size
         from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
 
-        given = {name: asked[name] for name in ("state", "quantize") if asked.get(name)}
+        given = {"state": asked["state"]} if asked.get("state") else {}
         if dtype := asked.get("dtype"):
             given["dtype"] = dtype_named(dtype)
         if size := asked.get("max_shard_size"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import Sidecars, SourceListing
-from paddle_reshard.pipeline.checkpoint.quantised import QUANTIZATION
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.trainer_files import is_of_adapter, is_training_state
@@ -26,12 +24,10 @@ def plan_huggingface_sidecars(
     listing: SourceListing,
     wanted: Checkpoint,
     target: HuggingFaceTarget,
-    quantization_config: Mapping[str, Any] | None,
 ) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
-    ``wanted`` is the source as the target holds it, ``quantization_config`` the entry of ``config.json`` for quantised
-    weights.
+    ``wanted`` is the source as the target holds it.
     """
 
     def reason(path: str) -> str | None:
@@ -43,8 +39,6 @@ def plan_huggingface_sidecars(
     completion = wanted.history.completion
     if completion is not None:
         config |= completion.config
-    if quantization_config is not None:
-        config[QUANTIZATION] = quantization_config
     named_by, config = config, without_code(config)
     if config != named_by:
         remarks = (about_code(CONFIG), *remarks)

@@ -14,8 +14,6 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.lora import without_base
-from paddle_reshard.pipeline.checkpoint.quantised import SCALES, fp8_config
-from paddle_reshard.pipeline.checkpoint.quantising import Quantisation, QuantisedFile, ScaleFile
 from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import configured_apart
 from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
@@ -28,11 +26,9 @@ from paddle_reshard.pipeline.core.tensors import (
     MASTER_WEIGHT,
     PARAM,
     DType,
-    dtype_named,
 )
 from paddle_reshard.pipeline.formats.huggingface import peft
 from paddle_reshard.pipeline.formats.huggingface.format import EMA, FLOATING, HUGGINGFACE
-from paddle_reshard.pipeline.formats.huggingface.fp8 import QUANTIZE, is_quantised, remarks, scale_slots
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.formats.huggingface.sidecars import (
@@ -46,7 +42,6 @@ from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.weights import TAGS
 from paddle_reshard.storage.files.safetensors import (
-    FP8_TAG,
     Index,
     TensorSlot,
     encode_safetensors,
@@ -70,8 +65,6 @@ class HuggingFaceTarget(SettledTarget):
     max_shard_bytes: int = 5 * 10**9
     """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
     card: bool = False
-    quantize: str | None = None
-    """``fp8``: weights of the decoder's linear layers as FP8, with a scale for each block; ``None``: none."""
 
     @property
     def of_average(self) -> bool:
@@ -81,27 +74,21 @@ class HuggingFaceTarget(SettledTarget):
     @property
     def of_stored_parameters(self) -> bool:
         """Whether no value of it is made of a master weight or an average."""
-        return self.state == PARAM and self.dtype is None and self.quantize is None
+        return self.state == PARAM and self.dtype is None
 
     def __post_init__(self) -> None:
-        if self.quantize is not None and self.dtype not in (None, dtype_named("bfloat16")):
-            raise UsageError(
-                f"--quantize {self.quantize} needs the remaining tensors in bfloat16, not --dtype {self.dtype.name}"
-            )
         if self.max_shard_bytes < 1:
             raise UsageError(f"--max-shard-size {self.max_shard_bytes} holds nothing")
 
     def in_words(self) -> str:
         """The target in a line, for people."""
         dtype = "dtypes as trained" if self.dtype is None else self.dtype.name
-        quantised = "" if self.quantize is None else f", weights quantised to {self.quantize}"
-        return f"Hugging Face, {self.state}, {dtype}{quantised}"
+        return f"Hugging Face, {self.state}, {dtype}"
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
         dtype = "as trained" if self.dtype is None else self.dtype.name
-        quantised = {} if self.quantize is None else {QUANTIZE: self.quantize}
-        return {"layout": self.format, "state": self.state, "dtype": dtype, **quantised}
+        return {"layout": self.format, "state": self.state, "dtype": dtype}
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
@@ -111,7 +98,6 @@ class HuggingFaceTarget(SettledTarget):
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,
             **({"card": True} if self.card else {}),
-            QUANTIZE: self.quantize,
         }
 
     def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
@@ -121,15 +107,12 @@ class HuggingFaceTarget(SettledTarget):
         wanted = configured_apart(wanted)
         exported = list(_exported(wanted, self, model_parts(wanted.model)))
         laid_out = layout_huggingface(source.catalog, exported, self)
-        kept = [entry.part.key for entry in exported if not entry.quantised and len(entry.part.shape) == 2]
-        modules = [key.removesuffix(".weight") for key in kept]
-        quantization_config = None if self.quantize is None else fp8_config(modules)
-        sidecars = plan_huggingface_sidecars(listing, wanted, self, quantization_config)
+        sidecars = plan_huggingface_sidecars(listing, wanted, self)
         unused = ((t.key, UNUSED) for t in wanted.model.tensors if t.rule.unused and not t.missing)
         return replace(
             laid_out,
             sidecars=replace(sidecars, not_carried=(*sidecars.not_carried, *unused)),
-            remarks=(*laid_out.remarks, *sidecars.remarks, *_unknown_to_readers(wanted.model)),
+            remarks=(*sidecars.remarks, *_unknown_to_readers(wanted.model)),
         )
 
     def _lay_out_adapter(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
@@ -137,10 +120,6 @@ class HuggingFaceTarget(SettledTarget):
             raise UnsupportedError("--state ema is not supported for LoRA")
         if self.card:
             raise UnsupportedError("--card is not supported for LoRA")
-        if self.quantize is not None:
-            raise UnsupportedError(
-                "--quantize is not supported for LoRA; merge it into its model: --merge-into BASE"
-            )
         exported = list(_exported(wanted, self, adapter_parts(wanted)))
         config = adapter_config(wanted, [e.part for e in exported])
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
@@ -177,7 +156,7 @@ class HuggingFaceTarget(SettledTarget):
         read_huggingface(staged.wanted.model, files.safetensors, stored, self.dtype_of)
 
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
-        """The dtype of a tensor of the target; of a quantised one, the dtype to which it is dequantised."""
+        """The dtype of a tensor of the target."""
         kept = part.keep_float32 and tensor.dtype.name == "float32"
         if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
             return tensor.dtype
@@ -192,19 +171,11 @@ class _Exported:
     tensor: int
     """Index into the tensors of the source's catalog."""
     dtype: DType
-    """Dtype in the plan; see ``quantised``."""
-    quantised: bool = False
-    """Whether it is planned as float32, and quantised while it is written."""
-
-    @property
-    def tag(self) -> str:
-        """Tag of its dtype as stored."""
-        return FP8_TAG if self.quantised else TAGS[self.dtype.name]
 
     @property
     def nbytes(self) -> int:
-        """Size as stored."""
-        return self.part.elements * (1 if self.quantised else self.dtype.itemsize)
+        """Size in the file."""
+        return self.part.elements * self.dtype.itemsize
 
 
 def layout_huggingface(source: Catalog, exported: Sequence[_Exported], target: HuggingFaceTarget) -> LaidOut:
@@ -215,14 +186,7 @@ def layout_huggingface(source: Catalog, exported: Sequence[_Exported], target: H
             f"with --max-shard-size {target.max_shard_bytes} the model takes {len(shards)} files; at most "
             f"{MAX_TARGET_FILES} are written, give a larger size"
         )
-    if target.quantize is None:
-        return _files_of(source, shards, _names(len(shards)))
-    quantised = [entry.part for entry in exported if entry.quantised]
-    if not quantised:
-        raise UnsupportedError(f"--quantize {target.quantize}: no tensor of this model can be quantised")
-    states = {source.tensors.identity(entry.tensor)[1] for entry in exported if entry.quantised}
-    laid_out = _files_of(source, shards, _names(len(shards) + 1))
-    return replace(laid_out, remarks=remarks(quantised, states, target.quantize))
+    return _files_of(source, shards, _names(len(shards)))
 
 
 def _unknown_to_readers(model: Model) -> tuple[str, ...]:
@@ -237,34 +201,17 @@ def _unknown_to_readers(model: Model) -> tuple[str, ...]:
 
 
 def _files_of(source: Catalog, shards: Sequence[Sequence[_Exported]], names: Sequence[str]) -> LaidOut:
-    """Files of these tensors, and an index if there are several files.
-
-    ``names`` are those of the files; one more, of the file of scales, if tensors are quantised.
-    """
-    quantised = [entry.part for shard in shards for entry in shard if entry.quantised]
-    scales = encode_safetensors(scale_slots(quantised), METADATA)
-    scales_at = {quantised[slot].key: byte_offset for slot, byte_offset, _ in scales.slots}
+    """Files of these tensors, and an index if there are several files."""
     new = NewFiles()
     rows: list[tuple[int, _Exported, int]] = []
-    quantised_files: dict[str, QuantisedFile] = {}
-    for number, (name, shard) in enumerate(zip(names, shards, strict=not quantised)):
-        slots = [TensorSlot(i, e.part.key, e.tag, e.part.shape) for i, e in enumerate(shard)]
+    for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
+        slots = [TensorSlot(i, e.part.key, TAGS[e.dtype.name], e.part.shape) for i, e in enumerate(shard)]
         encoded = encode_safetensors(slots, METADATA)
-        stored = [(shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
-        weights = [
-            (at, entry.part.shape, scales_at[entry.part.key], entry.part.key)
-            for entry, at in stored
-            if entry.quantised
-        ]
-        described = QuantisedFile.of(encoded.size_bytes, weights, names[-1])
-        rows += [(number, entry, described.planned_at(at)) for entry, at in stored]
-        new.add_encoded(name, replace(encoded, size_bytes=described.planned_bytes, slots=()), ())
-        if weights:
-            quantised_files[name] = described
+        rows += [(number, shard[slot], byte_offset) for slot, byte_offset, _ in encoded.slots]
+        new.add_encoded(name, replace(encoded, slots=()), ())
     catalog, numbers = _chosen(source, [e.tensor for _, e, _ in rows])
     if len(names) > 1:
-        new.add_literal(WEIGHT_INDEX, _index(names, shards, sum(nbytes for _, _, nbytes in scales.slots)))
-    scale_file = ScaleFile(scales.literals[0][1], scales.size_bytes)
+        new.add_literal(WEIGHT_INDEX, _index(names, shards))
     casts = {(source.tensors[e.tensor].dtype.name, e.dtype.name) for _, e, _ in rows}
     files = replace(
         new.target_files(),
@@ -272,7 +219,6 @@ def _files_of(source: Catalog, shards: Sequence[Sequence[_Exported]], names: Seq
             [row for file, e, at in rows for row in e.part.rows(numbers[e.tensor], file, e.dtype, at)]
         ),
         casts=frozenset(cast for cast in casts if {*cast} <= {*FLOATING}),
-        quantised=Quantisation(quantised_files, {names[-1]: scale_file} if quantised else {}),
     )
     lost = tuple(sorted(source.tensors.states - catalog.tensors.states))
     return LaidOut(catalog, files, states_not_carried=lost)
@@ -287,10 +233,8 @@ def _exported(
     for tensor, parts in of_model:
         for part in parts:
             dtype = target.dtype_of(tensor, part)
-            if quantised := target.quantize is not None and is_quantised(part, dtype, target.quantize):
-                dtype = dtype_named("float32")
             state = _state(tensor, dtype, target.state, index)
-            yield _Exported(part, index[tensor.tied_to or tensor.key, state], dtype, quantised)
+            yield _Exported(part, index[tensor.tied_to or tensor.key, state], dtype)
 
 
 def _state(tensor: ModelTensor, dtype: DType, state: str, index: Mapping[tuple[str, str], int]) -> str:
@@ -334,11 +278,9 @@ def _names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]], scale_bytes: int) -> bytes:
-    quantised = [e for shard in shards for e in shard if e.quantised]
-    total_bytes = sum(e.nbytes for shard in shards for e in shard) + scale_bytes
-    weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=not quantised) for e in shard}
-    weight_map |= {e.part.key + SCALES: names[-1] for e in quantised}
+def _index(names: Sequence[str], shards: Sequence[Sequence[_Exported]]) -> bytes:
+    total_bytes = sum(e.nbytes for shard in shards for e in shard)
+    weight_map = {e.part.key: name for name, shard in zip(names, shards, strict=True) for e in shard}
     return format_index(Index(dict(sorted(weight_map.items())), {"total_size": total_bytes}, {}))
 
 
