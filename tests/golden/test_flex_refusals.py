@@ -138,12 +138,6 @@ def beside_auto_parallel(folder: Path) -> None:
     shutil.copytree(other / "dist_ckpt", folder / "dist_ckpt", copy_function=shutil.copyfile)
 
 
-def older_average(folder: Path) -> None:
-    shutil.rmtree(folder / "ema_state")
-    (folder / "ema_state").mkdir()
-    (folder / "ema_state/0_0.distcp").write_bytes(pickle.dumps({"master_weights": {}}, protocol=4))
-
-
 def muon(folder: Path) -> None:
     meta = json.loads((folder / "model_meta.json").read_text())
     meta["sharding_metas"] = {"tp00_pp00": {"sharding_strategy": "MuonSharding"}}
@@ -168,7 +162,6 @@ def no_config(folder: Path) -> None:
         (beside_hybrid, "optimizer.pdopt: lies beside a FlexCheckpoint"),
         (beside_weights, "model.safetensors: lies beside a FlexCheckpoint"),
         (beside_auto_parallel, "dist_ckpt/0.metadata to one of auto-parallel training"),
-        (older_average, "ema_state/0_0.distcp: an average under parameter names"),
         (
             muon,
             "model_meta.json: tp00_pp00 says that sharding_strategy is MuonSharding, and no tensor has moment1 alone",

@@ -55,8 +55,6 @@ class Run:
     segments: tuple[int, int] | None = None
     """In both jobs, the elements above which stage 3 cuts a parameter."""
     layout: dict[str, Any] = field(default_factory=dict)
-    older: bool = False
-    """Whether the first job saves its own average as the trainer did before 1.2; the second goes on from that."""
 
     @property
     def flex(self) -> bool:
@@ -85,9 +83,6 @@ RUNS = {
         2,
         segments=(512, 5000),
         layout={"stage3_segment_size": 5000},
-    ),
-    "fc-older-sh2-v2-to-sh2-v1": Run(
-        V2 | SHARDING2 | FLEX, 2, "sharding=2", "stage1v1", V1 | SHARDING2, 2, older=True
     ),
     "ep2sh2-v2-to-ep2mp2": Run(
         EP2 | V2 | SHARDING2,
@@ -129,21 +124,14 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     work.mkdir(parents=True)
     segments = [{"SHIM_SEGMENT": str(s)} for s in run.segments or ()] or [{}, {}]
     average = {} if run.segments else EMA
-    if run.older:
-        segments[0]["EMA_OLDER"] = "1"
     _train(lab, run, name, work / "first", run.first | average, run.first_ranks, 3, segments[0])
     theirs, ours = work / "first" / "out" / "checkpoint-3", work / "first" / "out" / "checkpoint-3-ours"
     found = []
-    if run.older:
-        found = _verify_older(theirs, ours, work / "newer")
-    elif run.segments is None:
+    if run.segments is None:
         one, other = ({"": read_flex_ema(f)} if run.flex else _files(f) for f in (ours, theirs))
         found = _differences(one, other, "the trainer's own average")
     found += _compare(ours, run.first, _reference(work / "first", (1, 2, 3), None), "the reference")
-    if run.older:
-        shutil.copy(ours / "ema.json", theirs)
-    else:
-        shutil.copytree(ours, theirs, dirs_exist_ok=True)
+    shutil.copytree(ours, theirs, dirs_exist_ok=True)
     converted = work / "converted" / "checkpoint-3"
     config = case_directory("single") / "checkpoint-3" / "config.json"
     paddle_reshard.convert(
@@ -165,15 +153,6 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
             f"ema.json counts {progress['updates']} updates up to step {progress['step']}, not 6 and 6"
         )
     return found
-
-
-def _verify_older(theirs: Path, ours: Path, both: Path) -> list[str]:
-    """The checkpoint with the trainer's average without metadata is the same as with ours, which has them."""
-    shutil.copytree(theirs, both, ignore=shutil.ignore_patterns("ema_state"))
-    shutil.copytree(ours / "ema_state", both / "ema_state")
-    config = case_directory("single") / "checkpoint-3" / "config.json"
-    difference = paddle_reshard.verify(theirs, both, config=config)
-    return [] if difference.equal else [f"the trainer's own average without metadata: {difference}"]
 
 
 def _train(

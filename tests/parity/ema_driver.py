@@ -2,10 +2,8 @@
 
 ``EMA_DECAY``: of both. ``EMA_SEEN``: a folder for what is averaged of every step, as the rank holds it.
 ``EMA_RESUME``: a checkpoint from which the trainer goes on; ``EMA_FROM``: the one from which our average does.
-``EMA_OLDER``: the trainer saves its own as it did before 1.2.
 """
 
-import json
 import os
 import runpy
 import sys
@@ -31,22 +29,7 @@ def main() -> None:
         return train(trainer, resume_from_checkpoint=resumed)
 
     Trainer.train = train_with_averages
-    if "EMA_OLDER" in os.environ:
-        _save_as_before_the_metadata()
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _save_as_before_the_metadata():
-    """What the trainer did before it described its averages in FlexCheckpoints; the class still has it."""
-    from paddleformers.trainer.utils.zero_cost_checkpoint import EMABuffer, EMABufferFcBased
-
-    def save(buffer, step):
-        checkpoint = Path(buffer.args.output_dir) / f"checkpoint-{step}"
-        (checkpoint / "ema_state").mkdir(parents=True, exist_ok=True)
-        (checkpoint / "model_meta.json").write_text(json.dumps(buffer._get_model_meta()))
-        EMABuffer.save(buffer, step)
-
-    EMABufferFcBased.save = save
 
 
 def _our_callback(trainer, resumed):

@@ -14,12 +14,11 @@ from paddle_reshard.pipeline.checkpoint.reading import (
     index_safetensors,
     index_tensor_file,
 )
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.pipeline.formats.flex.checkpoint import read_flex
-from paddle_reshard.pipeline.formats.flex.names import METADATA, is_dist_file, version_of
-from paddle_reshard.pipeline.formats.flex.older_average import OlderAverage, describe_older_average
+from paddle_reshard.pipeline.formats.flex.names import EMA_STATE, METADATA, is_dist_file, version_of
 from paddle_reshard.pipeline.formats.flex.source import DataFile
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
@@ -44,13 +43,7 @@ def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     described = {path: size for path, size in own.items() if path.endswith(METADATA)}
     held = {path: size for path, size in own.items() if path not in described}
     metadata: Mapping[str, DistMetadata] = files.index_here(_index_metadata, store, described)
-    indexed = files.index_anywhere(_index_data_file, store, held)
-    data_files = {path: file for path, file in indexed.items() if isinstance(file, DataFile)}
-    averages = {path: file for path, file in indexed.items() if isinstance(file, OlderAverage)}
-    not_carried: tuple[tuple[str, str], ...] = ()
-    if averages:
-        of_average, held_averages, not_carried = describe_older_average(averages, metadata, data_files)
-        metadata, data_files = {**metadata, **of_average}, {**data_files, **held_averages}
+    data_files = files.index_anywhere(_index_data_file, store, held)
     checkpoint = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
     # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
@@ -59,7 +52,7 @@ def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     return replace(
         checkpoint,
         own_files=own_files,
-        not_carried=(*checkpoint.not_carried, *not_carried, *older.items()),
+        not_carried=(*checkpoint.not_carried, *older.items()),
         newer=_newer(metadata),
     )
 
@@ -124,7 +117,7 @@ class _Begun:
         )
 
 
-def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile | OlderAverage:
+def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile:
     from paddle_reshard.storage.files.safetensors import is_safetensors
 
     # Paddle 3.3 gives the two kinds of files different suffixes; later versions call both .distcp.
@@ -133,12 +126,14 @@ def _index_data_file(store: Readable, path: str, size_bytes: int) -> DataFile | 
         return DataFile(size_bytes, index_safetensors(begun, path, size_bytes).tensors, {})
     root = index_tensor_file(begun, path, size_bytes)
     names = root.pop(STRUCTURED_NAMES, {})
-    masters = root.pop(_MASTERS) if isinstance(root.get(_MASTERS), dict) else None
-    for key, value in (*root.items(), *(masters or {}).items()):
+    if isinstance(root.get(_MASTERS), dict):
+        raise UnsupportedError(
+            f"{path}: an average under parameter names, without metadata, as PaddleFormers wrote it before 1.2. Load "
+            f"and save the checkpoint once with PaddleFormers 1.2, or move {EMA_STATE}/ elsewhere and convert the rest"
+        )
+    for key, value in root.items():
         if not isinstance(value, ArrayRef):
             raise FormatError(
                 "not_an_array", path, None, f"{key} holds a {type(value).__name__}, an array is expected"
             )
-    if masters is not None:
-        return OlderAverage(size_bytes, masters, root)
     return DataFile(size_bytes, root, names if isinstance(names, dict) else {})
