@@ -1,8 +1,8 @@
 """Save a plan to a file, and compare it with one: a sequence of Arrow streams, with nothing that could be executed.
 
-The first stream is a header without rows; its metadata identify the file. A stream follows for each table of the plan.
-Any Arrow library can read the file, stream by stream. Nothing here makes a plan of it: what is run is always planned
-anew, and compared with the file (docs/decisions/010-saved-plans.md).
+The first stream is a header without rows; its metadata identify the file. A stream follows for each table: the tensors,
+and the files that are read, written and carried. Any Arrow library can read the file, stream by stream. Nothing here
+makes a plan of it: what is run is always planned anew, and compared with the file (docs/decisions/010-saved-plans.md).
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from paddle_reshard.pipeline.core.columns import narrowed
 from paddle_reshard.pipeline.core.errors import FormatError, PlanError, UsageError
 from paddle_reshard.pipeline.core.extras import require
-from paddle_reshard.pipeline.core.literals import Literals
-from paddle_reshard.pipeline.planning.ops import OP, Ops
-from paddle_reshard.pipeline.planning.parts import PART
-from paddle_reshard.pipeline.planning.plan import BAND, Plan
+from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.local.folders import written_whole
 
@@ -31,20 +24,13 @@ require("pyarrow", "arrow", "a saved plan")
 import pyarrow as pa  # noqa: E402 (only once it is known to be there)
 
 FORMAT = "paddle-reshard plan"
-GENERATION = 3
+GENERATION = 4
 BATCH_ROWS = 1 << 16
 """Rows per record batch: small enough that saving does not take the memory of a second plan."""
 _COMPRESSION = "lz4"
 _FIRST_BYTES = b"\xff\xff\xff\xff"
 """First bytes of every Arrow stream."""
 
-_NUMBER = np.dtype([("value", np.int64)])
-_ROWS = {"op_groups": _NUMBER, "bands": BAND, "parts": PART, "group_peaks": _NUMBER}
-_LENGTHS = {f"{side}_length": f"{side}_stop_after_{side}_byte" for side in ("source", "target")}
-_OPS = {
-    (name, dim): _LENGTHS.get(name, name) + (f"_{dim}" if OP[name].shape else "") for name, dim in Ops.COLUMNS
-}
-"""Column of ops → its name in the file. Of the end of a box, the file holds the distance from its first byte."""
 _TEXT, _WHOLE = pa.string(), pa.int64()
 _FILE = pa.schema({"path": _TEXT, "size_bytes": _WHOLE})
 _TABLES = {
@@ -60,18 +46,8 @@ _TABLES = {
     "source_files": _FILE,
     "target_files": _FILE,
     "carried": pa.schema({"source_path": _TEXT, "target_path": _TEXT, "size_bytes": _WHOLE}),
-    "literals": pa.schema({"template": _WHOLE, "byte_offset": _WHOLE, "content": pa.large_binary()}),
-    "literal_files": pa.schema({"file": _WHOLE, "template": _WHOLE}),
 }
-_OF_VALUES = ("tensors", "source_files", "target_files", "carried")
-"""Tables whose rows are Python values, and which tell what has changed between two plans."""
-_SCALARS = (
-    "budget_bytes",
-    "allow_replica_drift",
-    "allow_master_drift",
-    "compared_only",
-    "read_once_budget_bytes",
-)
+"""What tells a reader how two plans differ; the id covers the rest."""
 
 
 def save_plan(plan: Plan, path: Path) -> None:
@@ -80,23 +56,12 @@ def save_plan(plan: Plan, path: Path) -> None:
         "format": FORMAT,
         "generation": GENERATION,
         "plan_id": plan.plan_id,
-        **{name: getattr(plan, name) for name in _SCALARS},
+        "budget_bytes": plan.budget_bytes,
     }
     with written_whole(path, UsageError) as file:
         _write(file, "header", pa.schema([]), (), json.dumps(header | {"digest": _digest(header)}))
-        _write_narrow(file, "ops", {_OPS[name]: column for name, column in plan.ops.narrow()})
-        for name, dtype in _ROWS.items():
-            rows = np.ascontiguousarray(getattr(plan, name)).view(dtype)
-            _write_narrow(
-                file, name, {field: narrowed(rows[field], len(rows)) for field in dtype.names or ()}
-            )
-        for name, columns in _tables_of(plan).items():
-            schema = _TABLES[name]
-            _write(file, name, schema, _batches(columns, schema))
-        templates, files = plan.literals.templates()
-        _write(file, "literals", _TABLES["literals"], _batches_of_literals(templates))
-        schema = _TABLES["literal_files"]
-        _write(file, "literal_files", schema, _batches(files, schema))
+        for name, rows in _rows_of(plan).items():
+            _write(file, name, _TABLES[name], _batches(rows, _TABLES[name]))
 
 
 def _write(
@@ -110,41 +75,8 @@ def _write(
             stream.write_batch(batch)
 
 
-def _write_narrow(file: Any, table: str, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Columns of whole numbers, each as narrow as its values allow."""
-    schema = pa.schema([(name, pa.from_numpy_dtype(column.dtype)) for name, column in columns.items()])
-    batches = (
-        pa.RecordBatch.from_arrays(
-            [
-                pa.array(np.ascontiguousarray(column[first : first + BATCH_ROWS]))
-                for column in columns.values()
-            ],
-            schema=schema,
-        )
-        for first in range(0, max(map(len, columns.values())), BATCH_ROWS)
-    )
-    _write(file, table, schema, batches)
-
-
-def _batches_of_literals(literals: Literals) -> Iterator[pa.RecordBatch]:
-    schema = _TABLES["literals"]
-    files, offsets, sizes = literals.files, literals.offsets, literals.sizes
-    pieces, content = literals.contents(), bytearray()
-    for first in range(0, len(sizes), BATCH_ROWS):
-        here = slice(first, first + BATCH_ROWS)
-        ends = np.r_[0, np.cumsum(sizes[here])]
-        while len(content) < ends[-1]:
-            content += next(pieces)
-        buffers = [None, pa.py_buffer(ends), pa.py_buffer(bytes(content[: ends[-1]]))]
-        del content[: ends[-1]]
-        texts = pa.Array.from_buffers(pa.large_binary(), len(ends) - 1, buffers)
-        yield pa.RecordBatch.from_arrays(
-            [pa.array(files[here]), pa.array(offsets[here]), texts], schema=schema
-        )
-
-
-def _tables_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
-    """The tables whose rows are Python values."""
+def _rows_of(plan: Plan) -> dict[str, Sequence[tuple[Any, ...]]]:
+    """The rows of every table."""
     return {
         "tensors": [
             (key, state, dtype.name, shape, aliases)
@@ -184,7 +116,7 @@ def _first_change(budget_bytes: int | None, then: Mapping[str, pa.Table], plan: 
     """What differs between a saved plan, given by its budget and tables, and another one."""
     now = {
         name: pa.Table.from_batches(_batches(rows, _TABLES[name]), _TABLES[name])
-        for name, rows in _tables_of(plan).items()
+        for name, rows in _rows_of(plan).items()
     }
     for side in ("source", "target"):
         sizes, new_sizes = (
@@ -213,7 +145,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
             yield file
-    except pa.ArrowException as error:
+    except (pa.ArrowException, MemoryError) as error:  # a damaged length asks for any number of bytes
         raise _malformed(str(path), f"not a complete plan file: {error}") from error
     except OSError as error:
         if error.errno is None:  # raised by Arrow for a truncated file
@@ -250,15 +182,14 @@ def _read_header(file: Any, path: str) -> dict[str, Any]:
 
 
 def _read_tables(file: Any, path: str) -> dict[str, pa.Table]:
-    """The tables whose rows are Python values, of a file that stands behind its header."""
+    """The tables of a file that stands behind its header."""
     tables = {}
-    for name in ("ops", *_ROWS, *_OF_VALUES):
+    for name, expected in _TABLES.items():
         with pa.ipc.open_stream(file) as stream:
             found, schema = (stream.schema.metadata or {}).get(b"table"), stream.schema.remove_metadata()
-            if found != name.encode() or schema != _TABLES.get(name, schema):
+            if found != name.encode() or schema != expected:
                 raise _malformed(path, f"the table {name!r} is missing or has unexpected columns")
-            batches = [batch for batch in stream if name in _OF_VALUES]
-        tables[name] = pa.Table.from_batches(batches, schema)
+            tables[name] = pa.Table.from_batches(stream, schema)
         tables[name].validate(full=True)
         if any(column.null_count for column in tables[name].columns):
             raise _malformed(path, f"the table {name!r} has missing values")

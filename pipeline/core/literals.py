@@ -185,20 +185,6 @@ class Literals(Iterable[Literal]):
             else:
                 yield from (reader.read(*bounds) for bounds in zip(starts, stops, strict=True))
 
-    def templates(self) -> tuple[Literals, list[tuple[int, int]]]:
-        """The literals of each template once, its number in place of a file; and the file and template of each run."""
-        templates = Literals()
-        templates._content = self._content
-        numbers: dict[int, int] = {}
-        files = []
-        for file, template in self._runs:
-            if template.offsets:
-                number = numbers.setdefault(id(template), len(numbers))
-                if number == len(templates._runs):
-                    templates._runs.append((number, template))
-                files.append((file, number))
-        return templates, files
-
     def by_file(self) -> LiteralsByFile:
         """The same literals, indexed by file and offset."""
         return LiteralsByFile(self._runs, self._content)

@@ -64,15 +64,3 @@ def test_what_lies_in_ranges_of_files() -> None:
             contents[number - 2][offset : offset + len(content)] = content
         assert contents == [whole[start:stop] for _, start, stop in ranges]
         assert len(taken) == len(found)
-
-
-def test_templates_are_stored_once() -> None:
-    given = [(7, 0, b"alone"), (9, 5, b"again")]
-    literals = Literals(given)
-    template = literals.template([(0, b"head"), (100, b"tail")])
-    for file in (3, 1):
-        literals.add_file(template, file)
-    literals.add_file(literals.template([]), 2)
-    templates, files = literals.templates()
-    assert list(templates) == [(0, 0, b"alone"), (1, 5, b"again"), (2, 0, b"head"), (2, 100, b"tail")]
-    assert files == [(7, 0), (9, 1), (3, 2), (1, 2)]

@@ -53,22 +53,12 @@ def tables_in(path: Path) -> dict[str, pa.Table]:
 
 
 @pytest.mark.parametrize("rows", [7, plan_file.BATCH_ROWS])
-def test_a_file_holds_the_whole_plan(
+def test_any_arrow_library_reads_tensors_and_files(
     plan: Plan, tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_file, "BATCH_ROWS", rows)
     save_plan(plan, tmp_path / "plan")
     tables = tables_in(tmp_path / "plan")
-    columns = dict(plan.ops.narrow())
-    assert tables["ops"].num_columns == len(columns)
-    for column, (name, dim) in zip(tables["ops"].columns, columns, strict=True):
-        np.testing.assert_array_equal(column.to_numpy(), columns[name, dim], f"{name} {dim}")
-    for name, held in (("bands", plan.bands), ("parts", plan.parts)):
-        assert tables[name].column_names == list(held.dtype.names or ())
-        for field in tables[name].column_names:
-            np.testing.assert_array_equal(tables[name][field].to_numpy(), held[field], field)
-    for name in ("op_groups", "group_peaks"):
-        np.testing.assert_array_equal(tables[name]["value"].to_numpy(), getattr(plan, name), name)
     for name in ("source_files", "target_files"):
         sizes = [(file.path, file.size_bytes) for file in getattr(plan, name)]
         assert list(zip(*tables[name].to_pydict().values(), strict=True)) == sizes
@@ -82,11 +72,8 @@ def test_a_file_holds_the_whole_plan(
         }
         for tensor in plan.tensors
     ]
-    templates, files = (
-        list(zip(*tables[name].to_pydict().values(), strict=True)) for name in ("literals", "literal_files")
-    )
-    of_files = [(file, *literal) for file, number in files for of, *literal in templates if of == number]
-    assert of_files == list(plan.literals)
+    carried = {"source_path": "training_args.bin", "target_path": "training_args.bin", "size_bytes": 77}
+    assert tables["carried"].to_pylist() == [carried]
 
 
 def test_the_same_plan_is_the_same_file(plan: Plan, saved: Path, tmp_path: Path) -> None:
@@ -110,7 +97,7 @@ def test_a_file_cut_short_or_damaged_is_refused(plan: Plan, saved: Path) -> None
         saved.write_bytes(whole[:stop])
         with pytest.raises(FormatError, match="bad_plan_file"):
             check_is_saved(plan, saved)
-    for stop in random.integers(header, whole.index(b"literal_files") - 1000, 20).tolist():
+    for stop in random.integers(header, len(whole) - 200, 20).tolist():
         saved.write_bytes(whole[:stop])
         with pytest.raises((FormatError, PlanError)):
             check_is_saved(other, saved)
@@ -124,7 +111,7 @@ def test_a_file_cut_short_or_damaged_is_refused(plan: Plan, saved: Path) -> None
 
 def test_another_generation_is_refused(plan: Plan, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_file, "GENERATION", 2)
-    with pytest.raises(FormatError, match="has generation 3; this version reads 2: make the plan again"):
+    with pytest.raises(FormatError, match="has generation 4; this version reads 2: make the plan again"):
         check_is_saved(plan, saved)
 
 
