@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.progress.events_as_json import EventLog
 from paddle_reshard.pipeline.progress.metrics import read_address
-from paddle_reshard.pipeline.request import given_file
 from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
     Decides,
@@ -35,12 +33,20 @@ VARIABLE = "PADDLE_RESHARD_{}"
 """Environment variable of an option that may be given so."""
 WITHOUT_VARIABLES = object()
 """``obj`` of a context in which no option has the value of an environment variable."""
-LAYOUT_FLAGS: Mapping[str, str] = {
-    "comm_buffer_size_mb": "comm_buffer_size_MB",
-    "sequence_parallel": "sequence_parallel",
-    "segmentation": "segmentation",
-}
-"""Option → the entry of ``--layout`` that it sets."""
+
+
+class FileOrObject(click.Path):
+    """A small local JSON file, or the JSON object itself; its text then, as a job is given it again."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """The path, or the text of an object."""
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                parse_json(value)
+            except ValueError as error:
+                self.fail(f"{value} is no JSON object: {error}", parameter, context)
+            return value
+        return super().convert(value, parameter, context)
 
 
 class Words(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
@@ -181,8 +187,13 @@ def declared(name: str, *further_flags: str, of: Any = None, help: str | None = 
         settings["is_flag"] = True
     elif option.kind is Kind.LIST:
         settings["multiple"] = True
-    elif option.kind in (Kind.FILE, Kind.ENTRIES):
+    elif option.kind is Kind.FILE:
         settings["type"] = FILE
+    elif option.kind is Kind.ENTRIES:
+        settings |= {
+            "metavar": "FILE|JSON",
+            "type": FileOrObject(exists=True, dir_okay=False, path_type=Path),
+        }
     elif option.kind is Kind.OBJECT:
         settings |= {"metavar": "JSON|@FILE", "callback": lambda context, parameter, text: read_object(text)}
     elif option.decides is Decides.LOCATION:
@@ -200,27 +211,9 @@ def given(context: click.Context) -> dict[str, Any]:
         for name, value in context.params.items()
         if name in declarations() and context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    entries = {
-        entry: _segmentation(value) if name == "segmentation" else value
-        for name, entry in LAYOUT_FLAGS.items()
-        if (value := context.params.get(name)) is not None
-    }
-    if entries:
-        values["layout"] = {**_layout_file(values.get("layout")), **entries}
+    if isinstance(values.get("layout"), str):
+        values["layout"] = parse_json(values["layout"])
     return values
-
-
-def _layout_file(path: Path | None) -> dict[str, Any]:
-    return {} if path is None else given_file.read_object(path)
-
-
-def _segmentation(text: str) -> str | list[int]:
-    if not text[:1].isdigit():
-        return text
-    try:
-        return [int(start) for start in text.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--segmentation {text!r}: not a list of item numbers like 0,3,6") from error
 
 
 def read_object(text: str | None) -> dict[str, Any] | None:
@@ -305,43 +298,13 @@ metrics_option = execution_option(
     metavar="[HOST:]PORT",
     help="Serve metrics for Prometheus at this port while the command runs, on 127.0.0.1 unless HOST is given.",
 )
-layout_flags = all_of(
-    outcome_option(
-        "--comm-buffer-size-mb",
-        type=click.IntRange(1),
-        help="Stage 1 v2: the job's sharding_comm_buffer_size_MB. Default: 256.",
-    ),
-    outcome_option(
-        "--sequence-parallel/--no-sequence-parallel",
-        default=None,
-        help="Whether the target job uses sequence parallelism, which determines parameter names. Default: as in "
-        "the source.",
-    ),
-    outcome_option(
-        "--segmentation",
-        metavar="HOW",
-        help="How layers are divided into pipeline stages: uniform, layer:Regex, or the first item of "
-        "each stage (0,3,6). Default: the segmentation of the model class.",
-    ),
-)
-
 
 OF_ONE_SOURCE = of_one_source()
-
-
-def declared_all(names: Iterable[str]) -> Iterator[Decorator]:
-    """Options as they are declared; ``--layout`` is followed by the flags for single entries of it."""
-    for name in names:
-        yield declared(name)
-        if name == "layout":
-            yield layout_flags
-
-
 target_options = all_of(
-    *declared_all(name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE),
+    *map(declared, (name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE)),
     answer_options,
 )
 run_options = all_of(
-    *declared_all(RunOptions.__annotations__),
+    *map(declared, RunOptions.__annotations__),
     metrics_option,
 )

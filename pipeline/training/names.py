@@ -365,8 +365,8 @@ def _advice(stored: list[Named], live: list[Named]) -> str:
     of_checkpoint, of_job = (any(_PARALLEL in named.name for named in side) for side in (stored, live))
     if of_checkpoint == of_job:
         return "start it with the arguments that paddle-reshard launch prints for the checkpoint"
-    flag = "--sequence-parallel" if of_job else "--no-sequence-parallel"
+    checkpoint, job = str(of_checkpoint).lower(), str(of_job).lower()
     return (
-        f"start it with --sequence_parallel {str(of_checkpoint).lower()}, as the checkpoint is named, or convert with "
-        f"{flag}"
+        f"start it with --sequence_parallel {checkpoint}, as the checkpoint is named, or convert with --layout "
+        f"'{{\"sequence_parallel\": {job}}}'"
     )

@@ -88,7 +88,7 @@ OPTIONS = {
     f"--to tp=1 --memory {'9' * 400}": "is more than any file or memory has",
     f"--format huggingface --max-shard-size {'9' * 40}TB": "is more than any file or memory has",
     f"--to tp=1 --vocab-pad {10**15}": "at most 268435456 rows",
-    f"--to sharding=2 --sharding-strategy stage1v2 --comm-buffer-size-mb {10**30}": "must be at most 1048576",
+    f'--to sharding=2 --layout {{"comm_buffer_size_MB":{10**30}}}': "must be at most 1048576",
 }
 
 

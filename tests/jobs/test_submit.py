@@ -57,8 +57,6 @@ DECIDES = {
         "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
         "layout": FILE, "target_meta": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
         "replicas": "first", "allow_replica_drift": True, "allow_master_drift": True,
-        "comm_buffer_size_mb": 64, "segmentation": "uniform",
-        "sequence_parallel": True,
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",
         "master_weights": "from-parameters", "card": True, "ranks": "0",
@@ -126,8 +124,8 @@ def test_what_decides_the_outcome_decides_the_id(tmp_path: Path) -> None:
         identity("/a2", "/b", "--to", "tp=2"),
         identity("/a", "/b2", "--to", "tp=2"),
         identity("s3://a", "/b", "--to", "tp=2"),
-        identity("/a", "/b", "--to", "tp=2", "--sequence-parallel"),
-        identity("/a", "/b", "--to", "tp=2", "--no-sequence-parallel"),
+        identity("/a", "/b", "--to", "tp=2", "--layout", '{"sequence_parallel": true}'),
+        identity("/a", "/b", "--to", "tp=2", "--layout", '{"sequence_parallel": false}'),
         with_layout,
         identity("/a", "/b", "--to", "tp=2", "--layout", layout),
     ]
@@ -151,8 +149,8 @@ def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my rules.json").write_text('{"a": 1}')
     request = read(
-        *("a b", "s3://bucket/out/", "--to", "tp=2", "--no-sequence-parallel", "--rules", "my rules.json"),
-        *("--vocab-pad", 128, "--segmentation", "layer:Llama Decoder", "--allow-replica-drift"),
+        *("a b", "s3://bucket/out/", "--to", "tp=2", "--rules", "my rules.json"),
+        *("--vocab-pad", 128, "--layout", '{"segmentation": "layer:Llama Decoder"}', "--allow-replica-drift"),
     )
     spelled = request.spell(request.values["source"], request.values["target"])
     again = read(*(argument.replace("rules.json", str(tmp_path / "my rules.json")) for argument in spelled))

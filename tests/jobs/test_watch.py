@@ -527,7 +527,7 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
         (["run", "--target", "out:flex"], 2, "without --target"),
         (["run", "out", "--to", "tp=1", "--plan", __file__], 2, "--plan is the plan of one conversion"),
         (
-            ["run", "out", "--format", "flex", "--sequence-parallel"],
+            ["run", "out", "--format", "flex", "--layout", '{"sequence_parallel": true}'],
             2,
             "--layout without --to",
         ),

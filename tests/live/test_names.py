@@ -163,12 +163,12 @@ def test_every_rank_of_a_real_job_fits_its_own_files(case: str) -> None:
         (
             "dense/mp2pp2",
             "dense/mp2pp2_sp",
-            r"start it with --sequence_parallel true.*--no-sequence-parallel",
+            r"start it with --sequence_parallel true.*--layout '{\"sequence_parallel\": false}'",
         ),
         (
             "dense/mp2pp2_sp",
             "dense/mp2pp2",
-            r"start it with --sequence_parallel false.*or convert with --sequence-parallel",
+            r"start it with --sequence_parallel false.*--layout '{\"sequence_parallel\": true}'",
         ),
     ],
 )

@@ -72,7 +72,7 @@ OF_THE_LIBRARY = {"gpt_oss:tp": SINKS}
 REMARKS = {
     "deepseek_v3:tp": "with `sequence_parallel`, without which its attention stops",
     "ernie4_5:pp": "only if `config.json` has another `pp_seg_method` (tried: `layer:DecoderLayer`, and the same with "
-    "`--segmentation`); the library's own default matches no layer of its pipeline, and the trainer stops. `convert` "
+    "`--layout`); the library's own default matches no layer of its pipeline, and the trainer stops. `convert` "
     "refuses that, and `families` does not list the axis",
     "ernie4_5_moe:ep": "its experts are distributed over tp ranks (`moe_group` mp)",
     "ernie4_5_moe:tp": "with `moe_group` dummy: each rank has a part of every expert (`experts_over_tp` false)",

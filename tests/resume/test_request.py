@@ -289,7 +289,8 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
 def test_the_command_line_resumes_with_its_original_options(source: Path, tmp_path: Path) -> None:
     """A process that is killed, and a second one with nothing but --resume."""
     target = tmp_path / "t"
-    options = ["--to", "pp=2", "--memory", "256MiB", "--segmentation", "0,2", "--sequence-parallel"]
+    layout = '{"segmentation": [0, 2], "sequence_parallel": true}'
+    options = ["--to", "pp=2", "--memory", "256MiB", "--layout", layout]
     kill = (
         "import os, signal, sys; from paddle_reshard.storage.session.ledger import Session; note = Session.note\n"
         "def noted(self, records): note(self, records); os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -331,12 +331,17 @@ def test_target_names_can_come_from_a_job_of_the_target_topology(tmp_path: Path)
     assert "disagree about the cell" in wrong.stderr
 
 
-def test_layout_comes_from_a_file_and_flags_win(tmp_path: Path) -> None:
+def test_a_layout_is_a_file_or_the_json_itself(tmp_path: Path) -> None:
     layout = tmp_path / "layout.json"
-    layout.write_text(json.dumps({"segmentation": "uniform", "sort_parameters": False}))
-    done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2", "--layout", layout, "--segmentation", "0,2")
-    assert done.returncode == 0, done.stderr
-    assert b"model.layers.1." in (tmp_path / "x" / "model_state.pp01.pdparams").read_bytes()
+    layout.write_text(json.dumps({"segmentation": [0, 2]}))
+    for number, given in enumerate((layout, layout.read_text())):
+        made = tmp_path / str(number)
+        done = run("convert", DEMO, made, "--to", "pp=2", "--layout", given)
+        assert done.returncode == 0, done.stderr
+        assert b"model.layers.1." in (made / "model_state.pp01.pdparams").read_bytes()
+    for text in ('{"segmentation": ', "{}}"):
+        wrong = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--layout", text)
+        assert (wrong.returncode, "is no JSON object" in wrong.stderr) == (2, True)
     layout.write_text(json.dumps({"segmentations": "uniform"}))
     wrong = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--layout", layout)
     assert wrong.returncode == 2

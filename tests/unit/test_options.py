@@ -18,10 +18,9 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.cli.options import LAYOUT_FLAGS, SECTIONS, given
+from paddle_reshard.pipeline.cli.options import SECTIONS, given
 from paddle_reshard.pipeline.core.errors import TargetError, UsageError
 from paddle_reshard.pipeline.core.tensors import DROPPABLE
-from paddle_reshard.pipeline.formats.jobs.request import LayoutOptions
 from paddle_reshard.pipeline.formats.registry import FORMATS, FormatName
 from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
@@ -51,7 +50,6 @@ OF_COMMANDS = {
     "progress",
     "events",
     "metrics_port",
-    *LAYOUT_FLAGS,
 }
 """Parameters of ``convert`` that are no options of a conversion."""
 TYPES: dict[Kind, tuple[Any, ...]] = {
@@ -271,31 +269,13 @@ def test_no_secret_is_kept_or_decides_an_id() -> None:
         assert not (option.kind is Kind.OBJECT and option.decides is not Decides.ACCESS), name
 
 
-@pytest.mark.parametrize(
-    ("words", "layout"),
-    [
-        (["--segmentation", "uniform"], {"segmentation": "uniform"}),
-        (["--segmentation", "0,3"], {"segmentation": [0, 3]}),
-        (
-            ["--no-sequence-parallel", "--comm-buffer-size-mb", "64"],
-            {"sequence_parallel": False, "comm_buffer_size_MB": 64},
-        ),
-    ],
-)
-def test_flags_stand_for_entries_of_a_layout(words: list[str], layout: dict[str, Any]) -> None:
-    context = CONVERT.make_context("convert", ["a", "b", *words])
-    assert given(context) == {"layout": layout}
-    LayoutOptions.parse(layout, "x")
-
-
 def test_an_option_of_a_target_is_an_entry_of_some_format_and_refused_for_the_others() -> None:
-    """Also one that stands for an entry of a layout, which the command line looked past."""
     for name in TARGET_OPTIONS:
         if name in ("format", "to"):
             continue
         with pytest.raises(UsageError, match=f"^{flag_of(name)} does not apply to --format"):
             check_options("unified" if name != "files" else "huggingface", {name: "x"})
-    done = invoke("convert", "a", "b", "--format", "unified", "--segmentation", "uniform")
+    done = invoke("convert", "a", "b", "--format", "unified", "--layout", '{"segmentation": "uniform"}')
     assert done.exit_code == 2
     assert "--layout (segmentation) does not apply to --format unified" in done.stderr
 

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.cli.options import (
     OF_ONE_SOURCE,
     SectionedCommand,
     all_of,
-    declared_all,
+    declared,
     given,
     outcome_option,
     report_option,
@@ -67,7 +67,7 @@ conversion_options = all_of(
         f"{', '.join(flag_of(name)[2:] for name in TARGET_OPTIONS if name not in ('to', 'format'))}. "
         "With --resume, DST alone is enough, in the original order.",
     ),
-    *declared_all(OF_ONE_SOURCE),
+    *map(declared, OF_ONE_SOURCE),
     target_options,
 )
 
@@ -214,7 +214,7 @@ def _show_cards(source: str, cards: int, every: bool, options: Mapping[str, Any]
 )
 @conversion_options
 @run_options
-@all_of(*declared_all(("expected_plan", "device", "verify")))
+@all_of(*map(declared, ("expected_plan", "device", "verify")))
 @outcome_option(
     "--cards",
     type=click.IntRange(1),

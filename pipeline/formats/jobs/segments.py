@@ -57,8 +57,8 @@ def _starts_by_default(
             raise
         raise PlanError(
             f"pp={pp}: the trainer cannot start it: {error}. That is the model's {entry}, by its config.json or the "
-            f"library's default. For a job whose config.json has another, such as {DECODER_LAYERS}, give the same with "
-            "--segmentation"
+            f"library's default. For a job whose config.json has another, give the same with "
+            f'--layout \'{{"segmentation": "{DECODER_LAYERS}"}}\''
         ) from error
 
 
