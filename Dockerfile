@@ -10,8 +10,8 @@ COPY . /source
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source
 
 FROM ${BASE}
-COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir "$(ls /wheels/*.whl)[arrow,s3,ray]"
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    pip install --no-cache-dir "$(ls /wheels/*.whl)[arrow,s3,ray]"
 USER 1000:1000
 WORKDIR /tmp
 ENTRYPOINT ["paddle-reshard"]

@@ -139,7 +139,9 @@ class Checkpoint:
     newer: str = ""
     """Description of attributes that are newer than the tested library versions; they do not affect values."""
     unproven: str = ""
-    """What nothing in its files proves, in words."""
+    """What nothing in its files proves and may be wrong, in words."""
+    alike: str = ""
+    """The number of files that only their names tell from those of other ranks, in words; usual in a healthy one."""
     keys_read: str = ""
     """How the keys in its files become those of the model, in words; empty: they are the same."""
 

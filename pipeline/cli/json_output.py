@@ -45,7 +45,7 @@ def inspection_data(inspection: Inspection) -> Json:
             "base": inspection.adapter.base,
         },
         "newer": inspection.newer,
-        "unproven": inspection.unproven,
+        "unproven": "; ".join(filter(None, (inspection.alike, inspection.unproven))),
         "tensor_files": inspection.tensor_files,
         "tensor_bytes": inspection.tensor_bytes,
         "states": [asdict(state) for state in inspection.states],

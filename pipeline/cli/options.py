@@ -68,6 +68,12 @@ class Option(click.Option):
         """The value of its environment variable, if that counts."""
         return None if ctx.obj is WITHOUT_VARIABLES else super().resolve_envvar_value(ctx)
 
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """The option in a message about its value, with its environment variable if the value came from there."""
+        if ctx is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.COMMANDLINE:
+            return click.Parameter.get_error_hint(self, ctx)
+        return super().get_error_hint(ctx)
+
 
 def decides(option: click.Option) -> Decides:
     """What an option decides; the outcome unless declared otherwise."""
@@ -106,6 +112,18 @@ class SectionedCommand(click.Command):
         settings: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
         usual = click.Option(["-h"], callback=_show_usual, help="Show the usual options.", **settings)
         return [*own, usual, all_options]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Of ``-to`` click would only say that there is no ``-t``."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = {flag for option in self.get_params(ctx) for flag in option.opts}
+            for one in given:
+                if len(one) > 2 and f"-{one}" in known:
+                    raise click.NoSuchOption(one, possibilities=[f"-{one}"], ctx=ctx) from error
+            raise
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the command does, and examples."""

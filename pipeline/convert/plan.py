@@ -37,6 +37,7 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.request.parse import (
     ConversionRequest,
 )
+from paddle_reshard.pipeline.request.record import averaging
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
@@ -209,7 +210,9 @@ class ConversionPlan(Shown):
             *(("like", like), ("newer", source.newer), ("not proven", source.unproven)),
             ("keys", source.keys_read),
         )
+        sources, how = averaging(self.asked or {})
         return [
+            *([("average", f"of {', '.join(sources)}, {how}")] if sources else ()),
             ("from", source_in_words(source)),
             *((name, said) for name, said in taken if said),
         ]

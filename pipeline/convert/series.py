@@ -117,7 +117,7 @@ def weigh(
     if (decay is not None) + (weights is not None) + uniform != 1:
         raise UsageError("give exactly one of --decay, --weights and --uniform")
     if count < 2:
-        raise UsageError("an average needs at least two checkpoints")
+        raise UsageError("an average needs at least two checkpoints; for all of a run give RUN/checkpoint-*")
     if decay is not None:
         return Weighting.by_decay(decay, count)
     if weights is not None and len(weights) != count:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST, SEEN
 
 MAX_RANKS: Final = 1 << 18
 """Ranks of a job, and so the size of an axis and the number in a file name: the largest known job has
@@ -34,6 +34,8 @@ MAX_MANIFEST_BYTES: Final = 1 << 28
 """``paddle_reshard.json``: 100,000 files and as many fingerprints take some 50 MB."""
 MAX_STATE_BYTES: Final = 1 << 27
 """``trainer_state.json``: 400,000 entries of its log take 120 MB."""
+MAX_RECORD_BYTES: Final = 1 << 16
+"""What watchers remember of a conversion: a dozen entries, and a sentence."""
 MAX_LEDGER_BYTES: Final = 1 << 30
 """The ledger of a conversion on a disk: a million groups, each with a few parts."""
 FREE_VALUES: Final = 1 << 16
@@ -62,7 +64,8 @@ def most_bytes(path: str) -> int:
     >>> most_bytes("checkpoint-3/paddle_reshard.json") == MAX_MANIFEST_BYTES
     True
     """
-    return _OF_NAME.get(path.rpartition("/")[2], MAX_META_BYTES)
+    folder, _, name = path.rpartition("/")
+    return MAX_RECORD_BYTES if folder.endswith(SEEN) else _OF_NAME.get(name, MAX_META_BYTES)
 
 
 def too_large(size_bytes: int, most: int) -> str:

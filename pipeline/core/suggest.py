@@ -49,6 +49,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     '; did you mean huggingface?'
     >>> did_you_mean("mp_degree", ["tp", "pp", "dp"])
     '; did you mean tp?'
+    >>> did_you_mean("llama", ["llama.paddlenlp", "llama.paddleformers", "lama"])
+    '; did you mean llama.paddleformers or llama.paddlenlp?'
     >>> did_you_mean("nonsense", ["tp", "pp", "dp"])
     ''
     """
@@ -61,5 +63,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     else:
         from difflib import get_close_matches
 
-        near = sorted(get_close_matches(word.lower(), words, n=2, cutoff=0.6))
+        near = [one for one in words if one.startswith(f"{word}.")]
+        near = sorted(near or get_close_matches(word.lower(), words, n=2, cutoff=0.6))
     return f"; did you mean {' or '.join(near)}?" if near else ""

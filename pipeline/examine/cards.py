@@ -284,7 +284,7 @@ def plan_cards(
         try:
             alternatives.append(offer.alternative(topology))
         except PlanError as error:
-            refused.append(RefusedTopology(topology, str(error)))
+            refused.append(RefusedTopology(topology, str(error).removeprefix(f"{topology}: ")))
     if not alternatives:
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refused))
         raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")

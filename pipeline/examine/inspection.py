@@ -82,7 +82,9 @@ class Inspection(Shown):
     newer: str = ""
     """Entries of its files that are newer than the tested library versions; they change no value."""
     unproven: str = ""
-    """What nothing in its files proves."""
+    """What nothing in its files proves and may be wrong."""
+    alike: str = ""
+    """The number of files that only their names tell from those of other ranks, in words; usual in a healthy one."""
     library: str = ""
     """The library with its version, if its files tell an earlier one by their keys."""
     rules: str | None = None
@@ -229,6 +231,7 @@ def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
         adapter=checkpoint.adapter,
         newer=checkpoint.newer,
         unproven=checkpoint.unproven,
+        alike=checkpoint.alike,
         library=checkpoint.model.table.library,
         rules=_without_rules(checkpoint.model),
         recipe=checkpoint.model.table.recipe,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,13 +16,14 @@ from paddle_reshard.pipeline.core.tensors import in_words
 from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.inspection import Inspection, inspect_store
-from paddle_reshard.pipeline.indexing.finished import check_signals, lacking, merging
+from paddle_reshard.pipeline.indexing.finished import check_signals, is_damage, lacking, merging
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
 from paddle_reshard.storage.locate import source_access
+from paddle_reshard.storage.store import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +154,14 @@ def ls(
             doubt = doubt or lacking(files, before)
             before = frozenset(files)
         described: Inspection | None = None
+        store: Source | None = None
         try:
             store = open_checkpoint(here.at(name), access)
             described = inspect_store(store, observe, options)
             check_signals(store)
         except ReshardError as error:
-            doubt = str(error)
+            damaged = doubt is None and store is not None and is_damage(error, store.modified(), time.time())
+            doubt = f"damaged: it is marked as finished, but {error}" if damaged else str(error)
         listed.append(_described(name, step, described, doubt, made, elsewhere))
     return Run(here.location, tuple(listed))
 

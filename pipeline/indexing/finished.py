@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from paddle_reshard.pipeline.core.errors import unfinished
+from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, unfinished
 from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.shown import readable_seconds
 from paddle_reshard.pipeline.core.trainer_files import (
@@ -25,6 +25,8 @@ from paddle_reshard.storage.store import Source
 
 COPYING_NS: Final = 60 * 10**9
 """A copy without times gives files the times at which each was copied, in any order; most are made in less time."""
+SETTLE_SECONDS: Final = 60.0
+"""Time without a change after which nobody is writing or copying a file any more, unless a user knows better."""
 MOMENT_NS: Final = 10**9
 """No job saves a step again so soon, but files are copied in any order within it."""
 _SIGNAL = re.compile(rf"{SIGNAL_PREFIX}\d+")
@@ -99,6 +101,18 @@ def settling(doubt: str, since: float, now: float, settle_seconds: float) -> Inc
     if now - since >= settle_seconds:
         return None
     return Incomplete(f"{doubt}; converted if nothing changes for {settle_seconds:g} s", since)
+
+
+def is_damage(error: ReshardError, modified: Mapping[str, int], now: float) -> bool:
+    """Whether a checkpoint that is marked as finished, and cannot be read, will not be whole by waiting for it.
+
+    ``modified``: file → time in nanoseconds since the epoch; ``now``: in seconds.
+    """
+    return (
+        isinstance(error, CheckpointError)
+        and not (error.retryable or error.unfinished)
+        and now - max(modified.values(), default=0) / 1e9 >= SETTLE_SECONDS
+    )
 
 
 def check_signals(store: Source) -> None:

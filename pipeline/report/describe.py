@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.report.data import BAD, GOOD, PLAIN, Bar, Chart, Le
 from paddle_reshard.pipeline.report.picture import Picture, locate, make_picture
 from paddle_reshard.pipeline.report.places import Described, arrange
 from paddle_reshard.pipeline.report.run_record import RunData
-from paddle_reshard.pipeline.request.record import SOURCES
+from paddle_reshard.pipeline.request.record import averaging
 from paddle_reshard.storage.locate import absolute, shown_location
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.remote.folder import without_secrets
@@ -125,6 +125,7 @@ def describe_plan(
         ),
         facts=(
             *(fact for fact in conversion.facts() if not fact[0].startswith(_SHOWN_ELSEWHERE)),
+            *([("not proven", conversion.source.alike)] if conversion.source.alike else ()),
             *(() if proof is None else proof.facts()[:1]),
         ),
         remarks=tuple(dict.fromkeys(remark for target in conversion.targets for remark in target.remarks)),
@@ -158,19 +159,13 @@ def _simulations(simulations: Sequence[Simulation]) -> Iterator[Table]:
         yield _table("Estimates", headings, rows)
 
 
-_SHOWN_ELSEWHERE = ("remark", "omitted", "not carried", "dropped", "memory", "time")
+_SHOWN_ELSEWHERE = ("average", "remark", "omitted", "not carried", "dropped", "memory", "time")
 
 
 def _sources(conversion: ConversionPlan) -> tuple[tuple[str, ...], str]:
     """Where the sources are, and how they are averaged if they are several."""
-    asked = conversion.asked or {}
-    if SOURCES not in asked:
-        return (absolute(conversion.store.location),), ""
-    if "decay" in asked:
-        return tuple(asked[SOURCES]), f"with decay {asked['decay']}"
-    if "weights" in asked:
-        return tuple(asked[SOURCES]), f"with weights {', '.join(map(str, asked['weights']))}"
-    return tuple(asked[SOURCES]), "with equal weights"
+    sources, how = averaging(conversion.asked or {})
+    return (sources, how) if sources else ((absolute(conversion.store.location),), "")
 
 
 def describe_conversion(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paddle_reshard.pipeline.convert.conversion import ConversionReport
 from paddle_reshard.pipeline.convert.integrity import IntegrityReport
+from paddle_reshard.pipeline.core.tensors import PARAM
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.cards import CardsPlan
 from paddle_reshard.pipeline.examine.diff import DiffReport
@@ -55,7 +56,7 @@ def after_cards(plan: CardsPlan) -> NextSteps:
 
 
 def after_conversion(report: ConversionReport) -> NextSteps:
-    """After ``convert``: start a job from every target, and compare whole targets with the source."""
+    """After ``convert``: compare exports with the source, start a job from every target, and compare whole targets."""
     conversion = report.plan
     launches = [_launch(location) for location in conversion.target_locations]
     whole = [
@@ -67,7 +68,15 @@ def after_conversion(report: ConversionReport) -> NextSteps:
         NextStep("Compare every value with the source.", str(Command("verify", (report.source, location))))
         for location in whole
     ]
-    return (*launches, *checks)
+    exports = [
+        NextStep(
+            "Compare the parameters with those of the source.",
+            str(Command("verify", (report.source, location), (("--states", PARAM),))),
+        )
+        for location, target in zip(conversion.target_locations, conversion.targets, strict=True)
+        if conversion.same_values and not conversion.dropped and target.spec.facts().get("state") == PARAM
+    ]
+    return (*exports, *launches, *checks)
 
 
 def after_failure(error: BaseException, command: Command | None) -> NextSteps:

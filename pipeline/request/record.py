@@ -41,6 +41,24 @@ NOT_KEPT = tuple(name for name in OPTIONS if name not in KEPT)
 LOCATIONS = tuple(name for name in KEPT if OPTIONS[name].decides is Decides.LOCATION)
 OF_ALL_TARGETS = tuple(name for name in KEPT if name not in TARGET_OPTIONS)
 SOURCES = "sources"
+
+
+def averaging(asked: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """The checkpoints of which a request makes an average, and how, in words; of another request nothing.
+
+    >>> averaging({"sources": ["a", "b"], "decay": 0.9})
+    (('a', 'b'), 'with decay 0.9')
+    """
+    if SOURCES not in asked:
+        return (), ""
+    how = "with equal weights"
+    if "decay" in asked:
+        how = f"with decay {asked['decay']}"
+    elif "weights" in asked:
+        how = f"with weights {', '.join(map(str, asked['weights']))}"
+    return tuple(asked[SOURCES]), how
+
+
 """Entry of the request of an average; ``decay``, ``weights`` or ``uniform`` is beside it."""
 NOT_STATED = ("overwrite",)
 """It says what may be at the target's location, not what is made; a session keeps it all the same."""

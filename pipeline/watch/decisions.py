@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.core.version import __version__
+from paddle_reshard.pipeline.indexing.finished import SETTLE_SECONDS
 from paddle_reshard.pipeline.watch.notices import Notice, failed, skipped, waiting
 from paddle_reshard.pipeline.watch.records import CheckpointRecord, Observation, State
 from paddle_reshard.storage.local.source import kept_by_copies
@@ -26,7 +27,7 @@ class Policy:
     """Number of retries after a failure."""
     backoff_seconds: float = 60.0
     """Pause before the first retry; doubles with each retry."""
-    settle_seconds: float = 60.0
+    settle_seconds: float = SETTLE_SECONDS
     """Time for which a checkpoint must not change if its files do not prove that it is finished."""
     overwrite: bool = False
     """Whether to convert a checkpoint again that has changed since its conversion."""

@@ -21,7 +21,8 @@ from enum import Enum
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ListingError
-from paddle_reshard.pipeline.core.file_names import MANIFEST
+from paddle_reshard.pipeline.core.file_names import MANIFEST, SEEN
+from paddle_reshard.pipeline.core.limits import MAX_RECORD_BYTES
 from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -31,9 +32,7 @@ from paddle_reshard.storage.listing import CheckpointRoot
 
 log = logging.getLogger(__name__)
 
-SEEN = ".paddle_reshard/seen"
 AUDIT = ".paddle_reshard/audit"
-LARGEST_RECORD_BYTES = 1 << 16
 
 
 class State(str, Enum):
@@ -87,7 +86,7 @@ class CheckpointRecord:
     @classmethod
     def parse(cls, data: bytes) -> CheckpointRecord:
         """From the JSON of its file; a ``ValueError`` if it is no record, or its name is that of another folder."""
-        if len(data) > LARGEST_RECORD_BYTES:
+        if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"not a record: {len(data)} bytes")
         try:
             record = typed(parse_json(data), cls)
@@ -176,7 +175,7 @@ class Records:
         """Every record next to the targets, also of watchers with other options: path → record."""
         records = {}
         for file, stamp in self.out.files(SEEN).items():
-            if file.startswith(".") or int(stamp.partition(":")[0]) > LARGEST_RECORD_BYTES:
+            if file.startswith(".") or int(stamp.partition(":")[0]) > MAX_RECORD_BYTES:
                 continue
             if self._known.get(file, ("", None))[0] != stamp:
                 self._known[file] = stamp, self._parsed(f"{SEEN}/{file}")

@@ -6,6 +6,7 @@ A folder can be pickled and sent to a worker. The pickle contains its options, w
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from fsspec.registry import known_implementations
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.pipeline.core.limits import most_bytes, too_large
+from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry import DamagedBody, GaveUp, RetryPolicy
 from paddle_reshard.storage.replaceable import Entry, EntryKind
@@ -35,6 +37,7 @@ Item = TypeVar("Item")
 
 REQUESTS_IN_FLIGHT = 16
 """Number of concurrent small requests (create, complete, delete)."""
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(\w+)'")
 _OURS = ("asynchronous", "skip_instance_cache", "use_listings_cache")
 """Options of fsspec that would break how folders use it."""
 _VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
@@ -141,6 +144,12 @@ class FsspecFolder:
         try:
             self._connect()
         except (TypeError, KeyError, ValueError) as error:
+            if unknown := _UNKNOWN_OPTION.search(str(error)):
+                driver = fsspec.get_filesystem_class(self.url.partition("://")[0])
+                near = did_you_mean(unknown[1], inspect.signature(driver.__init__).parameters)
+                raise UsageError(
+                    f"{self.location}: storage options: unknown option {unknown[1]!r}{near}"
+                ) from None
             raise UsageError(f"{self.location}: storage options: {self.redacted(error)}") from None
 
     def _connect(self) -> None:

@@ -316,3 +316,13 @@ def test_devices_that_may_round_otherwise_are_not_asked() -> None:
     box = DeviceBox(mover.zeros(8), 0, np.dtype("<f4"), (2,), (4,))
     with pytest.raises(UnsupportedError, match="averages are computed on the CPU"):
         mover.mix(box, box, Term(0, 0.5, 0.5), first=False)
+
+
+def test_an_average_says_of_what_it_is_and_what_follows(tmp_path: Path) -> None:
+    source, target = str(case_directory(CASE) / "checkpoint-3"), tmp_path / "model"
+    asked = ["ema", source, source, str(target), "--decay", "0.9", "--format", "huggingface"]
+    told = CliRunner().invoke(cli, asked).output
+    assert f"average\tof {source}, {source}, with decay 0.9\n" in told
+    assert f"next\tpaddle-reshard launch {target}\n" in told
+    one = CliRunner().invoke(cli, ["ema", "run", str(target), "--decay", "0.9", "--to", "tp=1"])
+    assert "at least two checkpoints; for all of a run give RUN/checkpoint-*" in one.output

@@ -241,3 +241,11 @@ def test_data_parallel_variants_of_sharded_topologies_are_for_those_who_ask() ->
     assert every - {str(one.topology) for one in cards.distinct()} == {
         *("tp=2,dp=2", "pp=2,dp=2", "sharding=2,dp=2", "dp=4")
     }
+
+
+def test_a_refusal_names_its_topology_once(tmp_path: Path) -> None:
+    source = tmp_path / "parameters"
+    paddle_reshard.convert(checkpoint(ALL_AXES), source, format="huggingface")
+    refused = paddle_reshard.plan(source, cards=2, format="hybrid").refused
+    assert refused
+    assert [one.reason for one in refused if one.reason.startswith(str(one.topology))] == []

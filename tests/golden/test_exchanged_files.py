@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.cli.json_output import data_of
 from paddle_reshard.pipeline.core.errors import CoverageError
+from paddle_reshard.pipeline.report.describe import describe_plan
 from tests.conftest import REPO
 from tests.mutations.exchanged import CASES, COUNTS, checkpoint_of, in_words, outcomes, permuted
 from tests.sampling import exhaustive
@@ -72,15 +74,15 @@ def made(case: str, target: Path, **options: Any) -> Path:
 def test_files_that_nothing_tells_from_those_of_another_rank_are_counted(
     case: str, alike: str | None
 ) -> None:
-    found = paddle_reshard.inspect(checkpoint_of(case)).unproven
+    found = paddle_reshard.inspect(checkpoint_of(case)).alike
     assert found.startswith(f"which rank wrote {alike} files") if alike else not found
 
 
 def test_stages_of_equal_layers_are_alike_where_no_file_stores_their_parameters(tmp_path: Path) -> None:
     stages = made("dense/single_l8", tmp_path / "stages", to="pp=4,sharding=2", sharding_strategy="stage1v2")
-    assert paddle_reshard.inspect(stages).unproven.startswith("which rank wrote 4 of 8 files")
+    assert paddle_reshard.inspect(stages).alike.startswith("which rank wrote 4 of 8 files")
     plain = made("dense/single_l8", tmp_path / "plain", to="pp=4", format="hybrid-plain")
-    assert not paddle_reshard.inspect(plain).unproven
+    assert not paddle_reshard.inspect(plain).alike
 
 
 def test_slices_of_stage_3_without_master_weights_are_alike(tmp_path: Path) -> None:
@@ -92,9 +94,12 @@ def test_slices_of_stage_3_without_master_weights_are_alike(tmp_path: Path) -> N
         layout={"stage3_segment_size": 512},
         format="hybrid-plain",
     )
-    assert paddle_reshard.inspect(slices).unproven.startswith("which rank wrote 2 of 3 files")
+    assert paddle_reshard.inspect(slices).alike.startswith("which rank wrote 2 of 3 files")
 
 
-def test_a_conversion_says_what_nothing_proves() -> None:
-    said = dict(paddle_reshard.plan(checkpoint_of("dense/mp2_tied"), to="tp=1").facts())
-    assert said["not proven"] == paddle_reshard.inspect(checkpoint_of("dense/mp2_tied")).unproven
+def test_what_is_usual_stands_on_pages_and_in_json_and_not_in_summaries(tmp_path: Path) -> None:
+    source = checkpoint_of("dense/mp2_tied")
+    found, planned = paddle_reshard.inspect(source), paddle_reshard.plan(source, to="tp=1")
+    assert "not proven" not in dict(found.facts()) | dict(planned.facts())
+    assert data_of(found)["unproven"] == found.alike
+    assert ("not proven", found.alike) in describe_plan(planned, None, None).facts

@@ -94,3 +94,19 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(paddle_reshard.ListingError, match="no such folder"):
         paddle_reshard.ls(tmp_path / "nowhere")
     assert paddle_reshard.ls(tmp_path).checkpoints == ()
+
+
+def test_a_finished_checkpoint_that_is_not_whole_is_damaged(tmp_path: Path) -> None:
+    """A minute after the last change; before, somebody may be copying it."""
+    folder = shutil.copytree(SOURCE, tmp_path / "checkpoint-3")
+    file = folder / "optimizer.tp00_pp00_shard00.pdopt"
+    times = file.stat()
+    file.write_bytes(file.read_bytes()[:5000])
+    (copied,) = paddle_reshard.ls(tmp_path)
+    assert copied.problem and file.name in copied.problem and "damaged" not in copied.problem
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (found,) = paddle_reshard.ls(tmp_path)
+    assert found.problem == f"damaged: it is marked as finished, but {copied.problem}"
+    (folder / "saved_signal_7").unlink()
+    (waiting,) = paddle_reshard.ls(tmp_path)
+    assert waiting.problem and "damaged" not in waiting.problem

@@ -37,6 +37,7 @@ from paddle_reshard.pipeline.report.describe import (
     picture_of,
 )
 from paddle_reshard.pipeline.report.html_report import HtmlReport
+from paddle_reshard.pipeline.report.next_steps import after_conversion
 from paddle_reshard.pipeline.report.run_record import MOST_SAMPLES, MOST_STRETCHES, RunRecord
 from paddle_reshard.pipeline.report.writing import save_report
 from paddle_reshard.pipeline.request.parse import read_options, read_request
@@ -515,3 +516,10 @@ def test_a_report_can_be_made_of_a_result_alone(tmp_path: Path) -> None:
     page.check_closed()
     assert page.data["picture"] is None
     assert "rng_state_0.pth" in page.text
+
+
+def test_the_page_of_an_export_offers_first_what_shows_that_it_is_right(tmp_path: Path) -> None:
+    done = paddle_reshard.convert(SOURCE, tmp_path / "model", format="huggingface")
+    step = after_conversion(done)[0]
+    assert step.command == f"paddle-reshard verify {SOURCE} {tmp_path / 'model'} --states param"
+    assert paddle_reshard.verify(SOURCE, tmp_path / "model", states=["param"])

@@ -48,8 +48,10 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_options_are_a_wrong_request(store: Store) -> None:
-    with pytest.raises(UsageError, match=r"storage options.*unexpected keyword argument 'colour'"):
+    with pytest.raises(UsageError, match=r"storage options: unknown option 'colour'$"):
         open_source("s3://bucket/c", {**store.options, "colour": "blue"})
+    with pytest.raises(UsageError, match=r"storage options: unknown option 'keyy'; did you mean key\?$"):
+        open_source("s3://bucket/c", {**store.options, "keyy": "k"})
 
 
 def test_options_by_scheme() -> None:

@@ -385,3 +385,36 @@ def test_converting_needs_neither_paddle_nor_ray_nor_pyarrow(tmp_path: Path) -> 
     done = run_alone("convert", DEMO, tmp_path / "x", "--to", "tp=2,sharding=2", env=environment)
     assert done.returncode == 0, done.stderr
     assert run_alone("verify", DEMO, tmp_path / "x", env=environment).returncode == 0
+
+
+def test_wrong_options_are_told_as_they_were_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``-to`` is no cluster of letters, and a variable is named only if the value came from there."""
+    assert (
+        "No such option '-to'. Did you mean '--to'?"
+        in run("convert", DEMO, tmp_path / "x", "-to", "tp=1").stderr
+    )
+    given = run("inspect", DEMO, "--storage-options", "@nofile").stderr
+    assert "nofile: No such file" in given and "env var" not in given
+    monkeypatch.setenv("PADDLE_RESHARD_STORAGE_OPTIONS", "@nofile")
+    assert "(env var: 'PADDLE_RESHARD_STORAGE_OPTIONS')" in run("inspect", DEMO).stderr
+
+
+def test_comparisons_fold_what_one_side_lacks(tmp_path: Path) -> None:
+    """A line for a state, and the way out, also beside fingerprints and in ``diff``."""
+    paddle_reshard.convert(DEMO, tmp_path / "model", format="huggingface")
+    paddle_reshard.fingerprint(DEMO, output=tmp_path / "sums.json")
+    told = run("verify", tmp_path / "model", "--against", tmp_path / "sums.json").stdout.splitlines()
+    assert len(told) == 8
+    assert told[-3] == "moment2 of lm_head.weight and 38 more: only in the fingerprints"
+    assert told[-2].endswith("or --subset if the checkpoint may hold fewer tensors")
+    assert "moment2 of lm_head.weight and 38 more: only in A" in run("diff", DEMO, tmp_path / "model").stdout
+
+
+def test_ulps_over_a_change_of_sign_are_no_number_to_read(tmp_path: Path) -> None:
+    paddle_reshard.convert(DEMO, tmp_path / "model", format="huggingface", dtype="float32")
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    file = tmp_path / "other" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x80
+    file.write_bytes(content)
+    assert "over 1,000,000" in run("diff", tmp_path / "model", tmp_path / "other").stdout

@@ -246,7 +246,7 @@ def convert(
     with _finished(), running() as run, run.converting([source], locations) as converted:
         report = convert_with(source, locations, settings, run)
         converted(report)
-    answer(report, lambda: print_facts([*report.facts(), *_next(report)]))
+    answer(report, lambda: print_facts([*report.facts(), *next_of(report)]))
 
 
 def _nearest(context: click.Context, source: str, cards: int, options: Mapping[str, Any]) -> Topology:
@@ -262,7 +262,7 @@ def _nearest(context: click.Context, source: str, cards: int, options: Mapping[s
     return topology
 
 
-def _next(report: ConversionReport) -> list[tuple[str, str]]:
+def next_of(report: ConversionReport) -> list[tuple[str, str]]:
     """How to find out how a job starts from each target."""
     return [
         ("next", ToCopy(shlex.join(["paddle-reshard", "launch", location])))

@@ -9,6 +9,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
+from paddle_reshard.pipeline.cli.commands.verify import say_differences
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     answer_options,
@@ -84,7 +85,7 @@ def _show(report: DiffReport) -> None:
                 f"{found.key} ({found.state})",
                 f"{found.largest:.3g}",
                 f"{found.mean:.3g}",
-                str(found.ulps),
+                _in_ulps(found.ulps),
                 f"{found.relative:.3g}",
                 f"{found.changed_share:.2%}",
                 *([f"{found.outside:,}"] if report.tolerance else []),
@@ -100,13 +101,15 @@ def _show(report: DiffReport) -> None:
         if len(summaries) > 1:
             click.echo()
             print_table((heading, "tensors", "largest", "mean", "ulps"), list(map(_row, summaries)))
-    for difference in report.unmatched[:SHOWN_DIFFERENCES]:
-        say(f"{difference.tensor}: {difference.detail}")
-    if len(report.unmatched) > SHOWN_DIFFERENCES:
-        say(f"… and {len(report.unmatched) - SHOWN_DIFFERENCES} more, listed with --json")
+    say_differences(report.unmatched)
     say(report.verdict)
 
 
+def _in_ulps(ulps: int) -> str:
+    """Ulps in a table. Two small numbers of different signs are some 10⁹ apart, which tells nobody anything."""
+    return f"{ulps:,}" if ulps < 1_000_000 else "over 1,000,000"
+
+
 def _row(summary: DifferenceSummary) -> tuple[str, ...]:
-    figures = f"{summary.largest:.3g}", f"{summary.mean:.3g}", str(summary.ulps)
+    figures = f"{summary.largest:.3g}", f"{summary.mean:.3g}", _in_ulps(summary.ulps)
     return summary.name, str(summary.tensors), *figures

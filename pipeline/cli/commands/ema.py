@@ -8,6 +8,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
+from paddle_reshard.pipeline.cli.commands.conversion import next_of
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     SectionedCommand,
@@ -16,6 +17,7 @@ from paddle_reshard.pipeline.cli.options import (
     run_options,
     target_options,
 )
+from paddle_reshard.pipeline.cli.terminal import print_facts
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
@@ -63,7 +65,7 @@ def ema(
             **given(context),
         )
         converted(report)
-    answer(report)
+    answer(report, lambda: print_facts([*report.facts(), *next_of(report)]))
 
 
 def _numbers(text: str | None) -> list[float] | None:

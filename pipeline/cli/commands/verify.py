@@ -160,16 +160,8 @@ def _refuse_options_for_two(context: click.Context) -> None:
 
 
 def _show_verification(report: VerifyReport, alone: bool) -> None:
-    one_sided, further = _only_on_one_side(report.differences)
-    for (state, side), keys in one_sided.items():
-        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        say(f"{state} of {keys[0]}{more}: {side}")
-    for difference in further[:SHOWN_DIFFERENCES]:
-        say(f"{difference.tensor}: {difference.detail}")
-    if len(further) > SHOWN_DIFFERENCES:
-        say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
-    if one_sided:
-        say(_advice({side for _, side in one_sided}))
+    if sides := say_differences(report.differences):
+        say(_advice(sides))
     if not alone:
         say(report.verdict)
         return
@@ -181,33 +173,48 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     say(f"{found}; {report.extent}")
 
 
-def _advice(sides: Collection[str]) -> str:
-    """How to compare what both have: --subset allows B to lack tensors, and A by exchanging the two, but not both."""
-    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A
+def say_differences(differences: Sequence[Difference]) -> set[str]:
+    """Say what differs: tensors that one side lacks in a line for each state, then the first of the others.
 
-    advice = "use --states LIST to compare chosen states"
-    if len(sides) > 1:
-        return advice
-    if ONLY_IN_A in sides:
-        return f"{advice}, or --subset if B may hold fewer tensors"
-    return f"{advice}, or exchange A and B and give --subset if A may hold fewer tensors"
-
-
-def _only_on_one_side(
-    differences: Sequence[Difference],
-) -> tuple[dict[tuple[str, str], list[str]], list[Difference]]:
-    """State and side → keys of the tensors that only this side has; and all further differences."""
+    Those sides are returned, as ``only in …``.
+    """
     from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
 
     one_sided: dict[tuple[str, str], list[str]] = {}
     further = []
     for difference in differences:
-        if difference.detail in (ONLY_IN_A, ONLY_IN_B):
+        if difference.detail in (ONLY_IN_A, ONLY_IN_B, _ONLY_IN_FINGERPRINTS, _ONLY_IN_CHECKPOINT):
             key, _, state = difference.tensor.rpartition(" ")
             one_sided.setdefault((state.strip("()"), difference.detail), []).append(key)
         else:
             further.append(difference)
-    return one_sided, further
+    for (state, side), keys in one_sided.items():
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        say(f"{state} of {keys[0]}{more}: {side}")
+    for difference in further[:SHOWN_DIFFERENCES]:
+        say(f"{difference.tensor}: {difference.detail}")
+    if len(further) > SHOWN_DIFFERENCES:
+        say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
+    return {side for _, side in one_sided}
+
+
+_ONLY_IN_FINGERPRINTS, _ONLY_IN_CHECKPOINT = "only in the fingerprints", "only in the checkpoint"
+
+
+def _advice(sides: Collection[str]) -> str:
+    """How to compare what both have: --subset allows B, or a checkpoint beside fingerprints, to lack tensors, and A by
+    exchanging the two, but not both.
+    """
+    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
+
+    advice = "use --states LIST to compare chosen states"
+    ways = {
+        ONLY_IN_A: "--subset if B may hold fewer tensors",
+        ONLY_IN_B: "exchange A and B and give --subset if A may hold fewer tensors",
+        _ONLY_IN_FINGERPRINTS: "--subset if the checkpoint may hold fewer tensors",
+    }
+    way = ways.get(next(iter(sides))) if len(sides) == 1 else None
+    return f"{advice}, or {way}" if way else advice
 
 
 def _show_integrity(report: IntegrityReport) -> None:

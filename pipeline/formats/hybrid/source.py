@@ -204,7 +204,7 @@ def read_hybrid(
         has_ema=ranks.has_ema,
         has_optimizer=ranks.has_optimizer,
         adapter=adapter,
-        unproven=builder.rank_files.in_words(),
+        alike=builder.rank_files.in_words(),
     )
 
 
