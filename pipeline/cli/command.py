@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from paddle_reshard.pipeline.core.errors import FinishedError, ReshardError, Usa
 from paddle_reshard.pipeline.core.events import StepStarted
 from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.run_state import RunState
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, ToCopy
 from paddle_reshard.pipeline.progress.stream import Checked, Happening, Stream
 from paddle_reshard.pipeline.request.options import Decides
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
+    from paddle_reshard.pipeline.planning.compare import Difference
     from paddle_reshard.pipeline.progress.events_as_json import EventLog
     from paddle_reshard.pipeline.progress.metrics import CheckpointFigures
     from paddle_reshard.pipeline.report.command import Command
@@ -216,6 +219,42 @@ def answer(result: Any, show: Callable[[], None] | None = None) -> None:
         print_object(context.info_name or "", result if isinstance(result, dict) else data_of(result))
     elif not context.params.get("quiet"):
         (show or (lambda: print_facts(result.facts())))()
+
+
+def next_of(report: ConversionReport) -> list[tuple[str, str]]:
+    """How to find out how a job starts from each target."""
+    return [
+        ("next", ToCopy(shlex.join(["paddle-reshard", "launch", location])))
+        for location in report.plan.target_locations
+    ]
+
+
+ONLY_IN_FINGERPRINTS, ONLY_IN_CHECKPOINT = "only in the fingerprints", "only in the checkpoint"
+
+
+def say_differences(differences: Sequence[Difference]) -> set[str]:
+    """Say what differs: tensors that one side lacks in a line for each state, then the first of the others.
+
+    Those sides are returned, as ``only in …``.
+    """
+    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
+
+    one_sided: dict[tuple[str, str], list[str]] = {}
+    further = []
+    for difference in differences:
+        if difference.detail in (ONLY_IN_A, ONLY_IN_B, ONLY_IN_FINGERPRINTS, ONLY_IN_CHECKPOINT):
+            key, _, state = difference.tensor.rpartition(" ")
+            one_sided.setdefault((state.strip("()"), difference.detail), []).append(key)
+        else:
+            further.append(difference)
+    for (state, side), keys in one_sided.items():
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        say(f"{state} of {keys[0]}{more}: {side}")
+    for difference in further[:SHOWN_DIFFERENCES]:
+        say(f"{difference.tensor}: {difference.detail}")
+    if len(further) > SHOWN_DIFFERENCES:
+        say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
+    return {side for _, side in one_sided}
 
 
 # ------------------------------------------------------------------------------------------------- the page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.command import answer, running
+from paddle_reshard.pipeline.cli.command import answer, next_of, running
 from paddle_reshard.pipeline.cli.commands.cards import print_cards
 from paddle_reshard.pipeline.cli.commands.estimates import estimate_options, print_estimates
 from paddle_reshard.pipeline.cli.json_output import coverage_data, plan_data, simulations_data
@@ -30,7 +29,7 @@ from paddle_reshard.pipeline.cli.options import (
 )
 from paddle_reshard.pipeline.cli.terminal import print_facts, say
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
-from paddle_reshard.pipeline.core.shown import ToCopy, counted, readable_bytes
+from paddle_reshard.pipeline.core.shown import counted, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import DEFAULT, average_target, formats_for_average
 from paddle_reshard.pipeline.request.options import (
@@ -43,7 +42,6 @@ from paddle_reshard.pipeline.request.options import (
 from paddle_reshard.pipeline.request.parse import locations_of, parse_target, read_settings
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.examine.coverage import Coverage
@@ -260,14 +258,6 @@ def _nearest(context: click.Context, source: str, cards: int, options: Mapping[s
         of = counted(len(found.alternatives), "possible topology")
         say(f"{topology}, the nearest of {of} for {cards} cards: {NEAREST}", err=True)
     return topology
-
-
-def next_of(report: ConversionReport) -> list[tuple[str, str]]:
-    """How to find out how a job starts from each target."""
-    return [
-        ("next", ToCopy(shlex.join(["paddle-reshard", "launch", location])))
-        for location in report.plan.target_locations
-    ]
 
 
 @contextmanager

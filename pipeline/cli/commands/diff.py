@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.command import answer, running
-from paddle_reshard.pipeline.cli.commands.verify import say_differences
+from paddle_reshard.pipeline.cli.command import answer, running, say_differences
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     answer_options,

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.command import answer, running
-from paddle_reshard.pipeline.cli.commands.conversion import next_of
+from paddle_reshard.pipeline.cli.command import answer, next_of, running
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     SectionedCommand,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.command import answer, running
+from paddle_reshard.pipeline.cli.command import ONLY_IN_FINGERPRINTS, answer, running, say_differences
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     answer_options,
@@ -28,7 +28,6 @@ from paddle_reshard.pipeline.request.read_options import VerifyOptions
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.examine.verify import VerifyReport
-    from paddle_reshard.pipeline.planning.compare import Difference
 
 DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
@@ -173,34 +172,6 @@ def _show_verification(report: VerifyReport, alone: bool) -> None:
     say(f"{found}; {report.extent}")
 
 
-def say_differences(differences: Sequence[Difference]) -> set[str]:
-    """Say what differs: tensors that one side lacks in a line for each state, then the first of the others.
-
-    Those sides are returned, as ``only in …``.
-    """
-    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
-
-    one_sided: dict[tuple[str, str], list[str]] = {}
-    further = []
-    for difference in differences:
-        if difference.detail in (ONLY_IN_A, ONLY_IN_B, _ONLY_IN_FINGERPRINTS, _ONLY_IN_CHECKPOINT):
-            key, _, state = difference.tensor.rpartition(" ")
-            one_sided.setdefault((state.strip("()"), difference.detail), []).append(key)
-        else:
-            further.append(difference)
-    for (state, side), keys in one_sided.items():
-        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        say(f"{state} of {keys[0]}{more}: {side}")
-    for difference in further[:SHOWN_DIFFERENCES]:
-        say(f"{difference.tensor}: {difference.detail}")
-    if len(further) > SHOWN_DIFFERENCES:
-        say(f"… and {len(further) - SHOWN_DIFFERENCES} more, listed with --json")
-    return {side for _, side in one_sided}
-
-
-_ONLY_IN_FINGERPRINTS, _ONLY_IN_CHECKPOINT = "only in the fingerprints", "only in the checkpoint"
-
-
 def _advice(sides: Collection[str]) -> str:
     """How to compare what both have: --subset allows B, or a checkpoint beside fingerprints, to lack tensors, and A by
     exchanging the two, but not both.
@@ -211,7 +182,7 @@ def _advice(sides: Collection[str]) -> str:
     ways = {
         ONLY_IN_A: "--subset if B may hold fewer tensors",
         ONLY_IN_B: "exchange A and B and give --subset if A may hold fewer tensors",
-        _ONLY_IN_FINGERPRINTS: "--subset if the checkpoint may hold fewer tensors",
+        ONLY_IN_FINGERPRINTS: "--subset if the checkpoint may hold fewer tensors",
     }
     way = ways.get(next(iter(sides))) if len(sides) == 1 else None
     return f"{advice}, or {way}" if way else advice
