@@ -158,6 +158,10 @@ def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:
     assert stranger.returncode == 1
     assert "the cluster rejected the job: " in stranger.stderr
     assert "Traceback" not in stranger.stderr
+    without = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}
+    nobody = submit(head, GOLDEN, tmp_path / "out", "--to", "tp=1", **without)
+    assert nobody.returncode == 1
+    assert "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to that" in nobody.stderr
 
 
 def check_that_watch_submits(head: Head, tmp_path: Path, one_card: dict[str, bytes]) -> None:
