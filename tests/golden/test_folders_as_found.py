@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 
@@ -404,3 +405,30 @@ def test_a_unified_checkpoint_in_paddles_own_files_gives_its_parameters(tmp_path
     assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
     with pytest.raises(ReshardError, match=r"optimizer-00001-of-00002.pdopt: unknown name"):
         paddle_reshard.plan(tmp_path / "cut", to="tp=1")
+
+
+def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_path: Path) -> None:
+    """A classifier or reward model: ``[labels, hidden]`` in transformers, ``[hidden, labels]`` in Paddle."""
+    held = tensors_of(model)
+    _, (_, hidden), _ = held.pop("lm_head.weight")
+    score = np.arange(3 * hidden, dtype=np.uint16).reshape(3, hidden)
+    held["score.weight"] = ("BF16", [3, hidden], score.tobytes())
+    folder = saved(tmp_path / "model", held, model)
+    config = json.loads((folder / "config.json").read_text())
+    of_class = {**config, "architectures": ["LlamaForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(of_class))
+    assert exported(folder, tmp_path) == held
+    paddle_reshard.convert(folder, tmp_path / "two", to="tp=2", convention="paddleformers")
+    ranks = sorted((tmp_path / "two").glob("model_state.*"))
+    assert len(ranks) == 2
+    for rank in ranks:
+        with rank.open("rb") as file:
+            stored = pickle.load(file)["score.weight"]
+        assert (np.asarray(stored) == score.T).all()
+    paddle_reshard.convert(tmp_path / "two", tmp_path / "back", format="huggingface")
+    assert tensors_of(tmp_path / "back") == held
+    with pytest.raises(ReshardError, match="no pipeline class"):
+        paddle_reshard.plan(folder, to="pp=2", convention="paddleformers")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ReshardError, match=r"score\.weight"):
+        paddle_reshard.plan(folder, to="tp=2")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.libraries import PADDLEFLEET, conventions_of, library_of
+from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
@@ -80,11 +82,47 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
 def _candidates(tables: RuleTables, config: Config) -> list[RuleTable]:
     model_type, library = config.get("model_type"), library_of(config)
     return [
-        table
+        _with_its_head(table, config)
         for table in tables.that_mention(str(model_type))
         if (not table.model_types or model_type in table.model_types)
         and (library is None or tables.for_any_family or table.convention in conventions_of(library))
     ]
+
+
+def _with_its_head(table: RuleTable, config: Config) -> RuleTable:
+    """The table with ``score.weight`` in place of the language head, for a classifier or reward model.
+
+    ``nn.Linear`` without a split: whole on every rank, ``[hidden, labels]`` (PaddleFormers 1.2 qwen2, qwen3,
+    deepseek_v3, gemma3_text ``modeling.py``: ``...ForSequenceClassification``, of which none has a pipeline class).
+    """
+    classes = config.get("architectures")
+    of_classifier = isinstance(classes, list) and any(str(name).endswith(_CLASSIFIER) for name in classes)
+    if (
+        not of_classifier
+        or table.convention != _WITH_CLASSIFIERS
+        or not any(rule.key == _HEAD for rule in table.rules)
+    ):
+        return table
+    rules = (
+        Rule(
+            key=_SCORE,
+            item=rule.item,
+            name_class="linear",
+            source="paddleformers 1.2.0 transformers/qwen3/modeling.py: Qwen3ForSequenceClassification",
+            huggingface=HuggingFaceForm((_SCORE,), transposed=True),
+        )
+        if rule.key == _HEAD
+        else rule
+        for rule in table.rules
+    )
+    items = tuple(replace(item, layer_class="") for item in table.items)
+    return replace(table, rules=tuple(rules), items=items)
+
+
+_WITH_CLASSIFIERS: Final = "paddleformers"
+_CLASSIFIER: Final = "ForSequenceClassification"
+_HEAD: Final = "lm_head.weight"
+_SCORE: Final = "score.weight"
 
 
 def is_known(tables: RuleTables, config: Config, format: str | None = None) -> bool:
