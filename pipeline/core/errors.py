@@ -113,6 +113,9 @@ class PlanError(ReshardError):
 class RuleError(PlanError):
     """No rule covers a tensor, or the rule contradicts the files."""
 
+    several_fit = False
+    """Whether the files fit several tables, of which the user has to name one."""
+
     def __init__(self, tensor: str, detail: str) -> None:
         super().__init__(tensor, detail)
         self.tensor, self.detail = tensor, detail

@@ -198,7 +198,7 @@ def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> 
     except (CheckpointError, PlanError) as error:
         if isinstance(error, FormatError):
             raise
-        if _is_unknown(files, tables):
+        if _is_unknown(files, tables) or (isinstance(error, RuleError) and error.several_fit):
             return _as_stored(files, index_files, str(error))
         if isinstance(error, RuleError) and (
             beyond := _beyond_the_rules(files, index_files, tables, str(error))

@@ -432,3 +432,29 @@ def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_pa
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ReshardError, match=r"score\.weight"):
         paddle_reshard.plan(folder, to="tp=2")
+
+
+def test_a_model_that_fits_several_libraries_is_described_and_the_choice_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["paddleformers_version"]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = paddle_reshard.inspect(folder)
+    assert {array.key for array in found.stored} == tensors_of(model).keys()
+    assert "--convention paddleformers or --convention paddlenlp" in (found.rules or "")
+    for library in ("paddleformers", "paddlenlp"):
+        assert paddle_reshard.plan(folder, to="tp=1", convention=library)
+
+
+def test_an_adapter_of_peft_is_no_source_and_the_sentence_says_what_to_do(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    matrices = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": ("F32", [1, 2], bytes(8))}
+    write_safetensors(folder / "adapter_model.safetensors", matrices)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ReshardError, match=r"an adapter as PEFT saves it.*merge_and_unload"):
+        paddle_reshard.plan(folder, to="tp=1")

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.core.catalog import (
     fragment_row,
     fragment_rows,
 )
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -48,6 +48,7 @@ BUFFERS: Final = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq\Z")
 """Keys of what no class of ``transformers``, PaddleNLP or PaddleFormers loads, although published files may hold it."""
 _BUFFER: Final = "a buffer that every class computes from config.json; none loads it"
 _UNINDEXED: Final = f"beside the files that {WEIGHT_INDEX} names, which are the model"
+_PEFT: Final = frozenset(("adapter_config.json", "adapter_model.safetensors"))
 _SINGLE: Final = "model.safetensors"
 _WRAPPERS: Final = ("module.", "_layers.", "_orig_mod.", "base_model.model.", "model.", "_layers.module.")
 """What wrappers of a model put before all keys that they save: data parallelism, ``torch.compile``, a second model."""
@@ -159,6 +160,12 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -
     checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the head, and a
     norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
     """
+    if files.sizes.keys() >= _PEFT:
+        raise UnsupportedError(
+            f"{files.store.location}: an adapter as PEFT saves it, without its base, which is not read as a source. "
+            "Merge it into its base with PEFT (merge_and_unload) and convert the merged model, or give the training "
+            "checkpoint"
+        )
     headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
     mtp = _mtp_layers(tables_to_train_with(tables, config), config) if drops_mtp else _NOTHING
     held = stored_tensors(headers, index, re.compile(rf"{mtp.pattern}|{BUFFERS.pattern}"))
@@ -298,11 +305,13 @@ def _models(
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(fitting) > 1:
         named = [f"{table.family} ({table.convention})" for table, *_ in fitting]
-        raise RuleError(
+        error = RuleError(
             f"model type {config.get('model_type')!r}",
             f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
             f"{', '.join(named)}; {_choice([table for table, *_ in fitting])}",
         )
+        error.several_fit = True
+        raise error
     ((table, of_files, reading),) = fitting
     matches = matches_of(reading.names.values(), of_files, config)
     tensors = _logical(reading.renamed(stored), matches, config)
