@@ -100,6 +100,10 @@ class CoverageError(CheckpointError):
 _E = TypeVar("_E", bound=ReshardError)
 
 
+WITHOUT_OPTIMIZER = "parameters alone are exported without it: --format huggingface"
+"""The way on from a refusal that concerns nothing but the optimizer."""
+
+
 def of_optimizer(error: _E) -> _E:
     """The same error, marked as one that concerns nothing but the optimizer's files."""
     error.of_optimizer = True

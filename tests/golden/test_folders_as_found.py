@@ -311,8 +311,9 @@ def test_an_optimizer_that_cannot_be_read_is_no_obstacle_to_an_export(tmp_path: 
     said = dict(result.plan.targets[0].not_carried)
     assert said["scheduler.pdparams"].startswith("not read, and parameters do not need it: ")
     assert "scheduler.pdparams" in dict(paddle_reshard.inspect(source).left_out)
+    way = "optimizer" if harm in ("truncated", "pointer") else "optimizer.*: --format huggingface"
     for needing in ({"to": "tp=1"}, {"format": "huggingface", "dtype": "float32"}):
-        with pytest.raises(ReshardError, match="optimizer"):
+        with pytest.raises(ReshardError, match=way):
             paddle_reshard.plan(source, **needing)
 
 

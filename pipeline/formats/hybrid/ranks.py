@@ -17,6 +17,7 @@ from typing import Any
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
 from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES
 from paddle_reshard.pipeline.core.errors import (
+    WITHOUT_OPTIMIZER,
     CheckpointError,
     CoverageError,
     UnsupportedError,
@@ -261,7 +262,7 @@ def _check_parameters_only(paths: Mapping[str, int], files: Sequence[RankFile], 
         raise of_optimizer(
             CheckpointError(
                 f"no {OPTIMIZER} file, but {unexpected[0]}, which the trainer only writes together with {OPTIMIZER} "
-                "files: files are missing"
+                f"files: files are missing; {WITHOUT_OPTIMIZER}"
             )
         )
 
@@ -375,6 +376,7 @@ def _check_files(kind: str, files: list[RankFile], topology: Topology) -> None:
         others = f"; {min(held.values())} is of other ranks" if missing == expected else ""
         lacking = CheckpointError(
             f"{len(missing)} of {len(expected)} {kind} files for {what} are missing: {min(missing)}{others}"
+            + (f"; {WITHOUT_OPTIMIZER}" if kind == OPTIMIZER else "")
         )
         raise of_optimizer(lacking) if kind == OPTIMIZER else lacking
     if extra := held.keys() - expected:
@@ -688,7 +690,7 @@ def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Ma
             raise of_optimizer(
                 CheckpointError(
                     f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
-                    "meaning are not converted"
+                    f"meaning are not converted; {WITHOUT_OPTIMIZER}"
                 )
             )
         name, accumulator, separate = parts
