@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from paddle_reshard.clusters import private_ray
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.inline import InlineEngine
-from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
+from paddle_reshard.pipeline.core.choices import DEVICES
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
@@ -16,7 +16,6 @@ def choose_engine(
     cluster: str,
     workers: int | None,
     memory_bytes: int,
-    exchange: str = EXCHANGES[0],
     device: str = DEVICES[0],
     label_selector: Sequence[str] = (),
 ) -> Engine:
@@ -35,11 +34,11 @@ def choose_engine(
         from paddle_reshard.clusters.ray.labels import LabelSelector
 
         selector = LabelSelector.parse(label_selector)
-        return RayEngine(address or None, workers, memory_bytes, exchange, device, selector)
+        return RayEngine(address or None, workers, memory_bytes, device=device, label_selector=selector)
     if cluster != "inline":
         raise UsageError(f"unknown cluster {cluster!r}; known: inline, ray and ray:ADDRESS")
-    if device != DEVICES[0] or exchange != EXCHANGES[0]:
-        raise UsageError(f"device {device!r} and exchange {exchange!r} require --cluster ray")
+    if device != DEVICES[0]:
+        raise UsageError(f"device {device!r} requires --cluster ray")
     if label_selector:
         raise UsageError("--label-selector chooses nodes of a cluster; give --cluster ray:ADDRESS too")
     return InlineEngine(memory_bytes, workers)

@@ -267,7 +267,6 @@ def run_request(
         settings.cluster,
         settings.workers,
         request.planning.budget_bytes,
-        settings.exchange,
         settings.device,
         settings.label_selector,
     )

@@ -10,7 +10,6 @@ Replicas = Literal["compare", "first"]
 MasterWeights = Literal["stored", "from-parameters"]
 Checks = Literal["sample", "full"]
 Fingerprinted = Literal["off", "known", "full"]
-Exchange = Literal["auto", "always", "never"]
 Convention = Literal["paddleformers", "paddlenlp", "paddlefleet"]
 """Libraries whose names and layouts are known."""
 Device = Literal["cpu", "gpu"]
@@ -22,7 +21,7 @@ MASTER_WEIGHTS: tuple[MasterWeights, ...] = get_args(MasterWeights)
 CHECKS: tuple[Checks, ...] = get_args(Checks)
 FULL = "full"
 FINGERPRINTS: tuple[Fingerprinted, ...] = get_args(Fingerprinted)
-EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+EXCHANGES = ("auto", "always", "never")
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 DEVICES: tuple[Device, ...] = get_args(Device)
 UPLOADS = ("always", "never")

@@ -20,7 +20,6 @@ from paddle_reshard.pipeline.core.choices import (
     CHECKS,
     CONVENTIONS,
     DEVICES,
-    EXCHANGES,
     FINGERPRINTS,
     MASTER_WEIGHTS,
     REPLICAS,
@@ -29,7 +28,6 @@ from paddle_reshard.pipeline.core.choices import (
     Device,
     Dropped,
     Dtype,
-    Exchange,
     Fingerprinted,
     MasterWeights,
     ModelState,
@@ -421,15 +419,6 @@ class RunOptions(TypedDict, total=False):
             help="On Ray: run workers only on nodes with this label, as in "
             "ray.io/availability-zone=us-east-1a. Also KEY=!VALUE, KEY=in(A,B) and KEY=!in(A,B). Can be "
             "repeated; all must hold.",
-        ),
-    ]
-    exchange: Annotated[
-        Exchange,
-        Option(
-            decides=Decides.EXECUTION,
-            choices=EXCHANGES,
-            default=EXCHANGES[0],
-            help="On Ray: whether several workers share a group through the object store.",
         ),
     ]
     resume: Annotated[

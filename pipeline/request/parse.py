@@ -16,7 +16,6 @@ from paddle_reshard.pipeline.checkpoint.format import Entries
 from paddle_reshard.pipeline.core.choices import (
     CHECKS,
     DEVICES,
-    EXCHANGES,
     FINGERPRINTS,
     REPLICAS,
 )
@@ -403,7 +402,6 @@ class RunSettings:
     cluster: str = "inline"
     workers: int | None = None
     label_selector: tuple[str, ...] = ()
-    exchange: str = EXCHANGES[0]
     device: str = DEVICES[0]
     resume: bool = False
     """Whether to continue an unfinished conversion, if there is one."""

@@ -64,7 +64,7 @@ DECIDES = {
     Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {
         "memory": "4GiB", "cluster": "ray", "workers": 2,
-        "exchange": "never", "label_selector": "zone=a", "device": "gpu", "allow_reread": True,
+        "label_selector": "zone=a", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True, "fingerprint": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
         "progress": "json", "report_path": "page.html",
