@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from importlib.util import find_spec
 
 from paddle_reshard.pipeline.core.errors import UnsupportedError
@@ -13,6 +15,8 @@ def require(package: str, extra: str, purpose: str) -> None:
     >>> require("sys", "s3", "anything")
     """
     if find_spec(package) is None:
+        # On a Ray head `python` need not be Ray's own.
+        pip = f"{shlex.quote(sys.executable or 'python')} -m pip install"
         raise UnsupportedError(
-            f"{purpose} needs the package {package}, which is not installed: pip install 'paddle-reshard[{extra}]'"
+            f"{purpose} needs the package {package}, which is not installed: {pip} 'paddle-reshard[{extra}]'"
         )

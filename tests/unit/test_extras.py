@@ -38,7 +38,7 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
     [
         (
             ("inspect", "s3://bucket/run"),
-            "the package s3fs, which is not installed: pip install 'paddle-reshard[s3]'",
+            f"the package s3fs, which is not installed: {sys.executable} -m pip install 'paddle-reshard[s3]'",
         ),
         (("convert", str(SOURCE), "s3://bucket/run", "--to", "tp=1"), "pip install 'paddle-reshard[s3]'"),
         (
@@ -47,7 +47,8 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
         ),
         (
             ("plan", str(SOURCE), "--to", "tp=1", "--save", "one.plan"),
-            "a saved plan needs the package pyarrow, which is not installed: pip install 'paddle-reshard[arrow]'",
+            "a saved plan needs the package pyarrow, which is not installed: "
+            f"{sys.executable} -m pip install 'paddle-reshard[arrow]'",
         ),
     ],
 )

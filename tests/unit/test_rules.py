@@ -371,6 +371,13 @@ def test_the_nearest_table_speaks() -> None:
         choose_table(shipped_tables(), keys, CONFIG)
 
 
+def test_a_tensor_that_another_config_has() -> None:
+    key = "embed_share.embed_tokens.weight"
+    config = {"model_type": "ernie", "num_nextn_predict_layers": 1}
+    with pytest.raises(RuleError, match=rf'{key}: .*"enable_mtp_magic_send": true in config.json have it'):
+        choose_table(shipped_tables(), ["ernie.norm.weight", key], config)
+
+
 @pytest.mark.parametrize("config", [{}, {"model_type": "mamba"}])
 def test_an_unknown_model_type(config: dict[str, Any]) -> None:
     with pytest.raises(

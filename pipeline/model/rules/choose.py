@@ -58,6 +58,8 @@ def choose_table(
         if not any(_failure(table, key, config) for key in keys):
             raise refused
     nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
+    if why := nearest.why_missing(failed[0], config):
+        raise RuleError(failed[0], why)
     raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
 
 

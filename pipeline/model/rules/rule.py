@@ -135,9 +135,13 @@ class Rule:
         """Whether the model with this config has the row."""
         if self.with_mtp is not None and self.with_mtp != (count_entry(config, mtp_entry(config)) > 0):
             return False
-        return self._fits_heads(config) and all(
-            config_entry(config, name, False) == value for name, value in self.where.items()
-        )
+        return self._fits_heads(config) and not self.missed_entries(config)
+
+    def missed_entries(self, config: Config) -> dict[str, Any]:
+        """The entries of ``where`` that the config does not have."""
+        return {
+            name: value for name, value in self.where.items() if config_entry(config, name, False) != value
+        }
 
     def _fits_heads(self, config: Config) -> bool:
         if self.grouped_heads is None:

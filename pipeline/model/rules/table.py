@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,6 +177,17 @@ class RuleTable:
                 "copy of the table and pass it with --rules FILE",
             )
         return fits[0]
+
+    def why_missing(self, key: str, config: Config) -> str:
+        """Which entries ``config.json`` would need for a row to have ``key``, in a sentence; empty: none would do."""
+        for rule in self.rules:
+            if rule.pattern().fullmatch(key) and (missed := rule.missed_entries(config)):
+                entries = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in missed.items())
+                return (
+                    f"no row of the {self.convention} rule table {self.family!r} fits: only models with {entries} in "
+                    "config.json have it; give the config.json of this model with --config FILE"
+                )
+        return ""
 
     def _of_layer(self, rule: Rule, layer: int | None, config: Config) -> Rule:
         """The row, assigned to the MTP item that continues its item if the layer is an MTP layer."""
