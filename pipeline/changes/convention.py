@@ -16,14 +16,14 @@ from paddle_reshard.pipeline.changes.aoa.follow import target_catalog
 from paddle_reshard.pipeline.changes.aoa.sources import SourceTensors
 from paddle_reshard.pipeline.changes.aoa.values import Span, Value, assembled, concatenated, permuted, split
 from paddle_reshard.pipeline.changes.change import Altered, Reading
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.stages import is_apart
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, HEAD, PARAM
 from paddle_reshard.pipeline.indexing.small_files import trainer_state_for
-from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.forms import (
     UNUSED,
     PartsOfTensor,
@@ -82,7 +82,7 @@ def _to_convention(source: Checkpoint, convention: str, reading: Reading) -> Che
                 f"model with {TIED}; say {TIED}=false in the config given with --config, or drop it with --drop {HEAD}",
             )
     table = recipe or _table_of(convention, tables, model.table, config)
-    return _translated(source, table, config, reading.missing.drops_mtp)
+    return _translated(source, table, config, reading.missing)
 
 
 def _recipe_for(former: RuleTable, tables: RuleTables, config: Config) -> RuleTable | None:
@@ -128,9 +128,9 @@ def _configured_for(checkpoint: Checkpoint, convention: str) -> Checkpoint:
 
 
 def _translated(
-    source: Checkpoint, table: RuleTable, config: Mapping[str, Any], drops_mtp: bool
+    source: Checkpoint, table: RuleTable, config: Mapping[str, Any], policy: MissingPolicy
 ) -> Checkpoint:
-    """The source's tensors, joined to those of a table; with ``drops_mtp`` it may lack some of MTP layers."""
+    """The source's tensors, joined to those of a table; ``policy`` says what it may lack."""
     values = SourceTensors(source.catalog)
     parts = _cut_all(source.model, values)
     matches = matches_of(parts, table, config)
@@ -149,8 +149,8 @@ def _translated(
         target_catalog(values, outputs, frozenset()), table, config
     )
     model = read_model(catalog.tensors, table, config)
-    kept = [t for t in model.tensors if not (drops_mtp and t.rule.item in table.mtp_items)]
-    check_complete(replace(model, tensors=tuple(kept)))
+    kept = [t for t in model.tensors if not (policy.drops_mtp and t.rule.item in table.mtp_items)]
+    completed(replace(model, tensors=tuple(kept)), policy.lets_lack, mtp=not policy.drops_mtp)
     missing = [tensor.key for tensor in source.model.tensors if tensor.missing]
     unused = [tensor.key for tensor in source.model.tensors if tensor.rule.unused and not tensor.missing]
     return replace(

@@ -27,7 +27,6 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, 
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
-from paddle_reshard.pipeline.formats.registry import FORMATS, names_of
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.completeness import lost
@@ -90,12 +89,6 @@ def filled(filling: Filling, altered: Altered, reading: Reading) -> Altered:
     """A checkpoint with what ``filling`` gives it, and the store that serves both."""
     checkpoint = altered.source
     given = None if filling.file is None else _of_file(filling)
-    if not FORMATS[checkpoint.format].loses_tensors:
-        losing = names_of(known for known in FORMATS.values() if known.loses_tensors)
-        raise CoverageError(
-            min(given.numbers, default=filling.location) if given else filling.location,
-            f"given with --fill, but only {losing} checkpoints can lack tensors; omit the option",
-        )
     whole = _filled(checkpoint, given or _of_checkpoint(filling, checkpoint, reading), reading.missing)
     store = JoinedSource((Mount("", altered.store), Mount(PREFIX, filling.store)))
     return altered.read_as(whole, store)

@@ -27,13 +27,19 @@ class MissingPolicy:
     """Whether they are taken from elsewhere, after the checkpoint is indexed."""
     allowed: tuple[str, ...] = ()
     """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
+    reports: bool = False
+    """Whether what the files list without holding it is reported, and not refused."""
     drops_mtp: bool = False
     """Whether MTP layers are omitted from every target, so that their tensors need no rules."""
     parameters_only: bool = False
     """Whether nothing but stored parameters is wanted, so that an optimizer that cannot be read is no obstacle."""
 
+    def lets_lack(self, key: str) -> bool:
+        """Whether the checkpoint may lack a tensor that its model has."""
+        return self.fills or self.allows(key)
+
     def allows(self, key: str) -> bool:
-        """Whether a tensor may be missing."""
+        """Whether a tensor may be missing in the target too."""
         return any(fnmatchcase(key, pattern) for pattern in self.allowed)
 
 

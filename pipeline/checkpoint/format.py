@@ -83,8 +83,6 @@ class Format(ABC):
     """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
     by_table: ClassVar[bool] = False
     """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
-    loses_tensors: ClassVar[bool] = False
-    """Whether its trainers lose tensors, which ``--fill`` can supply."""
     index_as: Callable[[SourceFiles, Model], Catalog] | None = None
     """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
     read_donor: Callable[[SourceFiles], Donor] | None = None

@@ -194,7 +194,7 @@ def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> 
     tables, config = given_inputs(options.get("rules"), options.get("config"))
     files = SourceFiles(store, config, index_here, index_files)
     try:
-        checkpoint = index_source(files, tables, MissingPolicy(allowed=("*",), parameters_only=True))
+        checkpoint = index_source(files, tables, MissingPolicy(reports=True, parameters_only=True))
     except (CheckpointError, PlanError) as error:
         if isinstance(error, FormatError):
             raise

@@ -1,60 +1,268 @@
-"""Check that a model is complete."""
+"""Check that a model is complete: that it has all that the class of its config has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, Final
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
-from paddle_reshard.pipeline.model.model import Model, ModelTensor
-from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.tensors import MTP, dtype_named
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, model_order
+from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry, derived_sizes
 from paddle_reshard.pipeline.model.rules.items import LAYERS, Item, mtp_entry
+from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 
+Allows = Callable[[str], bool]
+"""Whether the tensor with a structured key may be missing."""
+_Layers = Mapping[tuple[str, int], set[str]]
+"""Item and number of a layer → the names of its tensors: keys with ``{layer}`` for the number of the layer."""
 
-def check_complete(model: Model) -> None:
-    """Refuse a model that lacks tensors, for formats whose files do not list them.
+MAX_LACKING: Final = 1 << 16
+"""Experts or layers that a config may say beyond those of the files: more are refused without a list of them."""
 
-    Required are all decoder layers of the config and all tensors outside layers in the rule table. A layer whose
-    tensors are a proper subset of those of another layer of its kind is incomplete. An MTP layer that is numbered
-    after the decoder layers has the tensors of one of them, and all of its own; one that is numbered apart has all
-    tensors that its rows tell of, but where decoder layers differ, only those of one whose every tensor they tell of.
+
+def not_allowed(key: str) -> bool:
+    """No tensor may be missing."""
+    return False
+
+
+def completed(model: Model, allows: Allows = not_allowed, *, mtp: bool = True) -> Model:
+    """The model with those tensors of its class that no file holds; without leave they are refused.
+
+    Required are all rows of the table that apply to the config, in every layer of their item: outside layers, in the
+    decoder layers, and in the layers of multi-token prediction that the config announces (unless ``mtp`` is false, as
+    targets omit them). Of the rows in ``alternatives`` a layer has those of one alternative. A table that does not say
+    the alternatives only tells that a layer whose tensors are a proper subset of another's of its kind is incomplete.
 
     Raises
     ------
     CoverageError
-        Naming a missing tensor.
+        Naming the first tensor that is missing, and how to go on.
     CheckpointError
         If the layers differ from those of the config.
     """
+    table, config = model.table, model.config
     keys = {tensor.key for tensor in model.tensors}
-    for rule in model.table.rules:
-        everywhere = "{" not in rule.key and not rule.of_stages and rule.applies(model.config)
-        if everywhere and rule.key not in keys:
-            raise CoverageError(rule.key, "no file holds it, and every model of this family has it")
-    if not model.table.counts_layers:
-        return
-    check_layers(model.tensors, model.table, model.config)
+    lacking = [
+        rule.key
+        for rule in table.rules
+        if "{" not in rule.key and _is_required(rule, config) and rule.key not in keys
+    ]
+    if table.counts_layers:
+        check_layers(model.tensors, table, config)
+        layers = _names_of_layers(model.tensors)
+        if table.alternatives is None:
+            lacking += _lacking_beside_others(model, layers)
+        else:
+            lacking += _lacking_in_layers(model, layers, mtp)
+    wanted = list(dict.fromkeys(lacking))
+    for key in wanted:
+        if not allows(key):
+            raise _refusal(key, wanted, model)
+    return _with_missing(model, wanted)
+
+
+def _is_required(rule: Rule, config: Mapping[str, Any]) -> bool:
+    """Whether the class has the row with this config; it leaves out what a count in its shape makes empty."""
+    if rule.optional is not None or rule.of_stages or rule.former or rule.unused or not rule.applies(config):
+        return False
+    try:
+        return 0 not in (expected_shape(rule, config) or ())
+    except RuleError:  # q_lora_rank or n_shared_experts is null
+        return False
+
+
+def _names_of_layers(tensors: Iterable[ModelTensor]) -> dict[tuple[str, int], set[str]]:
     layers: dict[tuple[str, int], set[str]] = {}
-    for tensor in model.tensors:
+    for tensor in tensors:
         if tensor.layer is not None:
             expert = tensor.rule.numbers(tensor.key).get("expert")
             name = tensor.rule.key.format(layer="{layer}", expert=expert)
             layers.setdefault((tensor.rule.item, tensor.layer), set()).add(name)
+    return layers
+
+
+def _lacking_in_layers(model: Model, layers: _Layers, mtp: bool) -> Iterator[str]:
+    """The keys that layers lack, by the table's alternatives."""
+    table, config = model.table, model.config
+    experts = _experts(model)
+    rows_held: dict[tuple[str, int], set[str]] = {}
+    for tensor in model.tensors:
+        if tensor.layer is not None:
+            rows_held.setdefault((tensor.rule.item, tensor.layer), set()).add(tensor.rule.key)
+    for item in table.items:
+        numbers = {layer for of_item, layer in layers if of_item == item.name}
+        if item.mtp:
+            # A job whose pipeline has no such layers leaves them out, whatever its config announces.
+            announced = mtp and item.layer_class
+            numbers |= set(_announced(table, item, config)) if announced else set()
+            if not mtp:
+                continue
+        rows = [name for name in _rows(table, item, config) if "{layer}" in name]
+        for number in sorted(numbers):
+            held = layers.get((item.name, number), set())
+            for name in _of_one_kind(rows, item, number, rows_held, table):
+                for key in _of_experts(name, experts):
+                    if key not in held:
+                        yield key.format(layer=number)
+
+
+def _announced(table: RuleTable, item: Item, config: Mapping[str, Any]) -> range:
+    first, count = table.first_mtp_layer(item, config), count_entry(config, mtp_entry(config))
+    if count > MAX_LACKING or item.there is not None:  # the latter are told by no number
+        return range(first, first)
+    return range(first, first + count)
+
+
+def _rows(table: RuleTable, item: Item, config: Mapping[str, Any]) -> list[str]:
+    """Names of the required rows of an item, ``{expert}`` left open; with those of the layers that it continues."""
+    own = [rule.key for rule in table.rules if rule.item == item.name and _is_required(rule, config)]
+    if item.continues is None or item.there is not None:
+        return own
+    continued = [
+        rule.key for rule in table.rules if rule.item == item.continues and _is_required(rule, config)
+    ]
+    return list(dict.fromkeys([*own, *map(item.inside, continued)]))
+
+
+def _of_one_kind(
+    rows: Sequence[str], item: Item, layer: int, rows_held: _Layers, table: RuleTable
+) -> Iterator[str]:
+    """Of the rows of an item, those that a layer has, which holds tensors of some of them."""
+    inside = {name: item.outside(name).partition("{layer}")[2].partition(".")[2] for name in rows}
+    left_out: set[str] = set()
+    for choice in table.alternatives or ():
+        kinds = [{name for name in rows if _begins(inside[name], beginnings)} for beginnings in choice]
+        kinds = [kind for kind in kinds if kind]
+        if len(kinds) > 1:
+            left_out |= set.union(*kinds) - _likeliest(kinds, item, layer, rows_held)
+    return (name for name in rows if name not in left_out)
+
+
+def _begins(name: str, beginnings: Iterable[str]) -> bool:
+    return any(name == beginning or name.startswith(f"{beginning}.") for beginning in beginnings)
+
+
+def _likeliest(kinds: Sequence[set[str]], item: Item, layer: int, rows_held: _Layers) -> set[str]:
+    """The alternative of which a layer holds most; if several, the one that the last of the other layers holds."""
+    held = rows_held.get((item.name, layer), set())
+    best = max(len(kind & held) for kind in kinds)
+    alike = [kind for kind in kinds if len(kind & held) == best]
+    if len(alike) > 1:
+        for (of_item, _), names in sorted(rows_held.items(), reverse=True):
+            there = {item.inside(name) for name in names} if of_item == item.continues else names
+            whole = [kind for kind in alike if kind <= there]
+            if of_item in (item.name, item.continues) and whole:
+                return whole[0]
+    return alike[0]
+
+
+def _experts(model: Model) -> Sequence[int]:
+    """The numbers of the routed experts of a layer: those of the config, or else of any layer."""
+    entry = model.table.experts
+    count = derived_sizes(model.config).get(entry) if entry is not None else None
+    held = {
+        int(tensor.rule.numbers(tensor.key)["expert"]) for tensor in model.tensors if tensor.rule.of_expert
+    }
+    if count is None:
+        return sorted(held)
+    if count - len(held) > MAX_LACKING:
+        raise CheckpointError(
+            f"config.json says {entry} {count}, and the files hold {len(held)} of the experts"
+        )
+    return range(count)
+
+
+def _of_experts(name: str, experts: Iterable[int]) -> Iterator[str]:
+    """The names of a row for all experts, with ``{layer}`` left open."""
+    if "{expert}" not in name:
+        yield name
+    else:
+        yield from (name.replace("{expert}", str(expert)) for expert in experts)
+
+
+def _with_missing(model: Model, keys: Sequence[str]) -> Model:
+    """The model with tensors that no file holds, each before the first that follows it in the table's order."""
+    if not keys:
+        return model
+    order = model_order(model.table)
+    tensors = list(model.tensors)
+    places = [order(tensor) for tensor in tensors]
+    added = [_missing(key, model) for key in keys]
+    if places == sorted(places):
+        return replace(model, tensors=tuple(sorted([*tensors, *added], key=order)))
+    for tensor in added:  # the order of the files decides where it is another
+        place = order(tensor)
+        position = next((n for n, other in enumerate(places) if other > place), len(places))
+        tensors.insert(position, tensor)
+        places.insert(position, place)
+    return replace(model, tensors=tuple(tensors))
+
+
+def _missing(key: str, model: Model) -> ModelTensor:
+    """A tensor that no file holds, in the dtype of its row in other layers, or else of most tensors."""
+    rule, layer = model.table.find(key, model.config)
+    alike = [tensor for tensor in model.tensors if tensor.rule.key == rule.key]
+    shape = expected_shape(rule, model.config, key) or next((t.global_shape for t in alike), None)
+    if shape is None:
+        raise CoverageError(key, "no file holds it, and neither the config nor another layer tells its shape")
+    dtypes = Counter(tensor.dtype.name for tensor in alike or model.tensors)
+    return ModelTensor(
+        key=key,
+        rule=rule,
+        layer=layer,
+        global_shape=shape,
+        dtype=dtype_named(max(dtypes, key=lambda name: dtypes[name], default="bfloat16")),
+        accumulators=(),
+        master=False,
+        tied_to=None,
+        missing=True,
+    )
+
+
+def _refusal(key: str, lacking: Sequence[str], model: Model) -> CheckpointError:
+    """Why a model without a tensor is refused, and how to go on."""
+    rule, layer = model.table.find(key, model.config)
+    pattern = key if layer is None else rule.key.replace("{layer}", "*").replace("{expert}", "*")
+    others = len(lacking) - 1
+    more = f", nor {others} more tensor{'s' if others > 1 else ''} of the model" if others else ""
+    supply = "supply what is missing with --fill BASE, from a checkpoint of the same model"
+    mtp = [item.name for item in model.table.mtp_items.values()]
+    if rule.item in mtp and not any(tensor.rule.item in mtp for tensor in model.tensors):
+        entry = mtp_entry(model.config)
+        return CoverageError(
+            key,
+            f"no file holds it{more}, and config.json announces layers of multi-token prediction ({entry}: "
+            f"{config_entry(model.config, entry)}); convert without them with --drop {MTP}, which writes {entry} 0, or "
+            f"{supply}",
+        )
+    where = "in every layer of its kind" if layer is not None else "always"
+    return CoverageError(
+        key,
+        f"no file holds it{more}, and a model of {model.table.named} with this config.json has it {where}; {supply}, "
+        f"or leave it out with --allow-missing '{pattern}'",
+    )
+
+
+def _lacking_beside_others(model: Model, layers: _Layers) -> Iterator[str]:
+    """What a layer lacks of another of its kind, for a table that does not tell what each layer has."""
     for (item, layer), held in sorted(layers.items()):
-        for (of_item, other), more in sorted(layers.items()):
+        for (of_item, _), more in sorted(layers.items()):
             if item == of_item and held < more:
-                missing = min(more - held).format(layer=layer)
-                raise CoverageError(missing, f"no file holds it, and layer {other} has it")
-    _check_mtp_layers(model, layers)
+                yield from (name.format(layer=layer) for name in sorted(more - held))
+                break
+    yield from _lacking_in_mtp_layers(model, layers)
 
 
-def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) -> None:
+def _lacking_in_mtp_layers(model: Model, layers: _Layers) -> Iterator[str]:
     items = model.table.mtp_items
-    own = {name: _rows(model, item) for name, item in items.items()}
+    own = {name: _rows_of_experts(model, item) for name, item in items.items()}
     (repeated,) = (item for item in model.table.items if item.repeated)
     decoders = [held for (item, _), held in layers.items() if item == repeated.name]
-    of_decoders = _in_layer(_rows(model, repeated))
+    of_decoders = _in_layer(_rows_of_experts(model, repeated))
     for (name, layer), held in sorted(layers.items()):
         if name not in items:
             continue
@@ -69,11 +277,7 @@ def _check_mtp_layers(model: Model, layers: Mapping[tuple[str, int], set[str]]) 
             kinds = [of for of in map(_in_layer, decoders) if of <= _in_layer(own[name])]
             alike = ({key for key in own[name] if _in_layer({key}) <= of} for of in kinds)
             lacking = min((of_kind - held for of_kind in alike), key=len, default=lacking)
-        if lacking:
-            missing = min(lacking).format(layer=layer)
-            raise CoverageError(
-                missing, "no file holds it, and every layer of multi-token prediction of this family has it"
-            )
+        yield from (name.format(layer=layer) for name in sorted(lacking))
 
 
 def _in_layer(keys: Set[str]) -> set[str]:
@@ -81,7 +285,7 @@ def _in_layer(keys: Set[str]) -> set[str]:
     return {key.partition("{layer}.")[2] for key in keys}
 
 
-def _rows(model: Model, item: Item) -> set[str]:
+def _rows_of_experts(model: Model, item: Item) -> set[str]:
     """Keys of the rows of an item, but not those of decoder layers that it has too; of every routed expert."""
     experts = model.table.experts
     return {

@@ -9,7 +9,7 @@ from typing import Any
 from paddle_reshard.pipeline.changes.aoa.apply import AoaOutcome, apply_aoa
 from paddle_reshard.pipeline.changes.aoa.language import AoaProgram
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.model import read_model
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.literal import literal_table
@@ -34,7 +34,7 @@ def rewrite(
         outcome = apply_aoa(source.catalog, program, untied=own)
     model = read_model(outcome.catalog.tensors, table, config)
     if tables is not None and not model.has_lora:
-        check_complete(model)
+        completed(model)
     return replace(
         source,
         catalog=outcome.catalog,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import (
@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.formats.flex.names import (
 from paddle_reshard.pipeline.formats.flex.source import DataFile, Fused, catalog_flex, not_fused, read_names
 from paddle_reshard.pipeline.formats.flex.stacked import arrays_with_two_dims, with_two_dims
 from paddle_reshard.pipeline.formats.reading import not_held
-from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.model.optimizers import check_states
@@ -73,6 +73,7 @@ def read_flex(
     config: Mapping[str, Any],
     tables: RuleTables,
     lr_scheduler: Any,
+    missing: MissingPolicy,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
     """Interpret a dist checkpoint.
@@ -102,6 +103,7 @@ def read_flex(
         catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
     model = marked_base(read_model(catalog.tensors, table, config))
     check_matrices(model, adapter)
+    model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp)
     _check(model, catalog)
     return Checkpoint(
         format=AUTO_PARALLEL if auto_parallel else FLEX,
@@ -258,8 +260,7 @@ def _fused(table: RuleTable, config: Mapping[str, Any], key: str) -> Fused | Non
 
 
 def _check(model: Model, catalog: Catalog) -> None:
-    """Check that no tensor is missing, and that every trained tensor has all optimizer states, in its own shape."""
-    check_complete(model)
+    """Check that every trained tensor has all optimizer states, in its own shape."""
     check_states(model)
     index = catalog.index()
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]
@@ -290,7 +291,7 @@ def _with_implied(catalog: Catalog, model: Model) -> Catalog:
     tensors = list(catalog.tensors)
     implied = {}
     for of_model in model.tensors:
-        if of_model.tied_to is None and (of_model.key, PARAM) not in index:
+        if of_model.tied_to is None and not of_model.missing and (of_model.key, PARAM) not in index:
             implied[len(tensors)] = index[of_model.key, MASTER_WEIGHT]
             tensors.append(Tensor(of_model.key, PARAM, of_model.dtype, of_model.global_shape))
     shared = (PARAM, EMA_PARAM)

@@ -61,9 +61,10 @@ class DistFormat(Format):
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the metadata and the data files; which of the two it is, its folders tell."""
+        from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
         from paddle_reshard.pipeline.formats.flex.index import index_flex
 
-        return index_flex(files, tables)
+        return index_flex(files, tables, missing or MissingPolicy())
 
     def request(self, asked: Mapping[str, Any]) -> FlexTarget | RankFlexRequest:
         """Number of files, version of Paddle and names; with a topology, its job too."""

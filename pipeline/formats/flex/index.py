@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import (
     Readable,
     SourceFiles,
@@ -32,7 +32,7 @@ _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""
 
 
-def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
+def index_flex(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Checkpoint:
     """A dist checkpoint: FlexCheckpoint folders, or the one of auto-parallel training."""
     store, sizes = files.store, files.sizes
     _refuse_other_tensor_files(files)
@@ -44,7 +44,7 @@ def index_flex(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     held = {path: size for path, size in own.items() if path not in described}
     metadata: Mapping[str, DistMetadata] = files.index_here(_index_metadata, store, described)
     data_files = files.index_anywhere(_index_data_file, store, held)
-    checkpoint = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), files.adapter())
+    checkpoint = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), missing, files.adapter())
     # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
         _check_strategy(files.json(MODEL_META), checkpoint.model)

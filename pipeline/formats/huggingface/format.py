@@ -54,9 +54,10 @@ class HuggingFaceFormat(Format):
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the headers: the model is found by the rule tables."""
+        from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
         from paddle_reshard.pipeline.formats.huggingface.source import index_huggingface
 
-        return index_huggingface(files, tables, missing is not None and missing.drops_mtp)
+        return index_huggingface(files, tables, missing or MissingPolicy())
 
     def index_as(self, files: SourceFiles, model: Model) -> Catalog:
         """The parameters of a model that is known already."""

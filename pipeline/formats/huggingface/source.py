@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import islice
 from typing import Final, NamedTuple
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import DROPPED_MTP, Checkpoint
+from paddle_reshard.pipeline.checkpoint.checkpoint import DROPPED_MTP, Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles, index_safetensors
 from paddle_reshard.pipeline.core.catalog import (
     Catalog,
@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
 from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, swapped, tensor_parts
-from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.ernie import ernie_table, is_ernie_layout
 from paddle_reshard.pipeline.model.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
@@ -153,12 +153,12 @@ def _stored_twice(twin: ModelTensor, held: Collection[str]) -> bool:
     return form is not None and len(form.keys) == 1 and twin.rule.fill_in(form.keys[0], twin.key) in held
 
 
-def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -> Checkpoint:
+def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Checkpoint:
     """A checkpoint of weights only, with a model that rule tables determine.
 
-    With ``drops_mtp`` without layers of multi-token prediction that are numbered after the decoder layers. Published
-    checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the head, and a
-    norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
+    If ``missing`` drops them, without layers of multi-token prediction that are numbered after the decoder layers.
+    Published checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the
+    head, and a norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
     """
     if files.sizes.keys() >= _PEFT:
         raise UnsupportedError(
@@ -167,9 +167,10 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, drops_mtp: bool) -
             "checkpoint"
         )
     headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
-    mtp = _mtp_layers(tables_to_train_with(tables, config), config) if drops_mtp else _NOTHING
+    mtp = _mtp_layers(tables_to_train_with(tables, config), config) if missing.drops_mtp else _NOTHING
     held = stored_tensors(headers, index, re.compile(rf"{mtp.pattern}|{BUFFERS.pattern}"))
     model, stored, reading = _models(held, config, tables)
+    model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp)
     held = reading.renamed(held)
     copies = _copies_of(held, reading, files)
     catalog = read_huggingface(stored, {**files.safetensors, **_sizes_of(copies, files)}, held, copies=copies)
@@ -315,9 +316,7 @@ def _models(
     ((table, of_files, reading),) = fitting
     matches = matches_of(reading.names.values(), of_files, config)
     tensors = _logical(reading.renamed(stored), matches, config)
-    model = read_model(tensors, table, config)
-    check_complete(model)
-    return model, read_model(tensors, of_files, config), reading
+    return read_model(tensors, table, config), read_model(tensors, of_files, config), reading
 
 
 def _other_reading(

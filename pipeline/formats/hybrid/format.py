@@ -53,7 +53,6 @@ class HybridFormat(Format):
     holds_lora: ClassVar[bool] = True
     special_optimizers: ClassVar[tuple[str, ...]] = (ADAMW_MINI,)
     by_table: ClassVar[bool] = True
-    loses_tensors: ClassVar[bool] = True
 
     def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
         """By each rank, from a file of its own part, as ``model_meta.json`` lists them, or from a complete file.

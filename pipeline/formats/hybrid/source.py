@@ -65,7 +65,7 @@ from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta, parse_model_meta
 from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
-from paddle_reshard.pipeline.model.completeness import check_complete, lost
+from paddle_reshard.pipeline.model.completeness import completed, lost
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import (
     Model,
@@ -186,11 +186,12 @@ def read_hybrid(
     del roots  # frees the names of all arrays, unless the caller keeps them
     source = _Source(ranks, _choose_table_and_rename(ranks, tables, config), config)
     strategy = source.strategy()
-    stored = source.model(adapter)
+    policy = missing or MissingPolicy()
+    stored = source.model(adapter, policy)
     check_experts(ranks, source.expert_axis, stored.tensors, expert_count(source.table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
-    builder = _HybridCatalogBuilder(source, stored, strategy, files, missing or MissingPolicy())
+    builder = _HybridCatalogBuilder(source, stored, strategy, files, policy)
     catalog = builder.catalog()
     check_catalog(catalog)
     tensors = tuple(replace(tensor, missing=tensor.key in builder.missing) for tensor in stored.tensors)
@@ -342,7 +343,7 @@ class _Source:
             unified_experts=_unified(self.ranks, model) if topology.ep > 1 else None,
         )
 
-    def model(self, adapter: Adapter | None) -> Model:
+    def model(self, adapter: Adapter | None, policy: MissingPolicy) -> Model:
         """The tensors of all cells, in model order."""
         tensors: dict[str, ModelTensor] = {}
         order = {key: position for position, key in enumerate(_keys_in_order(self.ranks))}
@@ -363,8 +364,7 @@ class _Source:
         if self.ranks.has_lora:
             return _read_adapter(Model(tuple(tied), table, self.config), adapter)
         model = Model(tuple(lead_experts(tied, unified=False)), table, self.config)
-        check_complete(model)
-        return model
+        return completed(model, policy.lets_lack, mtp=not policy.drops_mtp)
 
     def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
         topology = self.ranks.topology
@@ -572,11 +572,11 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
 
 
 def _base_positions(cell: StoredCell, ranks: Ranks, model: Model) -> set[int]:
-    """Positions, in build order, of the base model's tensors in a cell of a LoRA job.
+    """Positions, in build order, of tensors of a cell that no file lists: of the base model in a LoRA job, or missing.
 
-    No file lists them, but they advance the counters in parameter names.
+    They advance the counters in parameter names.
     """
-    if not ranks.has_lora:
+    if not any(tensor.missing for tensor in model.tensors):
         return set()
     if ranks.topology.pp == 1:
         return {position for position, tensor in enumerate(model.as_built(1)) if tensor.missing}
@@ -665,14 +665,14 @@ class _HybridCatalogBuilder:
         implied = {}
         for tensor in self.model.tensors:
             identity = tensor.tied_to or tensor.key
-            if tensor.missing:  # of the base model of an adapter
+            if tensor.missing:  # of the base model of an adapter, or allowed
                 self.missing.add(tensor.key)
             elif self.stored.tensors.find(identity, PARAM) is None:
                 master = self.stored.tensors.find(identity, MASTER_WEIGHT)
                 if master is not None:
                     index = self._tensor(tensor.key, PARAM, tensor.dtype, tensor.global_shape, MODEL_META)
                     implied[index] = master
-                elif self.policy.fills or self.policy.allows(tensor.key):
+                elif self.policy.reports or self.policy.lets_lack(tensor.key):
                     self.missing.add(tensor.key)
                 else:
                     raise lost(tensor)

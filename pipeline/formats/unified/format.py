@@ -68,9 +68,10 @@ class UnifiedFormat(Format):
 
     def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
         """Understand the headers of all files."""
+        from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
         from paddle_reshard.pipeline.formats.unified.source import index_unified
 
-        return index_unified(files, tables)
+        return index_unified(files, tables, missing or MissingPolicy())
 
     def request(self, asked: Mapping[str, Any]) -> UnifiedTarget:
         """Number of files; nothing of it depends on the source."""

@@ -29,7 +29,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UnsupportedError
@@ -73,7 +73,7 @@ from paddle_reshard.pipeline.formats.unified.names import (
     split_optimizer_key,
 )
 from paddle_reshard.pipeline.formats.writing import UNCUT
-from paddle_reshard.pipeline.model.completeness import check_complete
+from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
 from paddle_reshard.pipeline.model.rules.choose import choose_table
@@ -109,7 +109,7 @@ Arrays = Mapping[Identity, list[_StoredArray]]
 """All arrays of each tensor."""
 
 
-def index_unified(files: SourceFiles, tables: RuleTables) -> Checkpoint:
+def index_unified(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Checkpoint:
     """A unified checkpoint with optimizer states, or weights alone.
 
     Raises
@@ -135,7 +135,7 @@ def index_unified(files: SourceFiles, tables: RuleTables) -> Checkpoint:
     _refuse_unknown_dtypes(arrays, table, config)
     arrays = _joined_twins(arrays, payloads, table, config)
     model = read_model(_tensors(arrays, table, config), table, config)
-    check_complete(model)
+    model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp)
     catalog = _catalog(arrays, model, in_order, files.sizes)
     _check_states(model)
     check_catalog(catalog)

@@ -82,9 +82,11 @@ class Rule:
     source: str
     # which models have it
     where: Mapping[str, Any] = field(default_factory=dict)
+    unless: Mapping[str, Any] = field(default_factory=dict)
     with_mtp: bool | None = None
     grouped_heads: bool | None = None
     former: bool = False
+    optional: str | None = None
     # its shape, and how tp and ep cut it
     shape: tuple[str, ...] | None = None
     split: Annotated[int, Bounds(0)] | None = None
@@ -134,6 +136,8 @@ class Rule:
     def applies(self, config: Config) -> bool:
         """Whether the model with this config has the row."""
         if self.with_mtp is not None and self.with_mtp != (count_entry(config, mtp_entry(config)) > 0):
+            return False
+        if any(config_entry(config, name) == value for name, value in self.unless.items()):
             return False
         return self._fits_heads(config) and not self.missed_entries(config)
 

@@ -60,6 +60,7 @@ class RuleTable:
     formats: tuple[str, ...] | None = None
     unsupported: tuple[Unsupported, ...] = ()
     unsupported_keys: Mapping[str, str] = field(default_factory=dict)
+    alternatives: tuple[tuple[tuple[str, ...], ...], ...] | None = None
     proven: Proof | None = field(default=None, compare=False, repr=False)
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
     # other keys of its tensors

@@ -1,0 +1,104 @@
+"""Complete is what the class has: of every model that a class builds, each tensor is required, and nothing else."""
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
+from paddle_reshard.pipeline.core.tensors import PARAM, Tensor, dtype_named
+from paddle_reshard.pipeline.model.completeness import completed
+from paddle_reshard.pipeline.model.model import Model, read_model
+from paddle_reshard.pipeline.model.rules.choose import choose_table
+from paddle_reshard.pipeline.model.rules.rule import expected_shape
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+from tests import facts
+from tests.conftest import case_directory
+
+CASES = {
+    **{
+        family: f"families/{family}_single"
+        for family in ("qwen2", "qwen3", "ernie4_5", "phi3", "gemma3_text")
+    },
+    "llama": "dense/single",
+    "qwen2_moe": "moe/qwen2moe_single",
+    "qwen3_moe": "moe/moe_single",
+}
+LISTED = {
+    "{'attention_bias': True} llama": "the table has no rows for biases",
+    "{'mlp_bias': True} llama": "the table has no rows for biases",
+    "{'fd_fallback': True} qwen2_moe": "the table has no rows for stacked experts",
+    "{'shared_expert_intermediate_size': None} qwen2_moe": "the class has an empty expert; the shape is not said",
+}
+"""What the tables cannot say of a class yet → why. Such models are refused."""
+BUILDS = {
+    f"{build.config} {build.family}" if build.topology == "tp1" else build.topology: build
+    for build in facts.builds()
+    if build.entries and build.rank == 0 and "Pipe" not in (build.kind or "")
+    if build.topology == "tp1" or build.topology.endswith("single") or build.topology.endswith("single_tied")
+    if build.config.get("num_hidden_layers") != 0  # no layer tells what layers have
+}
+
+
+DIFFERENT = sorted(
+    {
+        tuple(entry.key for entry in build.entries or ()): name
+        for name, build in BUILDS.items()
+        if name not in LISTED and 0 not in build.config.values()  # the tables take what is empty for left out
+    }.values()
+)
+"""One build of each set of keys."""
+
+
+def _model(build: facts.Build) -> Model:
+    """The model whose files hold what the class has; shapes are those of the table."""
+    case = build.topology.partition("case ")[2] or CASES[build.family]
+    [checkpoint] = case_directory(case).glob("checkpoint-*")
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text()) | build.config
+    if "num_experts" in build.config and "num_local_experts" in config:
+        config["num_local_experts"] = build.config["num_experts"]
+    keys = [entry.key for entry in build.entries or []]
+    table = choose_table(
+        shipped_tables("paddleformers"), dict.fromkeys(keys), config, "hybrid", stages_known=True
+    )
+    shapes = {key: expected_shape(table.find(key, config)[0], config, key) for key in keys}
+    tensors = [Tensor(key, PARAM, dtype_named("bfloat16"), shapes[key] or (1,)) for key in keys]
+    return read_model(tensors, table, config)
+
+
+def _without(model: Model, keys: Collection[str]) -> Model:
+    return replace(model, tensors=tuple(t for t in model.tensors if t.key not in keys))
+
+
+@pytest.mark.parametrize("name", sorted(BUILDS.keys() - LISTED.keys()))
+def test_a_model_as_its_class_builds_it_is_complete(name: str) -> None:
+    model = _model(BUILDS[name])
+
+    assert {t.key for t in completed(model).tensors} == {e.key for e in BUILDS[name].entries or []}
+
+
+@pytest.mark.parametrize("name", sorted(LISTED))
+def test_what_the_tables_cannot_say_is_refused(name: str) -> None:
+    with pytest.raises(ReshardError):
+        completed(_model(BUILDS[name]))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_every_tensor_and_every_class_of_tensors_is_required(name: str) -> None:
+    model = _model(BUILDS[name])
+    aliases = {t.key for t in model.tensors if t.is_alias}
+    classes: dict[str, set[str]] = {}
+    for tensor in model.tensors:
+        classes.setdefault(tensor.rule.key, set()).add(tensor.key)
+
+    for taken in [*classes.values(), *({t.key} for t in model.tensors)]:
+        if taken <= aliases:
+            continue
+        with pytest.raises(CoverageError, match=re.escape(f"{sorted(taken)[0]}: no file holds it")):
+            completed(_without(model, taken))
+        whole = completed(_without(model, taken), taken.__contains__)
+        assert {t.key for t in whole.tensors if t.missing} == taken
+        assert [t.key for t in whole.tensors] == [t.key for t in model.tensors]
