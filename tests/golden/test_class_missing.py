@@ -1,0 +1,75 @@
+"""A class of tensors that no file holds is missed, and the ways out that the refusal names work."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import CoverageError
+from tests.conftest import case_directory
+from tests.golden.compare_one_card import read_one_card
+from tests.golden.unified_cases import write_safetensors
+
+NORM = "model.layers.*.input_layernorm.weight"
+
+
+def _export_without(name: str, part: str, folder: Path) -> Path:
+    """A Hugging Face folder of a case without a class of tensors."""
+    [checkpoint] = case_directory(name).glob("checkpoint-*")
+    paddle_reshard.convert(checkpoint, folder, format="huggingface")
+    path = folder / "model.safetensors"
+    held = dict(safetensors.deserialize(path.read_bytes()))
+    kept = {
+        key: (entry["dtype"], entry["shape"], bytes(entry["data"]))
+        for key, entry in held.items()
+        if part not in key
+    }
+    write_safetensors(path, kept)
+    return folder
+
+
+def test_a_class_that_every_layer_lacks_is_refused_and_filled(tmp_path: Path) -> None:
+    source = _export_without("dense/single", "input_layernorm", tmp_path / "hf")
+    [base] = case_directory("dense/single").glob("checkpoint-*")
+
+    with pytest.raises(
+        CoverageError, match=r"model\.layers\.0\.input_layernorm\.weight.*--fill BASE.*--allow-missing"
+    ):
+        paddle_reshard.convert(source, tmp_path / "refused", to="tp=2")
+    with pytest.raises(CoverageError, match=r"model\.layers\.0\.input_layernorm\.weight"):
+        paddle_reshard.inspect(source)
+    assert not (tmp_path / "refused").exists()
+
+    paddle_reshard.convert(base, tmp_path / "export", format="huggingface")
+    paddle_reshard.convert(tmp_path / "export", tmp_path / "whole", to="tp=1")
+    paddle_reshard.convert(source, tmp_path / "filled", to="tp=1", fill=base)
+    assert read_one_card(tmp_path / "filled") == read_one_card(tmp_path / "whole")
+
+    paddle_reshard.convert(source, tmp_path / "less", to="tp=1", allow_missing=(NORM,))
+    held = read_one_card(tmp_path / "less")
+    whole = read_one_card(tmp_path / "whole")
+    assert held == {key: values for key, values in whole.items() if "input_layernorm" not in key}
+
+
+def test_layers_of_multi_token_prediction_that_the_config_announces_are_missed(tmp_path: Path) -> None:
+    source = _export_without("states/dsv3_mtp_small_single", "model.layers.3.", tmp_path / "hf")
+
+    with pytest.raises(
+        CoverageError, match=r"model\.layers\.3\.\S+: no file .*num_nextn_predict_layers: 1.*--drop mtp"
+    ):
+        paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
+
+    paddle_reshard.convert(source, tmp_path / "done", to="tp=1", drop=("mtp",))
+    assert json.loads((tmp_path / "done" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize(("part", "named"), [("bias", "qkv_proj.bias"), ("shared_expert", "shared_expert")])
+def test_biases_and_shared_experts_that_the_config_announces_are_missed(
+    part: str, named: str, tmp_path: Path
+) -> None:
+    source = _export_without("moe/qwen2moe_single", part, tmp_path / "hf")
+
+    with pytest.raises(CoverageError, match=rf"model\.layers\.0\.\S*{named}"):
+        paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
