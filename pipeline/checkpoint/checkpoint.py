@@ -29,6 +29,8 @@ class MissingPolicy:
     """Patterns of structured keys (``*`` stands for anything) that may be missing in the target too."""
     reports: bool = False
     """Whether what the files list without holding it is reported, and not refused."""
+    untrained: frozenset[str] = frozenset()
+    """Keys that are known to have no optimizer states."""
     drops_mtp: bool = False
     """Whether MTP layers are omitted from every target, so that their tensors need no rules."""
     parameters_only: bool = False
@@ -37,6 +39,10 @@ class MissingPolicy:
     def lets_lack(self, key: str) -> bool:
         """Whether the checkpoint may lack a tensor that its model has."""
         return self.fills or self.allows(key)
+
+    def lets_lack_states(self, key: str) -> bool:
+        """Whether a parameter may have no optimizer states although its layer should have some."""
+        return key in self.untrained or self.allows(key)
 
     def allows(self, key: str) -> bool:
         """Whether a tensor may be missing in the target too."""

@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
 from paddle_reshard.pipeline.indexing.small_files import small_files_naming_code
+from paddle_reshard.pipeline.model.optimizers import without_states_in_words
 from paddle_reshard.pipeline.planning.checks import master_checks, master_checks_of_loaded
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
@@ -41,6 +42,7 @@ from paddle_reshard.pipeline.request.record import averaging
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
+_NO_BUFFER = "they lie in no buffer of the optimizer, and a job that trains them has other buffers"
 ALLOWED = "missing from the source, which was allowed"
 
 
@@ -390,7 +392,9 @@ def _planned_targets(
         *source.not_carried,
         *((t.key, ALLOWED) for t in source.model.tensors if t.missing and not t.of_base),
     )
+    without = without_states_in_words(wanted.model.tensors)
     for spec, layout in zip(specs, laid_out, strict=True):
+        keeps_states = bool(without) and bool(FORMATS[spec.format].starts_with)
         yield PlannedTarget(
             spec,
             wanted,
@@ -398,7 +402,7 @@ def _planned_targets(
             layout.sidecars.carried,
             (*layout.sidecars.not_carried, *not_carried),
             layout.states_not_carried,
-            layout.remarks,
+            (*layout.remarks, *([f"{without}; {_NO_BUFFER}"] if keeps_states else [])),
             tuple(name for _, name in layout.sidecars.donated),
         )
 

@@ -381,7 +381,10 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     wanted = planned.wanted
     staged = dequantising(staged)
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
-    missing = MissingPolicy(allowed=tuple(t.key for t in wanted.model.tensors if t.missing))
+    missing = MissingPolicy(
+        allowed=tuple(t.key for t in wanted.model.tensors if t.missing),
+        untrained=frozenset(t.key for t in wanted.model.tensors if not t.trained),
+    )
     found: list[Checkpoint] = []
 
     def index() -> Checkpoint:

@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
-from paddle_reshard.pipeline.model.optimizers import muon_parameters
+from paddle_reshard.pipeline.model.optimizers import muon_parameters, without_states_in_words
 from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_table, is_beyond, is_known
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
@@ -149,6 +149,8 @@ class Inspection(Shown):
             facts.append(("names", f"of a job with {arguments}"))
         if by_muon := muon_parameters(self.tensors):
             facts.append(("optimizer", f"Muon, with moment1 only for {len(by_muon)} parameters"))
+        if without := without_states_in_words(self.tensors):
+            facts.append(("no states", without))
         return facts
 
     def _model_facts(self) -> Facts:

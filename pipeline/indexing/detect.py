@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.roles import check_roles
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.indexing.times import far_apart
+from paddle_reshard.pipeline.model.optimizers import check_known
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.store import Source
@@ -144,6 +145,7 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
             )
     if not pieces:
         checkpoint.model.table.check_whole(checkpoint.model.config)
+    check_known(checkpoint.model, (missing or MissingPolicy()).lets_lack_states)
     check_dtypes(checkpoint.catalog.tensors)
     check_roles(files.store, checkpoint)
     ahead = checkpoint.model.table.scheduler_ahead if checkpoint.model.config else None

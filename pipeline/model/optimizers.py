@@ -9,13 +9,23 @@ checkpoint of AdamW that has lost states looks the same, so the absence is check
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from paddle_reshard.pipeline.core.choices import ADAMW_MINI, MUON
 from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
-from paddle_reshard.pipeline.core.tensors import MEAN_MOMENT2
-from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, MEAN_MOMENT2, written_name
+from paddle_reshard.pipeline.model.model import AUTOMATIC, Model, ModelTensor
 
+_ADAM = frozenset(("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"))
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "Adam and its kind": _ADAM,
+    "Adam with amsgrad": _ADAM | {"moment2_max"},
+    "AdamWMini": _ADAM - {"moment2"} | {MEAN_MOMENT2},
+    "Momentum": frozenset(("velocity",)),
+}
+"""Optimizer → the states that it keeps of every parameter. SGD keeps none; Muon see below."""
+_SHOWN = 3
+_HALF = ("bfloat16", "float16")
 MUON_STATES = ("moment1",)
 MUON_DIMS = (2, 3)
 
@@ -40,6 +50,92 @@ def check_states(model: Model) -> None:
             raise CoverageError(
                 f"{tensor.key} ({lacking[0]})", "no file holds it, but other parameters have it"
             )
+
+
+def check_known(model: Model, allows: Callable[[str], bool]) -> None:
+    """Refuse states that are those of no known optimizer, and layers without any: what nobody has is missed as well.
+
+    A parameter may have none, if the job froze it or it never had a gradient, and so may the first layers, if nothing
+    before them has any. A layer behind one that is trained has states: gradients pass through it. ``allows`` says of
+    which keys states may be missing all the same.
+
+    Raises
+    ------
+    CoverageError
+        Naming a parameter and the state that it lacks.
+    """
+    trained = [tensor for tensor in model.tensors if tensor.trained and tensor.tied_to is None]
+    kept = {name for tensor in trained for name in tensor.accumulators}
+    only_muon = kept == set(MUON_STATES) and all(is_muon_parameter(tensor, model) for tensor in trained)
+    if kept and not only_muon and kept not in _KNOWN.values():
+        name, states = min(_KNOWN.items(), key=lambda known: (len(known[1] ^ kept), known[0]))
+        if lacking := [state for state in ACCUMULATORS if state in states - kept]:
+            raise CoverageError(
+                f"{trained[0].key} ({written_name(lacking[0])})",
+                f"no file holds it, nor that of any other parameter; beside {', '.join(sorted(kept))} {name} keeps "
+                f"{', '.join(lacking)}. Take the files of one whole save; for the parameters alone, give a folder with "
+                "the files of the model only",
+            )
+        raise CoverageError(
+            f"{trained[0].key} ({', '.join(sorted(kept))})", "no known optimizer keeps these states together"
+        )
+    for tensor in trained if kept else ():
+        if not tensor.master and tensor.dtype.name in _HALF:
+            raise CoverageError(
+                f"{tensor.key} ({MASTER_WEIGHT})",
+                f"no file holds it, but optimizer states of this {tensor.dtype.name} parameter: the trainer keeps a "
+                "master weight of each. Take the files of one whole save",
+            )
+    if trained and not model.has_lora:
+        _check_layers_trained(model, allows)
+
+
+def _check_layers_trained(model: Model, allows: Callable[[str], bool]) -> None:
+    """Refuse a layer of which no tensor has states behind one that has some."""
+    for item in model.table.items:
+        trained: dict[int, bool] = {}
+        first: dict[int, str] = {}
+        before = False
+        for tensor in model.tensors:
+            if tensor.rule.item == item.name and tensor.layer is not None:
+                trained[tensor.layer] = trained.get(tensor.layer, False) or tensor.trained
+                if not tensor.rule.untrained and not allows(tensor.key):
+                    first.setdefault(tensor.layer, tensor.key)
+            elif not trained:
+                before = before or (item.repeated and tensor.trained)
+        if not any(trained.values()):
+            continue
+        for layer in sorted(trained):
+            if before and not trained[layer] and layer in first:
+                pattern = first[layer].partition(f".{layer}.")[0] + f".{layer}.*"
+                raise CoverageError(
+                    f"{first[layer]} (optimizer states)",
+                    f"no file holds optimizer states of layer {layer}, and other parameters before it have theirs, "
+                    "whose gradients pass through it; a file of the optimizer lacks its states. If the job froze the "
+                    f"layer, say so with --allow-missing '{pattern}'",
+                )
+            before = before or trained[layer]
+
+
+def without_states_in_words(tensors: Sequence[ModelTensor]) -> str | None:
+    """Which parameters have no optimizer states, where others have some; ``None`` if there are none.
+
+    Buffers are no parameters, nor is the base model of an adapter.
+    """
+    of_optimizer = [
+        tensor
+        for tensor in tensors
+        if not (tensor.is_alias or tensor.of_base or tensor.rule.untrained)
+        and tensor.rule.name_class != AUTOMATIC
+        and not tensor.key.endswith(
+            "e_score_correction_bias"
+        )  # moved by the router's balance, by no gradient
+    ]
+    without = [tensor.key for tensor in of_optimizer if not tensor.trained]
+    if not without or len(without) == len(of_optimizer):
+        return None
+    shown = ", ".join(without[:_SHOWN]) + _and_more(len(without) - _SHOWN)
+    return f"{len(without)} of {len(of_optimizer)} parameters have no optimizer states, as if not trained: {shown}"
 
 
 def is_muon_parameter(tensor: ModelTensor, model: Model) -> bool:
@@ -127,4 +223,4 @@ def _contradictions(
 
 
 def _and_more(count: int) -> str:
-    return f" and {count} more" if count else ""
+    return f" and {count} more" if count > 0 else ""
