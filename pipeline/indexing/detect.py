@@ -15,10 +15,12 @@ from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
+    CoverageError,
     FormatError,
     PlanError,
     ReshardError,
     UnsafePickleError,
+    of_optimizer,
 )
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
@@ -145,7 +147,10 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
             )
     if not pieces:
         checkpoint.model.table.check_whole(checkpoint.model.config)
-    check_known(checkpoint.model, (missing or MissingPolicy()).lets_lack_states)
+    try:
+        check_known(checkpoint.model, (missing or MissingPolicy()).lets_lack_states)
+    except CoverageError as error:
+        raise of_optimizer(error) from None
     check_dtypes(checkpoint.catalog.tensors)
     check_roles(files.store, checkpoint)
     ahead = checkpoint.model.table.scheduler_ahead if checkpoint.model.config else None

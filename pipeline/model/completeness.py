@@ -228,22 +228,22 @@ def _refusal(key: str, lacking: Sequence[str], model: Model) -> CheckpointError:
     rule, layer = model.table.find(key, model.config)
     pattern = key if layer is None else rule.key.replace("{layer}", "*").replace("{expert}", "*")
     others = len(lacking) - 1
-    more = f", nor {others} more tensor{'s' if others > 1 else ''} of the model" if others else ""
+    also = f" ({others} more are missing)" if others else ""
     supply = "supply what is missing with --fill BASE, from a checkpoint of the same model"
     mtp = [item.name for item in model.table.mtp_items.values()]
     if rule.item in mtp and not any(tensor.rule.item in mtp for tensor in model.tensors):
         entry = mtp_entry(model.config)
         return CoverageError(
             key,
-            f"no file holds it{more}, and config.json announces layers of multi-token prediction ({entry}: "
+            f"no file holds it{also}, and config.json announces layers of multi-token prediction ({entry}: "
             f"{config_entry(model.config, entry)}); convert without them with --drop {MTP}, which writes {entry} 0, or "
             f"{supply}",
         )
-    where = "in every layer of its kind" if layer is not None else "always"
+    where = "" if layer is None else " in every layer of its kind"
     return CoverageError(
         key,
-        f"no file holds it{more}, and a model of {model.table.named} with this config.json has it {where}; {supply}, "
-        f"or leave it out with --allow-missing '{pattern}'",
+        f"no file holds it, and every model of {model.table.named} with this config.json has it{where}"
+        f"{also}; {supply}, or leave it out with --allow-missing '{pattern}'",
     )
 
 
