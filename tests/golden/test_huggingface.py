@@ -654,7 +654,10 @@ def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
     ("renamed", "message"),
     [
         ("model.layers.1.self_attn.k_proj.weight", "k_proj.weight: no file holds it, and it is a part of"),
-        ("model.layers.1.input_layernorm.weight", "no file holds it, and every model of .* has it in every layer"),
+        (
+            "model.layers.1.input_layernorm.weight",
+            "no file holds it, and every model of .* has it in every layer",
+        ),
         ("model.norm.weight", "no file holds it, and every model of .* has it;"),
     ],
 )
