@@ -44,7 +44,9 @@ def index_flex(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -
     held = {path: size for path, size in own.items() if path not in described}
     metadata: Mapping[str, DistMetadata] = files.index_here(_index_metadata, store, described)
     data_files = files.index_anywhere(_index_data_file, store, held)
-    checkpoint = read_flex(metadata, data_files, config, tables, files.lr_scheduler(), missing, files.adapter())
+    checkpoint = read_flex(
+        metadata, data_files, config, tables, files.lr_scheduler(), missing, files.adapter()
+    )
     # Jobs that keep an average say here which ranks wrote the checkpoint; one without sharding says nothing.
     if MODEL_META in sizes and store.read(MODEL_META, 0, min(sizes[MODEL_META], 5)) != b"null":
         _check_strategy(files.json(MODEL_META), checkpoint.model)
