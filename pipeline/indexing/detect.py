@@ -32,7 +32,6 @@ from paddle_reshard.pipeline.model.optimizers import check_known
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.store import Source
-from paddle_reshard.storage.views import PartialSource
 from paddle_reshard.tasks.index import index_here
 
 
@@ -105,6 +104,8 @@ def _parameters_alone(
         for path in files.sizes
         if is_of_optimizer(path) or path == MODEL_META or path.startswith(SIGNAL_PREFIX)
     )
+    from paddle_reshard.storage.views import PartialSource
+
     rest = SourceFiles(
         PartialSource(files.store, left), files.given_config, files.index_here, files.index_anywhere
     )
