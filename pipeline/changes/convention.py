@@ -78,7 +78,7 @@ def _to_convention(source: Checkpoint, convention: str, reading: Reading) -> Che
         if is_apart(tensor, model) and ties_words(config):
             raise RuleError(
                 tensor.key,
-                f"it is a tensor of its own in the source, which has pipeline stages, and {tensor.rule.tied_to} in a "
+                f"it is a tensor of its own in the source, and {tensor.rule.tied_to} in a "
                 f"model with {TIED}; say {TIED}=false in the config given with --config, or drop it with --drop {HEAD}",
             )
     table = recipe or _table_of(convention, tables, model.table, config)

@@ -1,7 +1,8 @@
 """A model whose tensors depend on whether its job has pipeline stages.
 
 A tensor that only jobs with stages have is a copy of another; a model has it in no other place. A head that is the word
-embedding without stages is a tensor of its own with them, which starts as a copy and is trained apart.
+embedding in jobs of one kind is a tensor of its own in the others, which starts as a copy and is trained apart: in jobs
+with stages (ERNIE's recipe), or in those without (Qwen3-MoE of PaddleFormers, whose class ties only as a pipeline).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from paddle_reshard.pipeline.core.tensors import HEAD
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.entries import TIED, ties_words, with_entry
 
-DROPPED_HEAD: Final = "it is the word embedding in a job without pipeline stages; it was asked to be dropped"
-"""Why the head of a job with stages goes into no target."""
+DROPPED_HEAD: Final = "it is the word embedding in jobs of the target's kind; it was asked to be dropped"
+"""Why a head that is a tensor of its own in the source goes into no target."""
 EQUAL_HEAD: Final = (
-    "it is the word embedding in a job without pipeline stages; the two are compared, and must be equal"
+    "it is the word embedding in jobs of the target's kind; the two are compared, and must be equal"
 )
 """The same, if nothing is lost."""
 
@@ -36,25 +37,30 @@ def without_copies(model: Model) -> Model:
 def for_stages(checkpoint: Checkpoint, pp: int) -> Checkpoint:
     """The checkpoint with the tensors of a job with ``pp`` stages; a ``PlanError`` if one of two would be lost."""
     model = checkpoint.model
+    for tensor in model.tensors:
+        if is_apart(tensor, model) and not tensor.rule.is_own(pp):
+            raise PlanError(_would_be_lost(tensor))
     if pp > 1:
         return replace(checkpoint, model=replace(model, tensors=(*model.tensors, *_copies(model))))
-    for head, words in _apart(model).items():
-        raise PlanError(_would_be_lost(head, words))
     return checkpoint
 
 
-def _would_be_lost(head: str, words: str) -> str:
-    """Why a head of its own cannot go into a job without stages."""
+def _would_be_lost(head: ModelTensor) -> str:
+    """Why a head of its own cannot go into a job that ties it."""
+    kind, other, choice = "with pipeline stages", "without", "pp > 1"
+    if head.rule.own_without_stages:
+        kind, other, choice = "without pipeline stages", "with them", "pp=1"
     return (
-        f"{head}: in a job with pipeline stages it is a tensor of its own, and {words} in one without "
-        "(tie_word_embeddings), so that one of the two would be lost unless they are equal. Choose pp > 1, or drop the "
-        f"head with --drop {HEAD}"
+        f"{head.key}: in a job {kind} it is a tensor of its own, and {head.rule.tied_to} in one {other} "
+        f"(tie_word_embeddings), so that one of the two would be lost unless they are equal. Choose {choice}, or drop "
+        f"the head with --drop {HEAD}"
     )
 
 
 def is_apart(tensor: ModelTensor, model: Model) -> bool:
-    """Whether a job with stages has trained a tensor of its own that jobs without stages tie to another."""
-    return tensor.rule.own_in_stages and tensor.tied_to is None and ties_words(model.config)
+    """Whether the source's job has trained a tensor of its own that jobs with or without stages tie to another."""
+    own = tensor.rule.own_in_stages or tensor.rule.own_without_stages
+    return own and tensor.tied_to is None and ties_words(model.config)
 
 
 def parted(model: Model, cells: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
@@ -62,14 +68,16 @@ def parted(model: Model, cells: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
 
     ``cells``: structured key → parameter name of the tensors in each cell of a target.
     """
-    together = [set(names) for names in cells]
+    together = [dict(names) for names in cells]
     return tuple(
         f"{tensor.key} starts as a copy of {tensor.tied_to}, with its optimizer states: in this job each is a tensor "
         "of its own"
         for tensor in model.tensors
         if tensor.tied_to is not None
-        and (tensor.rule.own_in_stages or tensor.rule.tied_to is None)
-        and not any({tensor.key, tensor.tied_to} <= keys for keys in together)
+        and (tensor.rule.own_in_stages or tensor.rule.own_without_stages or tensor.rule.tied_to is None)
+        and not any(
+            tensor.key in names and names[tensor.key] == names.get(tensor.tied_to) for names in together
+        )
     )
 
 
@@ -87,8 +95,13 @@ def as_read_again(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
 
 
 def check_apart(model: Model) -> None:
-    """Refuse a model of which two tensors are one parameter, for a format that tells parameters by their keys."""
+    """Refuse a model of which two tensors are one parameter, for a format that tells parameters by their keys.
+
+    Refused too is a head of its own that some jobs tie: the format does not tell of which job its files are.
+    """
     for tensor in model.tensors:
+        if is_apart(tensor, model):
+            raise PlanError(_would_be_lost(tensor))
         if tensor.tied_to is not None and tensor.rule.tied_to is None:
             raise PlanError(
                 f"{tensor.key} and {tensor.tied_to} are one parameter in the source, with one set of states, because "
@@ -106,17 +119,17 @@ def configured_apart(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def without_head(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the word embedding for its head, which a job with stages must have trained apart."""
+    """The checkpoint with the word embedding for its head, which the source's job must have trained apart."""
     if not _apart(checkpoint.model):
         raise PlanError(
-            f"--drop {HEAD}: it is for a head that is the word embedding in jobs without pipeline stages, and a "
-            "tensor of its own in the source"
+            f"--drop {HEAD}: it is for a head that is a tensor of its own in the source, and the word embedding in "
+            "jobs with other pipeline stages"
         )
     return _tied(checkpoint, DROPPED_HEAD)
 
 
 def with_equal_head(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with a head that a job with stages has apart as another copy of the word embedding.
+    """The checkpoint with a head that the source's job has apart as another copy of the word embedding.
 
     Copies are compared while they are read. A head with other states or dtypes than the embedding stays apart.
     """
@@ -143,7 +156,7 @@ def about_head(checkpoint: Checkpoint, differing: str) -> str | None:
     heads = {key for key, why in checkpoint.not_carried if why == EQUAL_HEAD}
     for tensor in checkpoint.model.tensors:
         if tensor.key in heads and tensor.tied_to is not None and differing.startswith(f"{tensor.tied_to} "):
-            return _would_be_lost(tensor.key, tensor.tied_to)
+            return _would_be_lost(tensor)
     return None
 
 
@@ -156,7 +169,7 @@ def _alike(catalog: Catalog, head: int, words: int | None) -> bool:
 
 
 def _apart(model: Model) -> dict[str, str]:
-    """The heads that are tensors of their own, and another tensor in jobs without pipeline stages: key → its key."""
+    """The heads that are tensors of their own, and another tensor in other jobs: key → its key."""
     return {t.key: t.rule.tied_to or "" for t in model.tensors if is_apart(t, model)}
 
 

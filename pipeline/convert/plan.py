@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, Target
-from paddle_reshard.pipeline.checkpoint.stages import with_equal_head
+from paddle_reshard.pipeline.checkpoint.stages import is_apart, with_equal_head
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -29,7 +29,9 @@ from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
 from paddle_reshard.pipeline.indexing.small_files import small_files_naming_code
+from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import without_states_in_words
+from paddle_reshard.pipeline.model.rules.rule import Rule
 from paddle_reshard.pipeline.planning.checks import master_checks, master_checks_of_loaded
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
@@ -273,7 +275,7 @@ def plan_checkpoint(
     for asked in request.target_requests:
         altered.source.model.table.check_format(asked.format, altered.source.model.config)
     specs = [asked.target_for(altered.source) for asked in request.target_requests]
-    if _ties_heads(specs, request):
+    if _ties_heads(specs, request, altered.source.model):
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
     planning = replace(request.planning, tied=source.model.tied_by_config)
@@ -305,11 +307,20 @@ def plan_checkpoint(
     )
 
 
-def _ties_heads(specs: Sequence[Target], request: ConversionRequest) -> bool:
-    """Whether all targets are jobs without pipeline stages, and one run compares all copies and refuses differences."""
-    without_stages = all(isinstance(spec, HybridJob) and spec.topology.pp == 1 for spec in specs)
+def _ties_heads(specs: Sequence[Target], request: ConversionRequest, model: Model) -> bool:
+    """Whether all targets tie the heads that the source has apart, and one run compares all copies and refuses
+    differences."""
+    heads = [tensor.rule for tensor in model.tensors if is_apart(tensor, model)]
+    tie = bool(heads) and all(_ties(spec, rule) for spec in specs for rule in heads)
     compared = request.planning.compare_replicas and not request.planning.allow_replica_drift
-    return bool(specs) and without_stages and compared and not request.ranks
+    return bool(specs) and tie and compared and not request.ranks
+
+
+def _ties(spec: Target, head: Rule) -> bool:
+    """Whether a target has one tensor for a head that some jobs tie; an export has a config that says what it is."""
+    if isinstance(spec, HybridJob):
+        return not head.is_own(spec.topology.pp)
+    return head.own_without_stages and not FORMATS[spec.format].model_only
 
 
 def _check_room(

@@ -102,7 +102,22 @@ def lacking(key: str, state: str) -> PlanError:
 
 
 def schedule_file(paths: Collection[str], wanted: Checkpoint, protocol: int = 4) -> list[tuple[str, bytes]]:
-    """The file of the learning-rate schedule, if the source (with files ``paths``) has it in optimizer files only."""
+    """The file of the learning-rate schedule, if the source (with files ``paths``) has it in optimizer files only.
+
+    For formats whose files do not tell an optimizer without states, such as SGD, from states that are lost.
+
+    Raises
+    ------
+    PlanError
+        If there is a schedule and no parameter has a state.
+    """
+    scheduled = SCHEDULER in paths or wanted.job.lr_scheduler is not None
+    if scheduled and not any(tensor.trained for tensor in wanted.model.tensors):
+        raise PlanError(
+            f"{SCHEDULER}: the optimizer of the source keeps no states, as SGD does, and has a schedule; files of this "
+            "format do not tell this from states that are lost. Choose --format hybrid or hybrid-plain, or huggingface "
+            "for the parameters alone"
+        )
     if SCHEDULER in paths or wanted.job.lr_scheduler is None:
         return []
     ((_, content),) = encode_pickle(wanted.job.lr_scheduler, protocol).literals

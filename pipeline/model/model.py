@@ -296,7 +296,7 @@ class _NamesOfCell:
     def build(self, tensor: Named) -> str:
         """The name of the tensor that the process builds next."""
         rule = tensor.rule
-        if tensor.tied_to in self.names:
+        if tensor.tied_to in self.names and not (self.pp == 1 and rule.own_without_stages):
             if rule.own_in_stages:  # its layer is built all the same, and counts before a bias
                 self._of_layer(tensor, self._class_of(tensor))
             return self.names[tensor.tied_to or ""]

@@ -44,6 +44,8 @@ class Build(NamedTuple):
     rank: int
     config: dict[str, Any]
     """The entries that differ from the laboratory's base config."""
+    saved: dict[str, Any] | None
+    """The config.json that a checkpoint of it has."""
     kind: str | None
     entries: list[Entry] | None
     sharded: list[Sharded] | str | None
@@ -65,6 +67,7 @@ def builds() -> tuple[Build, ...]:
         part = one.get("sharded")
         return Build(
             *(one[field] for field in ("family", "topology", "rank", "config")),
+            whole["configs"][one["saved"]] if "saved" in one else None,
             one.get("class"),
             [Entry(*row) for row in table(one["rows"])] if "rows" in one else None,
             [Sharded(*row) for row in table(part)] if isinstance(part, int) else part,

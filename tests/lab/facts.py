@@ -26,18 +26,21 @@ sys.path.insert(0, str(TESTS / "lab" / "models"))
 
 TARGET = TESTS / "facts" / "facts.json.xz"
 SEQUENCE = 16
-SECONDS = 300
+SECONDS = 900
 WORKERS = 2
 PORTS = 21_000
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
     "tp2": (2, {TP: 2}),
+    "tp2sp": (2, {TP: 2, "sequence_parallel": True}),
     "pp2": (2, {PP: 2}),
     "ep2": (2, {"sharding": "stage1", "sharding_parallel_size": 2, "use_expert_parallel": True, EP: 2}),
 }
 TEXT = ("llama", "qwen2", "qwen3", "ernie4_5", "phi3", "gemma3_text")
-EXPERTS = ("qwen2_moe", "qwen3_moe")
+EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "qwen3_next")
+TIED = {"tie_word_embeddings": True}
+"""Built in every topology without stages; with them, stages that share a parameter need both ranks to get so far."""
 RUN_DEPENDENT = ("tensor_parallel_rank", "moe_group", "pp_seg_method")
 """Entries that say where a rank is; no user sets them in a config."""
 
@@ -69,7 +72,7 @@ def build(family: str, model: Mapping[str, Any], args: Any, *, tied: bool, vpp: 
 
     with unique_name.guard():
         pipe = args.pipeline_model_parallel_size > 1
-        return new_models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe)[2]
+        return new_models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe)[1:]
 
 
 def rows(model: Any) -> list[list[Any]]:
@@ -122,7 +125,8 @@ def words(error: BaseException) -> str:
 
 def attempt(family: str, model: Mapping[str, Any], args: Any, **options: Any) -> dict[str, Any]:
     try:
-        built = build(family, model, args, **options)
+        config, built = build(family, model, args, **options)
+        entries = saved(config)
     except ImportError as error:
         # Two things look alike: a class of a library that is not public (paddlefleet), and a broken laboratory.
         if "paddlefleet" not in str(error):
@@ -131,7 +135,16 @@ def attempt(family: str, model: Mapping[str, Any], args: Any, **options: Any) ->
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return {"refused": words(error), "where": f"{Path(frame.filename).name}:{frame.name}"}
-    return {"class": type(built).__name__, "rows": rows(built), "sharded": sharded(built)}
+    found = {"class": type(built).__name__, "saved": entries}
+    return {**found, "rows": rows(built), "sharded": sharded(built)}
+
+
+def saved(config: Any) -> dict[str, Any]:
+    """Read the config.json that a checkpoint of the model has."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        entries: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return entries
 
 
 def read_entries(family: str, args: Any) -> dict[str, Any]:
@@ -197,9 +210,19 @@ def facts_of(family: str, topology: str, variants: list[dict[str, Any]] | None) 
     for change in tried:
         model = {k: v for k, v in change.items() if k != "tie_word_embeddings"}
         one = attempt(family, model, args, tied=bool(change.get("tie_word_embeddings", False)))
-        if one != base:
+        if _of_model(one) != _of_model(base):
             found.append({"config": change, **one})
     return found
+
+
+def _of_model(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if name != "saved"}
+
+
+def switches(builds: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
+    """List the variants that turned something on or off on one card, for the other topologies, and tied words."""
+    found = [one["config"] for one in builds if one["family"] == family and "rows" in one]
+    return [*(c for c in found if c and c != TIED and set(map(type, c.values())) <= {bool, type(None)}), TIED]
 
 
 def case_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -298,11 +321,14 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
     """Store each different row and each different table of rows once."""
     table_of_rows: dict[str, int] = {}
     tables: dict[str, int] = {}
+    configs: dict[str, int] = {}
 
     def number(of: dict[str, int], value: Any) -> int:
         return of.setdefault(json.dumps(value, separators=(",", ":")), len(of))
 
     for one in builds:
+        if "saved" in one:
+            one["saved"] = number(configs, one["saved"])
         for part in ("rows", "sharded"):
             if isinstance(one.get(part), dict):
                 one[part] = [[key, *value] for key, value in one[part].items()]
@@ -311,6 +337,7 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
     whole = {
         "rows": [json.loads(row) for row in table_of_rows],
         "tables": [json.loads(table) for table in tables],
+        "configs": [json.loads(config) for config in configs],
         "builds": builds,
     }
     return lzma.compress(json.dumps(whole, separators=(",", ":")).encode(), preset=9)
@@ -357,13 +384,15 @@ def _work_on(jobs: list[Any], worker: int, box: Path) -> int:
             job = jobs[i]
             builds: list[dict[str, Any]] = []
             if isinstance(job, str):
+                variants: list[dict[str, Any]] | None = None
                 for topology in topologies_of(job):
                     started = time.monotonic()
-                    variants = None if topology == "tp1" else []
+                    of_topology = variants and [v for v in variants if topology != "pp2" or v != TIED]
                     found = run_ranks(
-                        TOPOLOGIES[topology][0], lambda f=job, t=topology, v=variants: facts_of(f, t, v)
+                        TOPOLOGIES[topology][0], lambda f=job, t=topology, v=of_topology: facts_of(f, t, v)
                     )
                     add(builds, job, topology, found)
+                    variants = switches(builds, job) if variants is None else variants
                     print(
                         job,
                         topology,

@@ -184,6 +184,7 @@ def sort_ranks(
     weights = _kind_of_weights(files)
     if weights == LORA_MODEL_STATE and not any(file.kind == OPTIMIZER for file in files):
         meta = None  # of the job that has ended; the files of an adapter alone tell all of it
+    meta = meta and _without_expert_ranks(meta)
     topology = _topology(files, meta)
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
     _check_kinds(paths, files, weights, by_kind, topology)
@@ -276,6 +277,22 @@ def _kind_of_weights(files: list[RankFile]) -> str:
             "must hold a single checkpoint"
         )
     return next(iter(paths), MODEL_STATE)
+
+
+def _without_expert_ranks(meta: ModelMeta) -> ModelMeta:
+    """The same file without the degree of ``ep`` if no tensor is an expert rank's own.
+
+    Qwen2-MoE of PaddleFormers 1.2 does not distribute its experts with ``--use_expert_parallel``: cells of ``ep`` are
+    named all the same, and each describes all experts, which are sharded as everything else is.
+    """
+    alike: dict[str, CellMeta] = {}
+    for name, cell in meta.cells.items():
+        own = any(parameter.no_sync is not False for parameter in cell.parameters.values())
+        if own or alike.setdefault(name.partition("_ep")[0], cell) != cell:
+            return meta
+    if not (meta.ep or 1) > 1 or not all(cell.parameters for cell in alike.values()):
+        return meta
+    return replace(meta, ep=1, moe_sharding=None, cells=alike)
 
 
 def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:

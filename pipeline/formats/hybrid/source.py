@@ -399,7 +399,7 @@ class _Source:
 
         Under a name that the library sets, two tensors of a cell can be one parameter for the optimizer.
         """
-        if rule.own_in_stages and self.ranks.topology.pp > 1:
+        if rule.is_own(self.ranks.topology.pp):
             return None
         if rule.parameter_name is not None and holder != key and trained:
             return holder

@@ -95,7 +95,10 @@ class CellPlanner:
         self.tied = {
             key
             for t in model.tensors
-            if t.tied_to and t.is_alias and not t.rule.own_in_stages and item_of[t.tied_to] != t.item
+            if t.tied_to
+            and t.is_alias
+            and not t.rule.is_own(self.topology.pp)
+            and item_of[t.tied_to] != t.item
             for key in (t.key, t.tied_to)
         }
         """The tensors of layers that two stages share."""

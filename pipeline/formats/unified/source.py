@@ -288,6 +288,17 @@ def _shape(key: str, arrays: Arrays, table: RuleTable, config: Mapping[str, Any]
     return expected
 
 
+def _refuse_means(arrays: Arrays) -> None:
+    """Refuse the states of AdamWMini, of which only ``moment2`` looks like a slice."""
+    of_moment2 = [array for (_, state), stored in arrays.items() if state == "moment2" for array in stored]
+    if of_moment2 and all(array.shape == (1,) for array in of_moment2):
+        raise UnsupportedError(
+            "the optimizer is AdamWMini, which keeps moment2 as one number per parameter; its states are not read from "
+            "a unified checkpoint. Move the files optimizer*, master_weights* and scheduler.pdparams away, and the "
+            "parameters are converted"
+        )
+
+
 # ------------------------------------------------------------------------------------------------ the catalog
 
 
@@ -325,6 +336,7 @@ class _Cutting:
             if state == PARAM or is_per_parameter(state):
                 continue
             if whole := [array for array in stored if len(array.shape) != 1]:
+                _refuse_means(arrays)
                 raise CoverageError(
                     f"{key} ({state})",
                     f"stored with shape {whole[0].shape}, but other tensors are stored as 1-D slices",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
+from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
@@ -67,6 +68,7 @@ class UnifiedTarget(SettledTarget):
         """All tensor files of a unified checkpoint, and what becomes of small ones."""
         missing = "which keys the trainer expects in a unified checkpoint"
         wanted.model.table.check_known(wanted.model.config, missing)
+        check_apart(wanted.model)
         sidecars = plan_sidecars(listing, wanted, Topology(dp=self.files))
         schedule = schedule_file(listing.paths, wanted)
         topology, table = source.job.topology, wanted.model.table

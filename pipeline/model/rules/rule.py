@@ -103,6 +103,7 @@ class Rule:
     only_with: str | None = None
     of_stages: bool = False
     own_in_stages: bool = False
+    own_without_stages: bool = False
     key_pp: str | None = None
     # the name of its parameter, and the order in which parameters are built
     name_class_pp: str | None = None
@@ -137,7 +138,7 @@ class Rule:
         """Whether the model with this config has the row."""
         if self.with_mtp is not None and self.with_mtp != (count_entry(config, mtp_entry(config)) > 0):
             return False
-        if any(config_entry(config, name) == value for name, value in self.unless.items()):
+        if any(config_entry(config, name, self) == value for name, value in self.unless.items()):
             return False
         return self._fits_heads(config) and not self.missed_entries(config)
 
@@ -214,6 +215,10 @@ class Rule:
         if self.tied_to is None or not (self.always_tied or ties_words(config)):
             return None
         return self.fill_in(self.tied_to, key)
+
+    def is_own(self, pp: int) -> bool:
+        """Whether a job with ``pp`` stages has a parameter of its own, which other jobs tie to another."""
+        return self.own_in_stages if pp > 1 else self.own_without_stages
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
         """Layer class in the parameter names of a job; refused if the row does not tell it."""

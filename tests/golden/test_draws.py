@@ -1,0 +1,121 @@
+"""Real jobs in configurations that chance drew: each comes out as its live memory was, or is refused for the reason.
+
+``draws/`` holds the files of PaddleFormers 1.2.0 on CPUs, with the truth from memory.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import deserialize
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import ReshardError
+from tests.golden.compare_one_card import load, read_one_card
+
+DRAWS = Path(__file__).with_name("draws")
+EXACT = (
+    "tied_with_stages",
+    "tied_on_one_card",
+    "no_q_lora_rank",
+    "qwen3_next_ep2",
+    "qwen3_next_ep2tp2",
+    "qwen3_next_bias",
+    "qwen2_moe_ep2",
+    "qwen2_moe_stacked",
+    "llama_bias",
+)
+WOULD_BE_LOST = (
+    r"lm_head\.weight: in a job without pipeline stages it is a tensor of its own, and "
+    r"model\.embed_tokens\.weight in one with them \(tie_word_embeddings\).*--drop head"
+)
+NO_STATES = r"optimizer of the source keeps no states, as SGD does.*--format hybrid"
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("tied_on_one_card", {"to": "pp=2"}, WOULD_BE_LOST),
+    ("tied_on_one_card", {"to": "pp=2", "allow_replica_drift": True}, WOULD_BE_LOST),
+    ("tied_on_one_card", {"format": "flex"}, WOULD_BE_LOST),
+    ("tied_on_one_card", {"format": "unified"}, WOULD_BE_LOST),
+    ("mini_unified", {"to": "tp=1"}, r"AdamWMini, which keeps moment2 as one number per parameter"),
+    ("sgd", {"format": "flex"}, NO_STATES),
+    ("sgd", {"format": "unified"}, NO_STATES),
+)
+
+
+def unpacked(name: str, into: Path) -> Path:
+    with tarfile.open(DRAWS / f"{name}.tar.xz") as packed:
+        packed.extractall(into, filter="data")
+    return into / name / "checkpoint-2"
+
+
+def truth_beside(checkpoint: Path) -> dict[str, bytes]:
+    found = deserialize((checkpoint.parent / "truth.safetensors").read_bytes())
+    return {name: bytes(entry["data"]) for name, entry in found}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_one_card_holds_what_the_job_had(name: str, tmp_path: Path) -> None:
+    source = unpacked(name, tmp_path)
+    paddle_reshard.convert(
+        source, tmp_path / "one", to="tp=1", format="hybrid-plain", allow_replica_drift="tp2" in name
+    )
+    assert read_one_card(tmp_path / "one") == truth_beside(source)
+
+
+@pytest.mark.parametrize(("name", "options", "reason"), REFUSED)
+def test_what_would_lose_something_is_refused_before_anything_is_published(
+    name: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    source = unpacked(name, tmp_path)
+    with pytest.raises(ReshardError, match=reason):
+        paddle_reshard.convert(source, tmp_path / "t", **options)
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_head_of_a_job_without_stages_is_another_parameter_with_the_states_of_the_words(
+    tmp_path: Path,
+) -> None:
+    """As the real job of one card has it, which resumes with all of its 102 entries and 23 master weights."""
+    source = unpacked("tied_with_stages", tmp_path)
+    real = load(unpacked("tied_on_one_card", tmp_path) / "optimizer.pdopt")
+    paddle_reshard.convert(source, tmp_path / "one", to="tp=1")
+    written = load(tmp_path / "one" / "optimizer.pdopt")
+    assert set(written) == set(real)
+    assert set(written["master_weights"]) == set(real["master_weights"])
+
+
+def test_with_stages_again_an_equal_head_is_the_words(tmp_path: Path) -> None:
+    source = unpacked("tied_with_stages", tmp_path)
+    paddle_reshard.convert(source, tmp_path / "one", to="tp=1")
+    paddle_reshard.convert(tmp_path / "one", tmp_path / "two", to="pp=2")
+    assert paddle_reshard.verify(source, tmp_path / "two").equal
+
+
+def test_an_export_keeps_a_head_that_was_trained_apart(tmp_path: Path) -> None:
+    source = unpacked("tied_on_one_card", tmp_path)
+    truth = truth_beside(source)
+    paddle_reshard.convert(source, tmp_path / "export", format="huggingface")
+    assert json.loads((tmp_path / "export/config.json").read_text())["tie_word_embeddings"] is False
+    exported = {
+        name: bytes(entry["data"])
+        for name, entry in deserialize((tmp_path / "export/model.safetensors").read_bytes())
+    }
+    for key in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert exported[key] == truth[key]
+
+
+def test_biases_of_columns_are_cut_and_those_of_rows_are_whole(tmp_path: Path) -> None:
+    source = unpacked("llama_bias", tmp_path)
+    paddle_reshard.convert(source, tmp_path / "two", to="tp=2")
+    ranks = [load(tmp_path / f"two/model_state.tp0{rank}.pdparams") for rank in range(2)]
+    truth = truth_beside(source)
+    sizes = {key: len(value) for key, value in truth.items() if key.endswith(".bias")}
+    assert sizes
+    for key, size in sizes.items():
+        parts = [rank[key].tobytes() for rank in ranks]
+        if "o_proj" in key:
+            assert parts == [truth[key], truth[key]]
+        else:
+            assert [len(part) for part in parts] == [size // 2, size // 2]
+            assert b"".join(parts) == truth[key]
