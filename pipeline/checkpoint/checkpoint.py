@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
+from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.tensors import EMA_STATES
@@ -97,6 +98,8 @@ class Job:
     """``None`` if it cannot be determined (tp = 1, or a family whose parameter names do not depend on it)."""
     names_predicted: str | None = None
     """``None`` if the parameter names follow the naming rules; otherwise a description of the first difference."""
+    names: tuple[CellNames, ...] = ()
+    """What its files call the parameters whose optimizer states are found by name."""
     expert_axis: str | None = None
     """The axis over which whole experts are distributed: ``ep``, ``tp`` or ``dp``; ``None``: every rank has all."""
     unified_experts: bool | None = None

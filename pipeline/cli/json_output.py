@@ -46,6 +46,7 @@ def inspection_data(inspection: Inspection) -> Json:
         },
         "newer": inspection.newer,
         "unproven": "; ".join(filter(None, (inspection.alike, inspection.unproven))),
+        "misnamed": inspection.misnamed,
         "tensor_files": inspection.tensor_files,
         "tensor_bytes": inspection.tensor_bytes,
         "states": [asdict(state) for state in inspection.states],

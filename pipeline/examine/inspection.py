@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.parameter_names import in_words, misnamed
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import STRAY, lacking_files
 from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
@@ -85,6 +86,8 @@ class Inspection(Shown):
     """What nothing in its files proves and may be wrong."""
     alike: str = ""
     """The number of files that only their names tell from those of other ranks, in words; usual in a healthy one."""
+    misnamed: str = ""
+    """The first parameter whose name breaks the naming rules, and what that means."""
     library: str = ""
     """The library with its version, if its files tell an earlier one by their keys."""
     rules: str | None = None
@@ -125,6 +128,8 @@ class Inspection(Shown):
             facts.append(("newer", self.newer))
         if self.unproven:
             facts.append(("not proven", self.unproven))
+        if self.misnamed:
+            facts.append(("misnamed", self.misnamed))
         if self.lacking:
             words = f"{' and '.join(self.lacking)}: an inference engine may need it; see --like of convert"
             facts.append(("lacks", words))
@@ -234,6 +239,7 @@ def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
         newer=checkpoint.newer,
         unproven=checkpoint.unproven,
         alike=checkpoint.alike,
+        misnamed=_misnamed(checkpoint.job),
         library=checkpoint.model.table.library,
         rules=_without_rules(checkpoint.model),
         recipe=checkpoint.model.table.recipe,
@@ -242,6 +248,14 @@ def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
         left_out=(*checkpoint.not_carried, *((name, STRAY) for name in store.folders if is_stray(name))),
         lacking=tuple(lacking_files(checkpoint.model.config, sizes)) if served else (),
     )
+
+
+def _misnamed(job: Job) -> str:
+    if exchanged := misnamed(job.names):
+        return f"{in_words(exchanged)}; every other command refuses it"
+    if job.names_predicted is not None:
+        return f"{job.names_predicted}; a target with such names needs --target-meta"
+    return ""
 
 
 def _without_rules(model: Model) -> str | None:

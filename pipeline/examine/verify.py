@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.pipeline.examine.comparing import compared, run_comparisons
 from paddle_reshard.pipeline.examine.reading import Reader, all_local, check_states, joined, spare_of
 from paddle_reshard.pipeline.indexing import small_files
-from paddle_reshard.pipeline.indexing.pair import Contents
+from paddle_reshard.pipeline.indexing.pair import Contents, compare_jobs
 from paddle_reshard.pipeline.planning.compare import (
     Comparison,
     Difference,
@@ -55,6 +55,8 @@ class VerifyReport(Shown):
     """Bytes read per byte that is needed."""
     read_once_budget_bytes: int | None
     """A budget with which every byte is read once; ``None`` if that was already so."""
+    remarks: tuple[str, ...] = ()
+    """In what else the two differ, as checkpoints of two jobs may."""
 
     @property
     def equal(self) -> bool:
@@ -82,7 +84,7 @@ class VerifyReport(Shown):
         shown = [
             (difference.tensor, difference.detail) for difference in self.differences[:SHOWN_DIFFERENCES]
         ]
-        return [("result", self.verdict), *shown]
+        return [("result", self.verdict), *shown, *(("remark", remark) for remark in self.remarks)]
 
     def __bool__(self) -> bool:
         """Whether the two are equal, so that ``assert verify(a, b)`` works as expected."""
@@ -281,21 +283,24 @@ def _verify_two(a: str, b: str, scope: Scope, reader: Reader) -> VerifyReport:
     """Compare two checkpoints."""
     stores = reader.open_two(a, b)
     # Only the plan keeps parts of the two catalogs, so the rest is freed.
-    comparison = _plan_two(stores, *reader.index_two(stores), scope, _in_steps(reader, stores))
+    comparison, remarks = _plan_two(stores, *reader.index_two(stores), scope, _in_steps(reader, stores))
     trim_heap()
-    return _compared(comparison, stores, scope, reader)
+    return replace(_compared(comparison, stores, scope, reader), remarks=remarks)
 
 
 def _plan_two(
     stores: Sequence[Source], a: Contents, b: Contents, scope: Scope, settings: PlanSettings
-) -> Comparison:
+) -> tuple[Comparison, tuple[str, ...]]:
+    """The plan of a comparison with the differences found so far, and what may differ between two jobs."""
     if scope.states is not None:
         check_states(scope.states, a.catalog.tensors.states | b.catalog.tensors.states)
     planned = plan_comparison(a.catalog, b.catalog, settings, scope.states, scope.subset)
     if scope.states is not None:
-        return planned
-    further = _small_file_differences(stores, a.lr_scheduler, b.lr_scheduler, scope.subset)
-    return replace(planned, differences=planned.differences + further)
+        return planned, ()
+    further = _small_file_differences(stores, a.job.lr_scheduler, b.job.lr_scheduler, scope.subset)
+    of_jobs, remarks = compare_jobs(stores, a, b)
+    further += tuple(Difference(what, detail) for what, detail in of_jobs)
+    return replace(planned, differences=planned.differences + further), tuple(remarks)
 
 
 def _in_steps(reader: Reader, stores: Sequence[Source]) -> PlanSettings:

@@ -13,7 +13,7 @@ PaddleFormers 1.2 and PaddleNLP 3.0 write it (``trainer/utils/sharding_io.py``) 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ from paddle_reshard.pipeline.core.topology import Topology
 LARGEST_EXTENT = 1 << 40
 PARAMETER_COLUMNS = ["shape", "dtype", "is_distributed", "no_sync"]
 """What ``param_meta`` lists of a parameter; PaddleNLP writes the first three, and no ``param_meta_keys``."""
+DEGREES = frozenset({"mp_degree", "pp_degree", "sharding_degree"})
+"""Entries that every trainer writes to ``parallel_config``."""
+EXPERT_DEGREES = frozenset({"ep_degree", "moe_sharding_degree"})
+"""Entries that PaddleFormers writes besides, always both."""
 STRATEGIES = {"ShardingV1": "stage1v1", "ShardingV2": "stage1v2"}
 
 
@@ -72,6 +76,9 @@ def parse_model_meta(data: Mapping[str, Any]) -> ModelMeta:
     """Parse the file and check the type of every value; an error names the entry that is missing or invalid."""
     config = _mapping(data, "parallel_config", MODEL_META)
     metas = _mapping(data, "sharding_metas", MODEL_META)
+    _check_written(config, DEGREES, f"{MODEL_META}: parallel_config")
+    if not EXPERT_DEGREES.isdisjoint(config):
+        _check_written(config, EXPERT_DEGREES, f"{MODEL_META}: parallel_config")
     return ModelMeta(
         tp=_degree(config, "mp_degree"),
         pp=_degree(config, "pp_degree"),
@@ -88,6 +95,27 @@ def parse_names(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return {name: _names(_mapping(metas, name, MODEL_META), name) for name in metas}
 
 
+def without_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """All entries of a valid file, with parameters by key where it has them by name, and dtypes for their codes.
+
+    Two files of one job are then equal, whatever each process called its parameters.
+    """
+    cells = {}
+    for cell, entry in data["sharding_metas"].items():
+        keys: dict[str, str] = {}
+        for key, name in entry["structure_name_mapping"].items():
+            keys.setdefault(name, key)
+        described = {
+            key: [columns[0], dtype_of_meta(columns[1], key).name, *columns[2:]]
+            for key, columns in entry.get("param_meta", {}).items()
+        }
+        owners = {keys.get(name, name): rank for name, rank in (entry.get("param2rank") or {}).items()}
+        mapping = {key: keys[name] for key, name in entry["structure_name_mapping"].items()}
+        by_key = {"param2rank": owners, "structure_name_mapping": mapping}
+        cells[cell] = {**entry, **by_key, "param_meta": described}
+    return {**data, "sharding_metas": cells}
+
+
 def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     where = f"{MODEL_META}: {cell}"
     strategy = entry.get("sharding_strategy")
@@ -100,11 +128,15 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
         raise CheckpointError(
             f"{where}: {differing[0]} is only in one of param_meta and structure_name_mapping"
         )
-    columns = entry.get("param_meta_keys", PARAMETER_COLUMNS)
+    _check_written(entry, {"param2rank", *(["enable_overlap"] if described else [])}, where)
+    columns = entry.get("param_meta_keys", PARAMETER_COLUMNS[:3])
     if not isinstance(columns, list) or columns != PARAMETER_COLUMNS[: len(columns)] or len(columns) < 3:
         raise CheckpointError(
             f"{where}: param_meta_keys is {columns!r}, only {PARAMETER_COLUMNS} is supported"
         )
+    for key, of_key in described.items():
+        if isinstance(of_key, list) and len(of_key) != len(columns):
+            raise CheckpointError(f"{where}: {key}: {of_key!r} are not values of the columns {columns}")
     owners = entry.get("param2rank") or {}
     if not isinstance(owners, dict) or not all(_is_int(rank) for rank in owners.values()):
         raise CheckpointError(f"{where}: param2rank is not an object of ranks")
@@ -118,6 +150,14 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
         parameters={key: _parse_parameter(described[key], f"{where}: {key}") for key in described},
         owners=owners,
     )
+
+
+def _check_written(entries: Mapping[str, Any], expected: Set[str], where: str) -> None:
+    """Refuse a file without entries that its writer always writes beside the others."""
+    if lacking := sorted(expected - entries.keys()):
+        raise CheckpointError(
+            f"{where} has no {lacking[0]}, which trainers always write: the file was changed"
+        )
 
 
 def _parse_parameter(described: object, where: str) -> ParameterMeta:

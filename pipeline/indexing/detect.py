@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.parameter_names import in_words, misnamed
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.core.catalog import check_dtypes
 from paddle_reshard.pipeline.core.errors import (
@@ -63,7 +64,19 @@ def index_checkpoint(
     CheckpointError, PlanError
         If it is not a single, complete, consistent checkpoint that the rules cover.
     """
-    return index_source(SourceFiles(store, config, index_here, index_files), tables, missing, pieces)
+    checkpoint = index_source(SourceFiles(store, config, index_here, index_files), tables, missing, pieces)
+    check_names(store.location, checkpoint)
+    return checkpoint
+
+
+def check_names(location: str, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in which parameters have each other's names: its states may be those of others."""
+    if exchanged := misnamed(checkpoint.job.names):
+        raise CheckpointError(
+            f"{in_words(exchanged)}. Nothing tells whether only the names were exchanged or the states with them, so "
+            f"{location} is not used; take another checkpoint of the run, or describe the class that builds such "
+            "names with --rules FILE",
+        )
 
 
 def index_source(

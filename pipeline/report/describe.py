@@ -288,6 +288,7 @@ def _describe_verification(
             Tile("Read", readable_bytes(report.read_bytes)),
         ),
         findings=(_table("Differences", ("tensor", "difference"), rows),) if rows else (),
+        remarks=report.remarks,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ def _retyped(code: int, *keys: str) -> Callable[[Meta], object]:
     return edit
 
 
+def _without(degree: str, meta: Meta) -> None:
+    del meta["parallel_config"][degree]
+
+
 CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
     "stored parameters": (
         "sh2_s1v1_meta_fp32",
@@ -89,6 +94,34 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
         lambda meta: [cell["param_meta_keys"].reverse() for cell in _cells(meta)],
         r"tp00_pp00: param_meta_keys is \['no_sync', 'is_distributed', 'dtype', 'shape'\], only",
     ),
+    "no names of columns": (
+        "sh2_s1v1_meta",
+        lambda meta: [cell.pop("param_meta_keys") for cell in _cells(meta)],
+        r"tp00_pp00: \S+: \[\[128, 64\], 16, False, False\] are not values of the columns \['shape'",
+    ),
+    "a column that one parameter lacks": (
+        "sh2_s1v1_meta",
+        lambda meta: [cell["param_meta"][KEY].pop() for cell in _cells(meta)],
+        rf"tp00_pp00: {KEY}: .* are not values of the columns",
+    ),
+    "no owners": (
+        "sh2_s1v2_meta",
+        lambda meta: [cell.pop("param2rank") for cell in _cells(meta)],
+        "tp00_pp00 has no param2rank, which trainers always write",
+    ),
+    "no comm overlap": (
+        "sh2_s1v1_meta",
+        lambda meta: [cell.pop("enable_overlap") for cell in _cells(meta)],
+        "tp00_pp00 has no enable_overlap, which trainers always write",
+    ),
+    **{
+        f"no {degree}": (
+            "sh2_s1v1_meta",
+            partial(_without, degree),
+            f"model_meta.json: parallel_config has no {degree}, which trainers always write",
+        )
+        for degree in ("mp_degree", "pp_degree", "sharding_degree", "ep_degree", "moe_sharding_degree")
+    },
 }
 
 
@@ -111,7 +144,6 @@ def test_float16_stays_readable(tmp_path: Path) -> None:
 IDLE: dict[str, Callable[[Meta], object]] = {
     "moe_sharding_degree without experts": lambda meta: meta["parallel_config"].update(moe_sharding_degree=7),
     "enable_overlap": lambda meta: [cell.update(enable_overlap=True) for cell in _cells(meta)],
-    "no param_meta_keys": lambda meta: [cell.pop("param_meta_keys") for cell in _cells(meta)],
     "is_distributed without tp": lambda meta: [
         described.__setitem__(2, True) for cell in _cells(meta) for described in cell["param_meta"].values()
     ],
@@ -129,3 +161,20 @@ def test_what_no_file_can_prove_changes_no_byte(case: str, name: str, tmp_path: 
     before = made()
     _edit(source, IDLE[name])
     assert made() == before
+    report = paddle_reshard.verify(case_directory(case) / "checkpoint-3", source)
+    found = [*(difference.tensor for difference in report.differences), *report.remarks]
+    assert found
+    assert all(entry.startswith("model_meta.json") for entry in found)
+
+
+def test_the_order_of_entries_is_no_difference(tmp_path: Path) -> None:
+    source = _source("sh2_s1v1_meta", tmp_path)
+    _edit(
+        source,
+        lambda meta: [
+            cell.update(param_meta=dict(reversed([*cell.pop("param_meta").items()]))) for cell in _cells(meta)
+        ],
+    )
+    report = paddle_reshard.verify(case_directory("sh2_s1v1_meta") / "checkpoint-3", source)
+    assert report.equal
+    assert not report.remarks

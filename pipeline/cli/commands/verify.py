@@ -161,6 +161,8 @@ def _refuse_options_for_two(context: click.Context) -> None:
 def _show_verification(report: VerifyReport, alone: bool) -> None:
     if sides := say_differences(report.differences):
         say(_advice(sides))
+    for remark in report.remarks:
+        say(remark)
     if not alone:
         say(report.verdict)
         return

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, marked_base
+from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
@@ -98,9 +99,12 @@ def read_flex(
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
     fused = not_fused if dist_tensors else partial(_fused, table, config)
     catalog = catalog_flex(metadata, files, tied, fused)
+    program: tuple[CellNames, ...] = ()
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
-        catalog = _renamed(catalog, stored_names or _predicted_names(catalog, table, config), twins)
+        predicted = _predicted_names(catalog, table, config)
+        catalog = _renamed(catalog, stored_names or predicted, twins)
+        program = (_of_states(catalog, stored_names, predicted, min(files)),)
     model = marked_base(read_model(catalog.tensors, table, config))
     check_matrices(model, adapter)
     model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp)
@@ -110,7 +114,7 @@ def read_flex(
         catalog=_with_implied(catalog, model),
         own_files=frozenset([*metadata, *files]),
         model=model,
-        job=Job(lr_scheduler=lr_scheduler),
+        job=Job(lr_scheduler=lr_scheduler, names=program),
         has_ema=not {EMA_PARAM, EMA_MASTER_WEIGHT}.isdisjoint(catalog.tensors.states),
         adapter=adapter,
         unproven=_BY_AUTO_PARALLEL if dist_tensors and not auto_parallel else "",
@@ -328,6 +332,15 @@ def _predicted_names(catalog: Catalog, table: RuleTable, config: Mapping[str, An
     """Structured key → parameter name in a program of one rank, by the naming rules."""
     parameters = read_model([t for t in catalog.tensors if t.state == PARAM], table, config)
     return predict_parameter_names(parameters.tensors, config, 1, 1, False)
+
+
+def _of_states(
+    catalog: Catalog, stored: Mapping[str, str], predicted: Mapping[str, str], path: str
+) -> CellNames:
+    """The names under which optimizer states are stored; ``path`` is a file that tells them."""
+    held = {key for key, state in catalog.index() if state not in (PARAM, EMA_PARAM, EMA_MASTER_WEIGHT)}
+    names = {key: name for key, name in stored.items() if key in held}
+    return CellNames("", path, names, {key: predicted[key] for key in names})
 
 
 def _renamed(catalog: Catalog, names: Mapping[str, str], twins: Mapping[str, str]) -> Catalog:

@@ -102,6 +102,8 @@ class StoredCell:
     """Expert rank, or data-parallel rank if file names have a part ``moe``."""
     names: dict[str, str] = field(default_factory=dict)
     """Structured key → parameter name, in model order."""
+    told_by: str = MODEL_META
+    """The file that tells the names."""
     holders: dict[str, str] = field(default_factory=dict)
     """Structured key → the first key with the same parameter name, under which the optimizer stores the tensor."""
     shapes: dict[str, Shape] = field(default_factory=dict)
@@ -449,6 +451,7 @@ class _CellReader:
         with_lora = any(f.kind == LORA_MODEL_STATE for f in files)
         optimizers = [f for f in files if f.kind == OPTIMIZER]
         if self.meta is None or with_lora:
+            cell.told_by = model_files[0].path if model_files else ""
             _names_from_model_state(cell, model_files, self.entries)
             if len(cell.names) < len(cell.shapes):
                 cell.names = self._predicted_names(cell, model_files[0], optimizers)

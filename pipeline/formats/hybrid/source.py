@@ -8,12 +8,13 @@ the result is a catalog of fragments that is checked to cover every tensor exact
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
+from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.checkpoint.stages import without_copies
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
@@ -330,14 +331,15 @@ class _Source:
 
     def job(self, model: Model, strategy: str) -> Job:
         """The job that saved the files."""
-        sequence_parallel, names = _check_names(self.ranks, model)
+        sequence_parallel, problem, names = _check_names(self.ranks, model)
         topology = self.ranks.topology
         return Job(
             topology=replace(topology, vpp=_vpp(self.cells, model)),
             strategy=strategy,
             comm_overlap=self.ranks.comm_overlap,
             sequence_parallel=sequence_parallel,
-            names_predicted=names,
+            names_predicted=problem,
+            names=names,
             lr_scheduler=self.ranks.lr_scheduler,
             expert_axis=self.expert_axis,
             unified_experts=_unified(self.ranks, model) if topology.ep > 1 else None,
@@ -533,42 +535,72 @@ def _unified(ranks: Ranks, model: Model) -> bool | None:
     return None
 
 
-def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None]:
-    """Whether the source uses sequence parallelism, and the first name that breaks the naming rules.
+def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None, tuple[CellNames, ...]]:
+    """Whether the source uses sequence parallelism, the first name that breaks the naming rules, and all names.
 
-    Each is ``None`` if it cannot be determined, or if there is none.
+    The first two are ``None`` if it cannot be determined, or if there is none. Names are compared with those of the
+    job, with sequence parallelism or without, that fits better.
     """
     tp, pp, ep = ranks.topology.tp, ranks.topology.pp, ranks.topology.ep
     built = model.as_built(pp)
-    apart = {head: words for words, head in model.tied_by_config.items()}
     position = {tensor.key: number for number, tensor in enumerate(built)}
     held = [
-        sorted({position[key] for key in cell.names} | _base_positions(cell, ranks, model))
+        [
+            built[n]
+            for n in sorted({position[key] for key in cell.names} | _base_positions(cell, ranks, model))
+        ]
         for cell in ranks.cells
     ]
 
-    def problem(sequence_parallel: bool) -> str | None:
-        for cell, positions in zip(ranks.cells, held, strict=True):
-            tensors = [built[number] for number in positions]
-            predicted = predict_parameter_names(tensors, model.config, pp, tp, sequence_parallel, ep)
-            for key, name in cell.names.items():
-                if predicted[key] != name and key in apart:
-                    return (
-                        f"{key} has a parameter name of its own in {cell.label()}, {name}, but config.json makes it "
-                        f"one tensor with {apart[key]} (tie_word_embeddings); with false there both are converted"
-                    )
-                if predicted[key] != name:
-                    return (
-                        f"{key} has the parameter name {name} in {cell.label()}, but {predicted[key]} by the naming "
-                        "rules"
-                    )
-        return None
+    def predicted(sequence_parallel: bool) -> list[dict[str, str]]:
+        return [
+            predict_parameter_names(tensors, model.config, pp, tp, sequence_parallel, ep) for tensors in held
+        ]
 
-    problems = {parallel: problem(parallel) for parallel in (False, True)}
-    fitting = [parallel for parallel, differing in problems.items() if differing is None]
-    if len(fitting) == 1:
-        return fitting[0], None
-    return None, None if fitting else problems[False]
+    rules = {parallel: predicted(parallel) for parallel in (False, True)}
+    odd = {
+        parallel: sum(
+            of_cell[key] != name
+            for cell, of_cell in zip(ranks.cells, by_rules, strict=True)
+            for key, name in cell.names.items()
+        )
+        for parallel, by_rules in rules.items()
+    }
+    closest = min(odd, key=odd.__getitem__)
+    problem = _first_problem(ranks, model, rules[closest]) if odd[closest] else None
+    determined = problem is None and odd[not closest] > 0
+    names = tuple(_of_states(ranks.cells, model, rules[closest]))
+    return closest if determined else None, problem, names
+
+
+def _first_problem(ranks: Ranks, model: Model, rules: Sequence[Mapping[str, str]]) -> str:
+    """The first name that is not the one of the naming rules, which are given for each cell."""
+    apart = {head: words for words, head in model.tied_by_config.items()}
+    cell, key, by_rules = next(
+        (cell, key, predicted[key])
+        for cell, predicted in zip(ranks.cells, rules, strict=True)
+        for key, name in cell.names.items()
+        if predicted[key] != name
+    )
+    if key in apart:
+        return (
+            f"{key} has a parameter name of its own in {cell.label()}, {cell.names[key]}, but config.json makes it one "
+            f"tensor with {apart[key]} (tie_word_embeddings); with false there both are converted"
+        )
+    return f"{key} has the parameter name {cell.names[key]} in {cell.label()}, but {by_rules} by the naming rules"
+
+
+def _of_states(
+    cells: Sequence[StoredCell], model: Model, rules: Sequence[Mapping[str, str]]
+) -> Iterator[CellNames]:
+    """The names in each cell under which optimizer states are stored; tp ranks have the same, held once."""
+    stored = {tensor.key for tensor in model.tensors if tensor.accumulators or tensor.master}
+    before: Mapping[str, str] = {}
+    for cell, of_cell in zip(cells, rules, strict=True):
+        held = {key: name for key, name in cell.names.items() if key in stored}
+        before = names = before if held == before else held
+        predicted = {key: of_cell[key] for key in names}
+        yield CellNames(cell.label(), cell.told_by, names, names if names == predicted else predicted)
 
 
 def _base_positions(cell: StoredCell, ranks: Ranks, model: Model) -> set[int]:
