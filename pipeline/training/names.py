@@ -8,6 +8,7 @@ without sequence parallelism, finds states under its names too, and they are tho
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from paddle_reshard.pipeline.core.tensors import dtype_of_code
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.flex.names import MASTER_WEIGHTS as MASTER_WEIGHT_FOLDER
-from paddle_reshard.pipeline.formats.flex.names import METADATA, MODEL_STATE
+from paddle_reshard.pipeline.formats.flex.names import METADATA, MODEL_STATE, OPTIMIZER_STATE, folder_of
 from paddle_reshard.pipeline.formats.hybrid.entries import SPECIAL, FileEntries, index_rank_file
 from paddle_reshard.pipeline.formats.hybrid.names import (
     LORA_MODEL_STATE,
@@ -75,8 +76,9 @@ def check_names(
     """Check that the parameters of a job have the names, shapes and dtypes that they have in a checkpoint.
 
     Every rank checks its own files; nothing is changed and no value is read. Of a FlexCheckpoint, which stores states
-    by key, dtypes and master weights are compared, and that no local shape exceeds the whole. Call it after the model
-    is built and before the trainer loads, which may load into other dtypes and train without a word.
+    by key, dtypes and master weights are compared, and local shapes with the pieces into which this job cuts the whole.
+    Call it after the model is built and before the trainer loads, which may load into other dtypes and train without a
+    word.
 
     Parameters
     ----------
@@ -101,8 +103,8 @@ def check_names(
     Raises
     ------
     CheckpointError
-        Naming parameters that are called otherwise, or have other shapes or dtypes; if the job keeps no master weights
-        and the checkpoint holds some; or if files of this rank are missing.
+        Naming parameters that are called otherwise, or have other shapes or dtypes; if one of the job and the
+        checkpoint's optimizer states has master weights and the other has none; or if files of this rank are missing.
     UsageError
         If the checkpoint stores states neither by parameter names nor as a FlexCheckpoint.
     """
@@ -121,7 +123,7 @@ def compare_with_job(
     store = open_checkpoint(os.fspath(checkpoint), Access(storage_options or {}))
     files = SourceFiles(store, None, index_here, index_here)
     if described := [path for path in sorted(files.sizes) if path.endswith(METADATA)]:
-        return _check_flex(files, described, list(_live_names(model)), master_weights, placed)
+        return _check_flex(files, described, list(_live_names(model)), master_weights, placed, _cuts(rank))
     own = _own_file(files, _own_path(rank))
     weights = _weights_of(files, own)
     stored, live = _stored_names(files, own, weights), list(_live_names(model))
@@ -134,12 +136,12 @@ def compare_with_job(
         problems,
         f"the trainer would give parameters the optimizer states of others; {_advice(stored, live)}",
     )
-    pairs = (
+    pairs = [
         (ours, theirs.dtype)
         for theirs, ours in _pairs(stored, live)
         if theirs is not None and ours is not None
-    )
-    masters = bool(_entries(files, own).get(MASTER_WEIGHTS))
+    ]
+    masters = _has_masters(_entries(files, own), stored)
     _refuse(files, [*_other_precision(pairs, masters, master_weights, placed)], _PRECISION)
     return len(stored)
 
@@ -150,6 +152,19 @@ _PRECISION = (
 )
 
 
+def _has_masters(root: FileEntries, stored: Sequence[Named]) -> bool | None:
+    """Whether the optimizer states in a rank's file have master weights; ``None`` if it holds none that would.
+
+    Parameters that are float32 in a job of half precision have none, and a rank may have the states of such ones only.
+    """
+    if root.get(MASTER_WEIGHTS):
+        return True
+    half = {named.name for named in stored if named.dtype != "float32"}
+    would = half or {named.name for named in stored}
+    entries = (entry.removeprefix(SLICE_PREFIX) for entry in root.names() if entry not in SPECIAL)
+    return False if any(split_accumulator_key(entry, would) for entry in entries) else None
+
+
 def _refuse(files: SourceFiles, problems: Sequence[str], why: str) -> None:
     if problems:
         more = f", and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -157,14 +172,17 @@ def _refuse(files: SourceFiles, problems: Sequence[str], why: str) -> None:
 
 
 def _other_precision(
-    pairs: Iterable[tuple[Named, str | None]], masters: bool, keeps: bool | None, placed: bool
+    pairs: Iterable[tuple[Named, str | None]], masters: bool | None, keeps: bool | None, placed: bool
 ) -> Iterator[str]:
     """A sentence for each parameter that the job holds in another dtype than ``masters`` and parameters are stored in.
 
-    A job that keeps master weights converts its float32 parameters when the trainer places them, not before.
+    ``masters``: whether optimizer states are stored with master weights; ``None`` if there are none that tell. A job
+    that keeps master weights converts its float32 parameters when the trainer places them, not before.
     """
     if keeps is False and masters:
         yield "the checkpoint holds float32 master weights and this job keeps none"
+    if keeps and masters is False:
+        yield "this job keeps float32 master weights and the checkpoint holds optimizer states without any"
     for ours, stored in pairs:
         waits = not placed and bool(keeps) and ours.dtype == "float32"
         if stored is not None and ours.dtype is not None and ours.dtype != stored and not waits:
@@ -172,35 +190,59 @@ def _other_precision(
 
 
 def _check_flex(
-    files: SourceFiles, described: Sequence[str], live: Sequence[Named], keeps: bool | None, placed: bool
+    files: SourceFiles,
+    described: Sequence[str],
+    live: Sequence[Named],
+    keeps: bool | None,
+    placed: bool,
+    cuts: frozenset[int] | None,
 ) -> int:
-    """Compare what a FlexCheckpoint says of each key with the job's parameters."""
+    """Compare what a FlexCheckpoint says of each key with the job's parameters; ``cuts`` are those of :func:`_cuts`."""
     stored: dict[str, tuple[str | None, Shape | None]] = {}
-    masters = False
+    held = set[str]()
     for path in described:
-        masters |= path.startswith(f"{MASTER_WEIGHT_FOLDER}/")
+        metadata = parse_dist_metadata(partial(files.store.read, path), files.sizes[path], path)
+        if metadata.keys:  # the trainer writes a folder of each kind, even an empty one
+            held.add(folder_of(path))
         if path.startswith(f"{MODEL_STATE}/"):
-            metadata = parse_dist_metadata(partial(files.store.read, path), files.sizes[path], path)
             for key, dtype, _, _, whole, _ in metadata.pieces.tolist():
                 dtypes, shapes = metadata.dtypes, metadata.shapes
                 stored[metadata.keys[key]] = (
                     dtypes[dtype] if dtype >= 0 else None,
                     shapes[whole] if whole >= 0 else None,
                 )
+    masters = True if MASTER_WEIGHT_FOLDER in held else False if OPTIMIZER_STATE in held else None
     known = [(ours, *stored[ours.key]) for ours in live if ours.key in stored]
     larger = (
         f"{ours.key} is {ours.shape} in this job and {whole} in the checkpoint"
         for ours, _, whole in known
-        if ours.shape is not None and whole is not None and not _fits(ours.shape, whole)
+        if ours.shape is not None and whole is not None and not _fits(ours.shape, whole, cuts)
     )
     _refuse(files, [*larger], "they are of different models")
     _refuse(files, [*_other_precision(((o, d) for o, d, _ in known), masters, keeps, placed)], _PRECISION)
     return len(known)
 
 
-def _fits(local: Shape, whole: Shape) -> bool:
-    """Whether a local tensor can be a piece of a whole one."""
-    return len(local) == len(whole) and all(here <= there for here, there in zip(local, whole, strict=True))
+def _cuts(rank: str | None) -> frozenset[int] | None:
+    """Into how many pieces this job cuts a dim of a parameter that it cuts; ``None`` if it cannot be known here."""
+    group = hybrid_group()
+    if group is None:
+        return None if re.search(r"tp|moe", rank or "") else frozenset()
+    tp = int(group.get_model_parallel_world_size())
+    ep = int(getattr(group, "get_expert_parallel_world_size", lambda: 1)())
+    return frozenset({tp, ep, tp * ep})
+
+
+def _fits(local: Shape, whole: Shape, cuts: frozenset[int] | None) -> bool:
+    """Whether a local tensor can be one of the equal pieces into which a job cuts a whole one.
+
+    >>> _fits((64, 128), (128, 128), frozenset({2})), _fits((64, 128), (192, 128), frozenset({2}))
+    (True, False)
+    """
+    if len(local) != len(whole):
+        return False
+    dims = [(here, there) for here, there in zip(local, whole, strict=True) if here != there]
+    return all(here and there % here == 0 and (cuts is None or there // here in cuts) for here, there in dims)
 
 
 def _own_path(rank: str | None) -> str:

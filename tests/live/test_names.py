@@ -236,6 +236,40 @@ def test_a_flex_checkpoint_of_another_model_is_refused() -> None:
         check_names(job, case_directory("dense/fc_single") / "checkpoint-3")
 
 
+@pytest.mark.parametrize(
+    ("rows", "rank", "fits"),
+    [(64, "", True), (32, "", False), (32, "tp00_pp01", True), (48, "tp00_pp01", False)],
+)
+def test_local_shapes_are_pieces_of_what_a_flex_checkpoint_holds(rows: int, rank: str, fits: bool) -> None:
+    """A job on one card holds whole parameters; of one whose tp degree is not known here, every piece is as large."""
+    job, checkpoint = job_of("dense/single", ""), case_directory("dense/fc_single") / "checkpoint-3"
+    weight = job.state_dict()["model.layers.0.self_attn.o_proj.weight"]
+    assert weight.shape == [64, 64]
+    weight.shape = [rows, 64]
+    if fits:
+        assert check_names(job, checkpoint, rank=rank) == 39
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"o_proj\.weight is \({rows}, 64\) in this job and \(64, 64\)"
+    ):
+        check_names(job, checkpoint, rank=rank)
+
+
+@pytest.mark.parametrize("target", [{"format": "flex"}, {"format": "hybrid-plain", "to": "tp=1"}])
+def test_a_job_with_master_weights_is_told_that_there_are_none(
+    target: dict[str, Any], tmp_path: Path
+) -> None:
+    """It would look for moments under the names of its master weights, and begin with new ones."""
+    job, source = job_of("dense/single_fp32", ""), case_directory("dense/single_fp32") / "checkpoint-3"
+    paddle_reshard.convert(source, tmp_path / "target", **target)
+    with pytest.raises(
+        CheckpointError, match="this job keeps float32 master weights and the checkpoint holds"
+    ):
+        check_names(job, tmp_path / "target", master_weights=True)
+    for masters in (False, None):
+        assert check_names(job, tmp_path / "target", master_weights=masters)
+
+
 def test_a_job_that_cuts_other_parameters_in_stage_3_is_refused() -> None:
     """The trainer would give a whole parameter the slice of its master weight."""
     case = "dense/sh2_s3_seg512"
