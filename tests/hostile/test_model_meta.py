@@ -109,6 +109,11 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
         lambda meta: [cell.pop("param2rank") for cell in _cells(meta)],
         "tp00_pp00 has no param2rank, which trainers always write",
     ),
+    "a parameter without owner": (
+        "sh2_s1v1_meta",
+        lambda meta: [cell["param2rank"].pop(cell["structure_name_mapping"][KEY]) for cell in _cells(meta)],
+        rf"{KEY} \(\w+\): param2rank says no rank holds it, not this file",
+    ),
     "no comm overlap": (
         "sh2_s1v1_meta",
         lambda meta: [cell.pop("enable_overlap") for cell in _cells(meta)],

@@ -9,6 +9,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from tests.mutations.places import Place, header_bytes, places, tensor_files
 from tests.oracle import ALLOWED, NAME_TABLE, unpickle
 
 MANIFEST = "paddle_reshard.json"
+META = "model_meta.json"
 OF_VALUES = "a bit of a value"
 POSITIONS = ("first", "inner", "last")
 
@@ -298,6 +300,34 @@ def _without(path: Path, name: str) -> bytes:
     for table in (data, data.get("master_weights", {})):
         table.pop(name, None)
     return pickle.dumps(data, protocol=4)
+
+
+def exchanged_names(folder: Folder, most: int) -> Iterator[Change]:
+    """Two parameters of the first stage that have each other's name, in every file of the stage."""
+    first = [file for file in folder.content if "pp" not in file or "pp00" in file]
+    held = b"".join(folder.content[file] for file in first if file in folder.tensor_files)
+    names = sorted({name.decode() for name in re.findall(rb"\blinear_\d\.w_0", held)})
+    pairs = list(pairwise(names))
+    for one, other in pairs[:: 1 + len(pairs) // most]:
+        exchanged = {
+            file: _exchanged(folder.content[file], one.encode(), other.encode())
+            for file in first
+            if file in folder.tensor_files
+        }
+        if META in folder.content:
+            meta = json.loads(folder.content[META])
+            for cell, entry in meta["sharding_metas"].items():
+                if "pp00" in cell:
+                    text = json.dumps(entry).encode()
+                    meta["sharding_metas"][cell] = json.loads(_exchanged(text, one.encode(), other.encode()))
+            exchanged[META] = json.dumps(meta).encode()
+        kind = "names of two parameters exchanged, and those of their states"
+        yield Change(kind, exchanged, where=f"{one} and {other}")
+
+
+def _exchanged(content: bytes, one: bytes, other: bytes) -> bytes:
+    to = {one: other, other: one}
+    return re.sub(rb"\b(" + b"|".join(map(re.escape, to)) + rb")", lambda found: to[found[1]], content)
 
 
 # -------------------------------------------------------------------------------------------------- of files

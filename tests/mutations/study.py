@@ -197,6 +197,12 @@ class Made(Sandbox):
         yield from ((change, OF_TARGETS) for change in changes.whole_files(folder, files))
         if self.target.another_run:
             yield from ((change, OF_TARGETS) for change in self._another_run())
+        if self.target.options.get("format", "hybrid").startswith("hybrid"):
+            yield from ((change, OF_TARGETS) for change in changes.exchanged_names(folder, 3 * share))
+        if changes.META in folder.content:
+            every = 1 + 40 // share
+            found = changes.json_entries(folder, changes.META, "an entry of `model_meta.json`", every)
+            yield from ((change, OF_TARGETS) for change in found)
         if self.target.small_files:
             yield from self._small()
 
@@ -215,7 +221,7 @@ class Made(Sandbox):
         for file in folder.content:
             if file == "config.json" and self.target.options.get("format") in (None, "huggingface"):
                 yield from ((c, two) for c in changes.json_entries(folder, file, "an entry of `config.json`"))
-            elif file.endswith(".index.json") or file == "model_meta.json":
+            elif file.endswith(".index.json"):
                 found = changes.json_entries(folder, file, "an entry of an index of tensors", 8)
                 yield from ((c, two) for c in found)
             elif file == changes.MANIFEST:
@@ -413,7 +419,7 @@ def run(name: str, folder: Path, share: int = 1) -> Result:
 
 # ------------------------------------------------------------------------------------------------ the document
 
-NAMES = "`verify DST` finds it. Conversion writes such names anew, and `verify SRC DST` compares no names but keys."
+NAMES = "`verify DST` finds it. Conversion writes such names anew, and no state is looked up under them."
 SMALL = (
     "Entries of the topology, the dtype, and the library that wrote it may differ: "
     "`MAY_DIFFER_IN_CONFIG` in `pipeline/indexing/small_files.py` lists each with its reason."

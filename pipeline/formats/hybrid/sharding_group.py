@@ -80,11 +80,10 @@ class ShardingGroup:
     def _check_whole(self, cell: StoredCell, key: str, state: str, stored: StoredArray) -> None:
         """Check that an array has the shape of the tensor, and lies on the rank that ``model_meta.json`` names."""
         shape = cell.shapes[key]
-        if state != PARAM and cell.owners.get(key, stored.shard) != stored.shard:
+        if state != PARAM and cell.owners and cell.owners.get(key) != stored.shard:
+            says = f"says rank {cell.owners[key]}" if key in cell.owners else "says no rank"
             raise CoverageError(
-                f"{key} ({state})",
-                f"param2rank says rank {cell.owners[key]} holds it, not this file",
-                (stored.path,),
+                f"{key} ({state})", f"param2rank {says} holds it, not this file", (stored.path,)
             )
         if stored.array.shape != shape:
             raise CoverageError(
