@@ -47,7 +47,7 @@ def variants() -> dict[str, list[facts.Build]]:
     for build in facts.builds():
         if build.entries and not build.topology.startswith("case "):
             found.setdefault(f"{build.family} {json.dumps(build.config)}", []).append(build)
-    for family in {build.family for build in facts.builds()}:
+    for family in sorted({build.family for build in facts.builds()}):
         tied = found.setdefault(f"{family} {json.dumps(TIED)}", [])
         kept = {build.topology for build in tied}
         tied += [

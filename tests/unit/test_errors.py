@@ -130,7 +130,9 @@ EXAMPLES = [
 
 
 def test_every_class_has_an_example() -> None:
-    classes = {value for value in vars(errors).values() if isinstance(value, type)}
+    classes = {
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)
+    }
     assert classes == {type(example) for example, _, _ in EXAMPLES}
 
 
