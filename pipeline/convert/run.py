@@ -382,7 +382,8 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
     staged = dequantising(staged)
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
     missing = MissingPolicy(
-        allowed=tuple(t.key for t in wanted.model.tensors if t.missing),
+        # What an adapter's files lack of their base is missing in a target that holds the base too.
+        allowed=tuple(t.key for t in wanted.model.tensors if t.missing and not t.of_base),
         untrained=frozenset(t.key for t in wanted.model.tensors if not t.trained),
     )
     found: list[Checkpoint] = []

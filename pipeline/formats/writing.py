@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.errors import WITHOUT_OPTIMIZER, PlanError
 from paddle_reshard.pipeline.core.file_names import SCHEDULER
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import DType, Tensor
@@ -112,11 +112,10 @@ def schedule_file(paths: Collection[str], wanted: Checkpoint, protocol: int = 4)
         If there is a schedule and no parameter has a state.
     """
     scheduled = SCHEDULER in paths or wanted.job.lr_scheduler is not None
-    if scheduled and not any(tensor.trained for tensor in wanted.model.tensors):
+    if scheduled and wanted.history.merged is None and not any(t.trained for t in wanted.model.tensors):
         raise PlanError(
             f"{SCHEDULER}: the optimizer of the source keeps no states, as SGD does, and has a schedule; files of this "
-            "format do not tell this from states that are lost. Choose --format hybrid or hybrid-plain, or huggingface "
-            "for the parameters alone"
+            f"format do not tell this from states that are lost. Choose a format of ranks' files; {WITHOUT_OPTIMIZER}"
         )
     if SCHEDULER in paths or wanted.job.lr_scheduler is None:
         return []

@@ -154,4 +154,4 @@ def test_an_index_with_such_json_is_refused(damage: Callable[[Path], None], tmp_
     index = next(iter(sorted((tmp_path / "u").glob("*.index.json"))))
     damage(index)
     with pytest.raises(ReshardError, match=index.name):
-        paddle_reshard.inspect(tmp_path / "u")
+        paddle_reshard.convert(tmp_path / "u", tmp_path / "x", to="tp=1")

@@ -288,6 +288,8 @@ def _without_expert_ranks(meta: ModelMeta) -> ModelMeta:
     named all the same, and each describes all experts, which are sharded as everything else is.
     """
     alike: dict[str, CellMeta] = {}
+    if not all("_ep" in name for name in meta.cells):
+        return meta
     for name, cell in meta.cells.items():
         own = any(parameter.no_sync is not False for parameter in cell.parameters.values())
         if own or alike.setdefault(name.partition("_ep")[0], cell) != cell:
