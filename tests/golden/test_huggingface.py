@@ -264,6 +264,10 @@ def test_models_without_a_checkpoint_too(path: Path) -> None:
                 ]
             found[part.key] = _entry(flat.reshape(part.shape))
     real = {key: (tag, tuple(shape), digest) for key, (tag, shape, digest) in data["export"].items()}
+    if (
+        data["config"].get("q_lora_rank", 0) is None
+    ):  # the library exports a norm that computes nothing; we name it
+        real = {key: entry for key, entry in real.items() if "q_a_layernorm" not in key}
     assert _digests(found) == real
 
 
