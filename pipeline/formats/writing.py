@@ -115,7 +115,8 @@ def schedule_file(paths: Collection[str], wanted: Checkpoint, protocol: int = 4)
     if scheduled and wanted.history.merged is None and not any(t.trained for t in wanted.model.tensors):
         raise PlanError(
             f"{SCHEDULER}: the optimizer of the source keeps no states, as SGD does, and has a schedule; files of this "
-            f"format do not tell this from states that are lost. Choose a format of ranks' files; {WITHOUT_OPTIMIZER}"
+            "format do not tell this from states that are lost. Choose --format hybrid or hybrid-plain; "
+            f"{WITHOUT_OPTIMIZER}"
         )
     if SCHEDULER in paths or wanted.job.lr_scheduler is None:
         return []

@@ -56,6 +56,7 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/model/weights.py": "the entry of a rule that says what a tensor is called in transformers",
     "pipeline/changes/as_stored.py": "what AOA statements see, which depends on the library whose files they are about",
     "pipeline/formats/registry.py": "the table",
+    "pipeline/formats/writing.py": "formats that hold what others cannot, in a refusal",
     "pipeline/model/rules/extends.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/cli/commands/conversion.py": "an example in the help of a command",
     "pipeline/cli/commands/ema.py": "an example in the help of a command",
