@@ -35,7 +35,11 @@ OTHERWISE = {
     ),  # the row of a tied head; the statement is of one that is not tied
     "gemma3_text": ("lm_head.weight",),  # loaded from the word embedding, to which it is tied
     "phi3": ("*.self_attn.qkv_proj.weight",),  # interleaves what the class keeps as [q | k | v]
-    "qwen2_moe": DENSE,  # the maps of these leave dense layers out
+    "qwen2_moe": (
+        *DENSE,
+        ".mlp.experts.gate_up_proj",
+        ".mlp.experts.down_proj",
+    ),  # the maps of these leave dense layers out
     # Nor do they know stacked experts (fd_fallback), which the table has from the class itself.
     "qwen3_moe": (*DENSE, ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"),
     "qwen3_next": DENSE,
