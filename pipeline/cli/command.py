@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.errors import FinishedError, ReshardError, Usa
 from paddle_reshard.pipeline.core.events import StepStarted
 from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.run_state import RunState
-from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, ToCopy
+from paddle_reshard.pipeline.core.shown import ONLY_IN, SHOWN_DIFFERENCES, ToCopy
 from paddle_reshard.pipeline.progress.stream import Checked, Happening, Stream
 from paddle_reshard.pipeline.request.options import Decides
 
@@ -229,20 +229,15 @@ def next_of(report: ConversionReport) -> list[tuple[str, str]]:
     ]
 
 
-ONLY_IN_FINGERPRINTS, ONLY_IN_CHECKPOINT = "only in the fingerprints", "only in the checkpoint"
-
-
 def say_differences(differences: Sequence[Difference]) -> set[str]:
     """Say what differs: tensors that one side lacks in a line for each state, then the first of the others.
 
     Those sides are returned, as ``only in …``.
     """
-    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
-
     one_sided: dict[tuple[str, str], list[str]] = {}
     further = []
     for difference in differences:
-        if difference.detail in (ONLY_IN_A, ONLY_IN_B, ONLY_IN_FINGERPRINTS, ONLY_IN_CHECKPOINT):
+        if difference.detail.startswith(ONLY_IN):
             key, _, state = difference.tensor.rpartition(" ")
             one_sided.setdefault((state.strip("()"), difference.detail), []).append(key)
         else:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.shown import only_in
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def mismatches(
         other = b.tensors.find(tensor.key, tensor.state)
         if other is None:
             if not subset:
-                mismatched.append(Mismatch(tensor.label, f"only in {names[0]}"))
+                mismatched.append(Mismatch(tensor.label, only_in(names[0])))
         elif a.line(number) != b.line(other):
             sides = (
                 (tensor, a.checksums[number], names[0]),
@@ -168,7 +169,7 @@ def mismatches(
             mismatched.append(Mismatch(tensor.label, ", ".join(_in_words(*side) for side in sides)))
     for tensor in b.tensors:
         if a.tensors.find(tensor.key, tensor.state) is None:
-            mismatched.append(Mismatch(tensor.label, f"only in {names[1]}"))
+            mismatched.append(Mismatch(tensor.label, only_in(names[1])))
     return sorted(mismatched, key=lambda entry: entry.tensor)
 
 

@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES: Final = 1 << 28
 MAX_STATE_BYTES: Final = 1 << 27
 """``trainer_state.json``: 400,000 entries of its log take 120 MB."""
 MAX_RECORD_BYTES: Final = 1 << 22
-"""What watchers remember of a conversion: a dozen entries, and a sentence."""
+"""What watchers remember of a conversion takes a kilobyte; what is larger, but no more than this, is rewritten."""
 MAX_LEDGER_BYTES: Final = 1 << 30
 """The ledger of a conversion on a disk: a million groups, each with a few parts."""
 FREE_VALUES: Final = 1 << 16

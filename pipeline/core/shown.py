@@ -107,6 +107,18 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())[:500]
 
 
+ONLY_IN = "only in"
+
+
+def only_in(side: str) -> str:
+    """What is said of a tensor that only one side of a comparison holds.
+
+    >>> only_in("A")
+    'only in A'
+    """
+    return f"{ONLY_IN} {side}"
+
+
 def by_reason(not_carried: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Files and tensors that are not carried, grouped by reason: the reason, and their names."""
     for reason, group in groupby(sorted(not_carried, key=lambda entry: entry[1]), key=lambda entry: entry[1]):

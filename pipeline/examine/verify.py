@@ -42,6 +42,9 @@ from paddle_reshard.pipeline.request.read_options import VerifyOptions
 from paddle_reshard.storage.locate import Access, open_source, target_access
 from paddle_reshard.storage.store import Source
 
+OF_FINGERPRINTS = "the fingerprints"
+"""What messages call the side that ``--against`` gives."""
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Shown):
@@ -228,7 +231,7 @@ def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader)
         differences += compared(report).differences
     store.check_unchanged()
     fingerprints = fingerprints_of(tensors, added(sums), chosen)
-    unlike = mismatches(against, fingerprints, ("the fingerprints", "the checkpoint"), scope.subset)
+    unlike = mismatches(against, fingerprints, (OF_FINGERPRINTS, "the checkpoint"), scope.subset)
     differences += (Difference(entry.tensor, entry.detail) for entry in unlike)
     return VerifyReport(
         len(fingerprints),
@@ -246,7 +249,7 @@ def _verify_recorded(a: str, b: str | None, scope: Scope, reader: Reader) -> Ver
     sides = list(map(_recorded, locations, reader.access))
     names = ("A", "B")
     if scope.against is not None:
-        sides, names = [scope.against, *sides], ("the fingerprints", "the manifest")
+        sides, names = [scope.against, *sides], (OF_FINGERPRINTS, "the manifest")
     first, second = sides
     if scope.states is not None:
         check_states(scope.states, first.tensors.states | second.tensors.states)

@@ -185,8 +185,8 @@ def _refuse_folder_of_checkpoints(files: SourceFiles) -> None:
         raise CheckpointError(
             f"{files.store.location}: holds folders of machines, {nodes[0]} to {nodes[-1]}, and no tensors: each "
             "machine of a job seems to have kept the files of its own ranks. Bring them together and give the folder "
-            f"`whole`: mkdir whole && cp -rnp {each}*/* whole/ (no two ranks write files of one name, and all others "
-            "are copies)"
+            f"`whole`: mkdir whole && cp -rnp {each}*/* whole/. It keeps the first of several files of one name: first "
+            "compare those (cmp), which must be copies"
         )
     inside = [name for name in sorted(files.store.folders) if name.startswith("checkpoint-")]
     if inside and not any(path.endswith((".pdparams", ".pdopt")) for path in files.pickles):

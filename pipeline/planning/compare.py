@@ -14,6 +14,7 @@ import numpy as np
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.columns import Flags
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
+from paddle_reshard.pipeline.core.shown import only_in
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.checks import master_checks
@@ -21,8 +22,6 @@ from paddle_reshard.pipeline.planning.match import match, source_tensors
 from paddle_reshard.pipeline.planning.ops import COMPARE, DIFFER, Ops
 from paddle_reshard.pipeline.planning.plan import Plan, plan_comparisons
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-
-ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
 
 SIDE_A, SIDE_B = "A/", "B/"
 """Prefixes of each side's file paths in the plan of a comparison."""
@@ -103,8 +102,8 @@ def _in_common(
     numbers = (b.find(key, state if states is None else states[state]) for key, state in identities)
     partner = np.array([-1 if number is None else number for number in numbers], dtype=np.int64)
     lone = ids_b[~np.isin(ids_b, partner)]
-    differences = [Difference(a[i].label, ONLY_IN_A) for i in ids_a[partner < 0].tolist() if not subset]
-    differences += [Difference(b[i].label, ONLY_IN_B) for i in lone.tolist()]
+    differences = [Difference(a[i].label, only_in("A")) for i in ids_a[partner < 0].tolist() if not subset]
+    differences += [Difference(b[i].label, only_in("B")) for i in lone.tolist()]
     same = partner >= 0
     for i in np.flatnonzero(same).tolist():
         id_a, id_b = int(ids_a[i]), int(partner[i])

@@ -210,10 +210,7 @@ def test_what_contradicts_itself_is_refused(
 
 def test_two_files_with_the_same_scales_are_refused(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", _model(), {"model_type": "llama", "quantization_config": _config()})
-    (whole,) = folder.glob("*.safetensors")
-    whole.rename(folder / "model-00001-of-00002.safetensors")
-    write_safetensors(
-        folder / "model-00002-of-00002.safetensors", {"w.weight_scale": ("BF16", (2, 2), bytes(8))}
-    )
+    (folder / "model.safetensors.index.json").unlink()  # what it does not name would be left out
+    write_safetensors(folder / "more.safetensors", {"w.weight_scale": ("BF16", (2, 2), bytes(8))})
     with pytest.raises(CoverageError, match=r"w\.weight_scale: two files hold it"):
         paddle_reshard.plan(folder, to="tp=2")

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.command import ONLY_IN_FINGERPRINTS, answer, running, say_differences
+from paddle_reshard.pipeline.cli.command import answer, running, say_differences
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     answer_options,
@@ -178,13 +178,14 @@ def _advice(sides: Collection[str]) -> str:
     """How to compare what both have: --subset allows B, or a checkpoint beside fingerprints, to lack tensors, and A by
     exchanging the two, but not both.
     """
-    from paddle_reshard.pipeline.planning.compare import ONLY_IN_A, ONLY_IN_B
+    from paddle_reshard.pipeline.core.shown import only_in
+    from paddle_reshard.pipeline.examine.verify import OF_FINGERPRINTS
 
     advice = "use --states LIST to compare chosen states"
     ways = {
-        ONLY_IN_A: "--subset if B may hold fewer tensors",
-        ONLY_IN_B: "exchange A and B and give --subset if A may hold fewer tensors",
-        ONLY_IN_FINGERPRINTS: "--subset if the checkpoint may hold fewer tensors",
+        only_in("A"): "--subset if B may hold fewer tensors",
+        only_in("B"): "exchange A and B and give --subset if A may hold fewer tensors",
+        only_in(OF_FINGERPRINTS): "--subset if the checkpoint may hold fewer tensors",
     }
     way = ways.get(next(iter(sides))) if len(sides) == 1 else None
     return f"{advice}, or {way}" if way else advice

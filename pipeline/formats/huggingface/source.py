@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
+from paddle_reshard.pipeline.formats.huggingface import peft
 from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, swapped, tensor_parts
 from paddle_reshard.pipeline.model.completeness import completed
@@ -48,7 +49,6 @@ BUFFERS: Final = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq\Z")
 """Keys of what no class of ``transformers``, PaddleNLP or PaddleFormers loads, although published files may hold it."""
 _BUFFER: Final = "a buffer that every class computes from config.json; none loads it"
 _UNINDEXED: Final = f"beside the files that {WEIGHT_INDEX} names, which are the model"
-_PEFT: Final = frozenset(("adapter_config.json", "adapter_model.safetensors"))
 _SINGLE: Final = "model.safetensors"
 _WRAPPERS: Final = ("module.", "_layers.", "_orig_mod.", "base_model.model.", "model.", "_layers.module.")
 """What wrappers of a model put before all keys that they save: data parallelism, ``torch.compile``, a second model."""
@@ -160,7 +160,7 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
     Published checkpoints have tensors in these layers that a library may not have: copies of the embedding and of the
     head, and a norm (DeepSeek-V3: ``embed_tokens``, ``shared_head``).
     """
-    if files.sizes.keys() >= _PEFT:
+    if peft.CONFIG in files.sizes and files.safetensors.keys() == {peft.WEIGHTS}:
         raise UnsupportedError(
             f"{files.store.location}: an adapter as PEFT saves it, without its base, which is not read as a source. "
             "Merge it into its base with PEFT (merge_and_unload) and convert the merged model, or give the training "

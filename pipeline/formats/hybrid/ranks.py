@@ -287,9 +287,9 @@ def _without_expert_ranks(meta: ModelMeta) -> ModelMeta:
     Qwen2-MoE of PaddleFormers 1.2 does not distribute its experts with ``--use_expert_parallel``: cells of ``ep`` are
     named all the same, and each describes all experts, which are sharded as everything else is.
     """
-    alike: dict[str, CellMeta] = {}
     if not all("_ep" in name for name in meta.cells):
         return meta
+    alike: dict[str, CellMeta] = {}
     for name, cell in meta.cells.items():
         own = any(parameter.no_sync is not False for parameter in cell.parameters.values())
         if own or alike.setdefault(name.partition("_ep")[0], cell) != cell:

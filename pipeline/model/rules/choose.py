@@ -14,6 +14,11 @@ from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
+_WITH_CLASSIFIERS: Final = "paddleformers"
+_CLASSIFIER: Final = "ForSequenceClassification"
+_HEAD: Final = "lm_head.weight"
+_SCORE: Final = "score.weight"
+
 
 def choose_table(
     tables: RuleTables,
@@ -119,12 +124,6 @@ def _with_its_head(table: RuleTable, config: Config) -> RuleTable:
     )
     items = tuple(replace(item, layer_class="") for item in table.items)
     return replace(table, rules=tuple(rules), items=items)
-
-
-_WITH_CLASSIFIERS: Final = "paddleformers"
-_CLASSIFIER: Final = "ForSequenceClassification"
-_HEAD: Final = "lm_head.weight"
-_SCORE: Final = "score.weight"
 
 
 def is_known(tables: RuleTables, config: Config, format: str | None = None) -> bool:
