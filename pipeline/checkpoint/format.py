@@ -92,7 +92,7 @@ class Format(ABC):
         """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
         return None
 
-    def lost_to_tp(self, library: str, recipe: str) -> str:
+    def lost_to_tp(self, family: str, library: str, recipe: str) -> str:
         """Why a trainer's job with tensor parallelism cannot read it, in a sentence; empty: it can."""
         return ""
 

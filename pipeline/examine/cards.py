@@ -289,7 +289,11 @@ def plan_cards(
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refused))
         raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")
     any_topology, table = _any_topology(checkpoint), checkpoint.model.table
-    lost_to_tp = FORMATS[checkpoint.format].lost_to_tp(table.library, table.recipe) if any_topology else ""
+    lost_to_tp = (
+        FORMATS[checkpoint.format].lost_to_tp(table.family, table.library, table.recipe)
+        if any_topology
+        else ""
+    )
     return CardsPlan(
         store.location,
         source_in_words(checkpoint),

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 UNIFIED: Final = "unified"
 
+_CUT_BY_CLASS = frozenset({"ernie4_5_moe_vl"})
+"""Families of PaddleFormers whose class says how tp cuts its tensors."""
+
 
 class UnifiedFormat(Format):
     """Weights, master weights and optimizer states, each kind in files of its own."""
@@ -36,16 +39,20 @@ class UnifiedFormat(Format):
             "convert_from_hf": False,  # else the weights are transposed as those of other libraries, and do not fit
         }
 
-    def lost_to_tp(self, library: str, recipe: str) -> str:
+    def lost_to_tp(self, family: str, library: str, recipe: str) -> str:
         """PaddleFormers' loader asks the class how to cut (1.2.0 ``trainer/unified_checkpoint/load_local.py:117``).
 
-        Of the models that it trains only those of its recipes answer (``transformers/conversion_utils.py:1399``).
+        Of the models that it trains only those of its recipes and ERNIE's vision models answer
+        (``transformers/conversion_utils.py:1399``, ``transformers/ernie4_5_moe_vl/model/modeling_moe.py``).
+
+        >>> [bool(FORMAT.lost_to_tp(family, "paddleformers", "")) for family in ("qwen3", "ernie4_5_moe_vl")]
+        [True, False]
         """
-        if library != "paddleformers" or recipe:
+        if library != "paddleformers" or recipe or family in _CUT_BY_CLASS:
             return ""
         return (
             "PaddleFormers 1.2 reads no unified checkpoint under tensor parallelism: its loader stops with "
-            "NotImplementedError, as its classes have no _get_tensor_parallel_mappings; such a job needs --format "
+            "NotImplementedError, as this class has no _get_tensor_parallel_mappings; such a job needs --format "
             "hybrid or flex"
         )
 

@@ -73,7 +73,9 @@ class UnifiedTarget(SettledTarget):
         schedule = schedule_file(listing.paths, wanted)
         topology, table = source.job.topology, wanted.model.table
         lost = (
-            FORMAT.lost_to_tp(table.library, table.recipe) if topology is not None and topology.tp > 1 else ""
+            FORMAT.lost_to_tp(table.family, table.library, table.recipe)
+            if topology is not None and topology.tp > 1
+            else ""
         )
         remarks = (lost,) if lost else ()
         return LaidOut(
