@@ -36,6 +36,11 @@ def pip(words: list[str]) -> None:
     assert set(filter(None, (extras or "").split(","))) <= EXTRAS, words
 
 
+def uv(words: list[str]) -> None:
+    """``uv`` installs as ``pip`` does: ``make pythons`` installs the wheel with it."""
+    assert words == ["uv", "tool", "install", "."], words
+
+
 def python(words: list[str]) -> None:
     """``python`` with the environments of the lab, which hold PaddleFormers or PaddleNLP; or with pytest."""
     if words[1] != "-m":
@@ -82,6 +87,7 @@ def export(words: list[str]) -> None:
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": make,
     "pip": pip,
+    "uv": uv,
     "python": python,
     "python3": python,
     "python3.11": python,
