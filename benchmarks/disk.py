@@ -1,6 +1,6 @@
 """Time and memory of conversions on this machine's disk, compared with ``cp -r`` and with other tools.
 
-    make bench                       4 GB, medians of 5; figures go into docs/performance.md
+    make bench                       4 GB, medians of 5; figures go into benchmarks/disk.md
     make bench ARGS='--quick'        300 MB, once, printed only
 
 Contenders take turns in every round, in a different order each time, and a ratio is the median over rounds of the
@@ -44,7 +44,7 @@ from benchmarks.measure import (
     write_figures,
 )
 
-DOCUMENT = Path("docs/performance.md")
+DOCUMENT = Path(__file__).with_suffix(".md")
 SOURCE = "tp=2,pp=2,sharding=2"
 V2 = "stage1v2"
 MIB = 1 << 20

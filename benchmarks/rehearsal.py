@@ -10,7 +10,7 @@ manifest are compared with those of bytes made anew from coordinates in the layo
 
 The matrices have 1/256 of their elements (every width is divided by 16) and groups 1/256 of their bytes, so that
 tensors, files, fragments, groups and parts are as many as at full size. The whole model has 60 layers; its report goes
-into ``docs/performance.md``, that of fewer layers is only printed.
+into ``benchmarks/rehearsal.md``, that of fewer layers is only printed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Openness,
 from paddle_reshard.tasks.index import index_here
 
 REPO = Path(__file__).parents[1]
-DOCUMENT = REPO / "docs" / "performance.md"
+DOCUMENT = Path(__file__).with_suffix(".md")
 WHOLE_LAYERS = MOE_671B.layers
 THIN = 16
 """Every width of the model is divided by this, so that a matrix has 1/256 of its elements."""

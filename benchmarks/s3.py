@@ -1,6 +1,6 @@
 """Conversions on a real S3 server: Ceph with its gateway, started here from Debian's packages.
 
-    make s3                       real and generated checkpoints; figures go into docs/s3.md
+    make s3                       real and generated checkpoints; figures go into benchmarks/s3.md
     make s3 ARGS='--quick'        300 MB, one round, printed only
 
 Client and server share the machine's cores, so the ratios are meaningful, the rates are not.
@@ -49,7 +49,7 @@ from benchmarks.measure import (
     write_figures,
 )
 
-DOCUMENT = Path("docs/s3.md")
+DOCUMENT = Path(__file__).with_suffix(".md")
 SCRIPT = Path(__file__).with_name("ceph.sh")
 REAL = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
 BUCKET = "checkpoints"

@@ -1,7 +1,7 @@
 """How conversions scale with the cores of a machine, and what holds them back.
 
     make scaling                     sized to the machine, within eight minutes, printed
-    make scaling ARGS=--write        and into docs/performance.md
+    make scaling ARGS=--write        and into benchmarks/scaling.md
     make scaling ARGS='--size 300MB' smaller
 
 Each operation runs with 1, 2, 4, … cores, a worker thread for each, in a process that may use no other core: first on a
@@ -33,8 +33,8 @@ from typing import Any
 from benchmarks.generate import generate, llama_of, parse_size
 from benchmarks.measure import CommandFailed, end_cleanly, machine, run, table, write_figures
 
-DOCUMENT = Path("docs/performance.md")
-PICTURE = Path("docs/pictures/scaling.svg")
+DOCUMENT = Path(__file__).with_suffix(".md")
+PICTURE = Path(__file__).with_suffix(".svg")
 MEMORY = Path("/dev/shm")
 SOURCE, STRATEGY = "tp=2,pp=2,sharding=2", "stage1v2"
 BYTES_PER_CORE = 512 << 20
@@ -273,7 +273,7 @@ def main() -> None:
         "--disk", type=Path, default=Path.cwd(), help="a folder on the disk (the current one)"
     )
     parser.add_argument("--figures", type=Path, help="also write table and picture into this folder")
-    parser.add_argument("--write", action="store_true", help="put them into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="put them into benchmarks/scaling.md")
     options = parser.parse_args()
     if options.one:
         one(options.one)

@@ -40,7 +40,7 @@ def test_exchanged_files_are_refused_or_change_nothing_or_are_said_to_be_alike(
 def test_the_document_states_what_was_found() -> None:
     counts = json.loads(COUNTS.read_text())
     assert set(counts) == set(CASES)
-    document = " ".join((REPO / "docs" / "mutations.md").read_text().split())
+    document = " ".join((REPO / "tests/mutations/README.md").read_text().split())
     assert in_words(counts) in document
 
 

@@ -180,7 +180,7 @@ def _alike(folder: Path, renamed: Renamed) -> bool:
 
 
 def in_words(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """What ``docs/mutations.md`` says of all checkpoints."""
+    """What ``README.md`` says of all checkpoints."""
     total = Counter[str]()
     for of_case in counts.values():
         total.update(of_case)

@@ -1,4 +1,4 @@
-"""What verification finds of thousands of changes of real checkpoints, and the table of it in ``docs/mutations.md``.
+"""What verification finds of thousands of changes of real checkpoints; the table of it is in ``README.md`` here.
 
 ``python -m tests.mutations.study`` makes all changes of the suite and writes the counts and the table.
 """
@@ -21,13 +21,13 @@ from typing import Any
 
 import paddle_reshard
 from paddle_reshard import ReshardError
-from tests.conftest import REPO, case_directory
+from tests.conftest import case_directory
 from tests.mutations import changes
 from tests.mutations.changes import Change, Folder
 from tests.mutations.places import Place
 
 COUNTS = Path(__file__).with_name("counts.json")
-DOCUMENT = REPO / "docs" / "mutations.md"
+DOCUMENT = Path(__file__).with_name("README.md")
 
 TWO, ALONE, AGAINST = "verify SRC DST", "verify DST", "verify DST --against"
 CONVERT, THEN = "convert", "convert, then verify SRC DST"

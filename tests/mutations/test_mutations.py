@@ -1,4 +1,4 @@
-"""What was found of thousands of changes is what ``docs/mutations.md`` says, and no change of a value is missed."""
+"""What was found of thousands of changes is what ``README.md`` says, and no change of a value is missed."""
 
 from __future__ import annotations
 

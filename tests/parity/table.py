@@ -1,6 +1,6 @@
 """Upstream's table of losses, with our conversions: the real trainer goes on in another strategy.
 
-``python -m tests.parity.table [row ...]``, ``--list``, ``--report`` (write docs/parity.md of what there is),
+``python -m tests.parity.table [row ...]``, ``--list``, ``--report`` (write losses.md of what there is),
 ``--again`` (repeat what failed). The README beside this file says what a row proves. Every run of the trainer leaves
 a ``result.json`` below ``.parity/table``; one that is there, of the same inputs, is not made again.
 """
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from tests.parity.lab import PARITY, REPO, SCRIPTS, SCRIPTS_MOE, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.lab import PARITY, SCRIPTS, SCRIPTS_MOE, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.measure import drift, largest_ulps
 from tests.parity.run import TIMEOUT_SECONDS, alone
 from tests.parity.table_report import is_exact, write_report
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
                 if not names:
                     _upstreams(bench)
             if not names or "--report" in options:  # the document is of all rows, not of a few
-                write_report(REPO / "docs" / "parity.md", *collected())
+                write_report(Path(__file__).with_name("losses.md"), *collected())
     except LabError as error:
         say(f"parity: {error}")
         return 2

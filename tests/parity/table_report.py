@@ -1,4 +1,4 @@
-"""docs/parity.md: the table of losses, from what the runs have left behind."""
+"""losses.md: the table of losses, from what the runs have left behind."""
 
 import os
 import platform
