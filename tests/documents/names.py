@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -125,17 +124,8 @@ def of_operations(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def with_keys(folder: Path) -> dict[str, Any]:
-    """A key, as the page on proofs makes it."""
-    subprocess.run(
-        ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", folder / "key.pem"],
-        check=True,
-    )
-    return {}
-
-
 NAMES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "README.md": lambda folder: {**paddle_job(), **with_keys(folder)},
+    "README.md": lambda folder: paddle_job(),
     "docs/aoa.md": of_maps,
     "docs/ema.md": of_averages,
     "docs/live.md": of_live,

@@ -143,6 +143,16 @@ PAGES: dict[str, Page] = {
     ),
     "docs/guides/troubleshooting.md": Page(drawings="messages; test_messages.py makes each of them appear"),
     "docs/guides/watch.md": Page(holds={"run-7/checkpoint-1000": LLAMA}),
+    "docs/jobs.md": Page(
+        holds={"checkpoint-1000": LLAMA, "source": DEEPSEEK},
+        before=("convert source DeepSeek-V3 --format huggingface",),
+        fp8=("DeepSeek-V3",),
+        not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
+        shows={
+            "weight · weight_scale_inv": "a formula; tests/golden/test_fp8.py compares results",
+            "integer · weight_scale": "a formula; tests/golden/test_integers.py compares results",
+        },
+    ),
     "docs/live.md": Page(
         holds={"checkpoint-1000": LLAMA} | IN_THE_STORE,
     ),
@@ -151,17 +161,8 @@ PAGES: dict[str, Page] = {
         shows={"weight + (lora_A": "a formula; tests/golden/test_lora_merge.py compares results"},
     ),
     "docs/operations.md": Page(
-        holds={"checkpoint-1000": LLAMA, "source": DEEPSEEK, "data/run-7/checkpoint-10": LLAMA}
-        | RUN
-        | IN_THE_STORE,
-        before=("convert source DeepSeek-V3 --format huggingface",),
-        fp8=("DeepSeek-V3",),
-        stands_for={"/data/": "data/"},
-        not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
         shows={
             "✓ plan": "one moment of a conversion of 1 GB; tests/unit/test_live_view.py reads what is drawn",
-            "weight · weight_scale_inv": "a formula; tests/golden/test_fp8.py compares results",
-            "integer · weight_scale": "a formula; tests/golden/test_integers.py compares results",
         },
     ),
     "docs/proof.md": Page(
@@ -186,6 +187,10 @@ PAGES: dict[str, Page] = {
     "docs/tour.md": Page(
         drawings="tests/unit/test_tour.py compares them with a conversion",
         stands_for={"tests/golden/": f"{REPO}/tests/golden/"},
+    ),
+    "docs/unattended.md": Page(
+        holds={"data/run-7/checkpoint-10": LLAMA} | RUN | IN_THE_STORE,
+        stands_for={"/data/": "data/"},
     ),
     "docs/versions.md": Page(
         holds={"checkpoint-300": QWEN3_MOE, "checkpoint-of-0.4": "small-versions/pf041_llama_single"},

@@ -30,7 +30,7 @@ SHOWN = [
 ]
 
 
-ON_CLUSTERS = ("README.md", "docs/guides/clusters.md", "docs/operations.md")
+ON_CLUSTERS = ("README.md", "docs/guides/clusters.md", "docs/operations.md", "docs/unattended.md")
 """Documents with lines that need a Ray head, or start one; without ``make cluster`` they are parsed."""
 
 
