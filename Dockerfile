@@ -1,4 +1,4 @@
-# The command, with S3 and Ray:
+# The command, with all that its options need:
 #   docker build -t paddle-reshard .
 #   docker run --rm -v "$PWD:/data" paddle-reshard inspect /data/checkpoint-1000
 # For the pods of a Ray cluster, whose images must be Ray's own:
@@ -11,7 +11,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source
 
 FROM ${BASE}
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(ls /wheels/*.whl)[arrow,s3,ray]"
+    pip install --no-cache-dir "$(ls /wheels/*.whl)[all]"
 USER 1000:1000
 WORKDIR /tmp
 ENTRYPOINT ["paddle-reshard"]

@@ -25,7 +25,7 @@ help:
 	@echo "make orchestrators  the examples for Prefect and Airflow, each with the real thing (1 GB)"
 	@echo "make package  build wheel and source distribution, check them, and convert with the wheel in a clean environment"
 	@echo "make pythons  the demo and a sample of the tests with the wheel and every Python from 3.10 to 3.13 that is here"
-	@echo "make lowest   convert and publish with the wheel and the lowest version of every dependency that pyproject.toml allows"
+	@echo "make lowest   convert with the wheel and the lowest version of every dependency that pyproject.toml allows, and beside a trainer's packages"
 	@echo "make mutants  plant small errors in a copy of the code, one after the other, and see whether the nearest tests notice (ARGS=flush: some)"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
@@ -164,7 +164,7 @@ lowest:
 	.lowest/bin/pip install --quiet uv
 	.lowest/bin/uv build --quiet --python .lowest/bin/python --out-dir .lowest/dist .
 	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --resolution lowest-direct --only-binary :all: \
-		"$$(ls .lowest/dist/*.whl)[arrow,s3,ray,metrics]"
+		"$$(ls .lowest/dist/*.whl)[all]"
 	.lowest/bin/uv pip list --python .lowest/bin/python
 	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
@@ -172,6 +172,14 @@ lowest:
 	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan --workers 1,8
 	cd .lowest && bin/paddle-reshard convert one-card two --plan two.plan --to tp=2
 	.lowest/bin/python -c 'from s3fs import S3FileSystem; import paddle_reshard.storage.s3'
+	# Beside a trainer: all is the newest but fsspec, which the `datasets` of PaddleFormers holds back.
+	.lowest/bin/uv venv --quiet --python .lowest/bin/python .lowest/trainer
+	.lowest/bin/uv pip install --quiet --python .lowest/trainer/bin/python datasets==4.0.0 "$$(ls .lowest/dist/*.whl)[s3]"
+	.lowest/bin/uv pip check --python .lowest/trainer/bin/python
+	.lowest/bin/uv pip install --dry-run --python .lowest/trainer/bin/python paddleformers==1.2.0 datasets==4.0.0 "$$(ls .lowest/dist/*.whl)[s3]"
+	cd .lowest && trainer/bin/paddle-reshard convert ../$(CASE)/checkpoint-3 beside --to pp=4,sharding=2
+	cd .lowest && trainer/bin/paddle-reshard verify ../$(CASE)/checkpoint-3 beside
+	.lowest/trainer/bin/python -c 'import paddle_reshard.storage.s3; from paddle_reshard import load_into, names_callback, ema_callback'
 	rm -rf .lowest
 
 fuzz: $(VENV)/.test

@@ -44,6 +44,9 @@ _VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "mtime", "L
 _SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|sign|connection_string|auth|user", re.IGNORECASE)
 _SHORTEST_SECRET = 4
 _LONGEST_MESSAGE = 300
+_RUN_CODE = frozenset(f"fsspec.implementations.{name}" for name in ("reference", "cached", "dirfs"))
+"""Drivers that can run code of a file before fsspec 2026.6, or open another one that can. A reference file has templates,
+rendered outside of a sandbox; the metadata of a cache may be a pickle."""
 _BUGS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
 """Failures that are not the store's; for them a traceback is more useful than a sentence."""
 
@@ -136,7 +139,7 @@ class FsspecFolder:
         """Refuse a scheme without a driver, and options that the driver does not accept."""
         for scheme in (link.partition("://")[0] for link in self.url.split("::")):
             try:
-                fsspec.get_filesystem_class(scheme)
+                _refuse_code_of_files(scheme, fsspec.get_filesystem_class(scheme))
             except ImportError as error:
                 raise UnsupportedError(f"{scheme}://: {_missing_driver(scheme)}") from error
             except ValueError as error:
@@ -344,6 +347,20 @@ def _missing_driver(scheme: str) -> str:
     if package in ("", "fsspec"):
         return str(known.get("err", "a package is missing"))
     return f"the package {package} is missing; install it with: pip install {package}"
+
+
+def _refuse_code_of_files(scheme: str, driver: type) -> None:
+    """Refuse a driver that could run code of a file in the fsspec that is installed.
+
+    The newest releases are not required of everybody, because the ``datasets`` of trainers hold fsspec back.
+    """
+    if _RUN_CODE.isdisjoint(each.__module__ for each in driver.__mro__):
+        return
+    if tuple(map(int, re.findall(r"\d+", fsspec.__version__)[:2])) < (2026, 6):
+        raise UnsupportedError(
+            f"{scheme}:// needs fsspec 2026.6 or later, and {fsspec.__version__} is installed: older ones can run code "
+            "that a reference file or the metadata of a cache holds"
+        )
 
 
 def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:

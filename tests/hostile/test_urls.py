@@ -140,6 +140,17 @@ def test_a_scheme_that_is_named_is_opened(tmp_path: Path) -> None:
     assert paddle_reshard.verify(SOURCE, tmp_path / "t").equal
 
 
-def test_the_installed_fsspec_runs_no_code_of_a_file() -> None:
-    """The floor in pyproject.toml; templates of older ones were not sandboxed."""
-    assert tuple(map(int, fsspec.__version__.split(".")[:2])) >= (2026, 6)
+@pytest.mark.parametrize(
+    "location",
+    ["reference://", "zip://c::reference://x.json", "filecache::memory://c", "blockcache::memory://c"],
+)
+def test_drivers_that_could_run_code_of_a_file_need_the_fsspec_that_does_not(
+    location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schemes = tuple(link.partition("://")[0] for link in location.split("::"))
+    monkeypatch.setattr(fsspec, "__version__", "2025.3.0")
+    with pytest.raises(UnsupportedError, match="needs fsspec 2026.6 or later, and 2025.3.0 is installed"):
+        open_source(location, {}, schemes)
+    monkeypatch.setattr(fsspec, "__version__", "2026.6.0")
+    with pytest.raises(ReshardError, match="^(?!.*needs fsspec)"):  # there is nothing at these places
+        open_source(location, {}, schemes)
