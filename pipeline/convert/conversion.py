@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from paddle_reshard.clusters.choose import choose_engine
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.changes.kinds import ToConvention
 from paddle_reshard.pipeline.changes.read import OpenChanges
@@ -255,6 +256,13 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
     raise FinishedError(f"{outputs.location}: already finished, and matches its manifest; nothing to do")
 
 
+def engine_of(settings: RunSettings, budget_bytes: int) -> Engine:
+    """What runs the groups of a conversion; refused if these settings contradict, or Ray is not installed."""
+    return choose_engine(
+        settings.cluster, settings.workers, budget_bytes, settings.device, settings.label_selector
+    )
+
+
 def run_request(
     request: ConversionRequest,
     settings: RunSettings,
@@ -263,14 +271,9 @@ def run_request(
     read: ReadSource = read_source,
 ) -> ConversionReport:
     """Plan a conversion and run it; ``asked`` is what its manifests state of the request."""
-    engine = choose_engine(
-        settings.cluster,
-        settings.workers,
-        request.planning.budget_bytes,
-        settings.device,
-        settings.label_selector,
-    )
-    engine = engine.observed(observe)
+    engine = engine_of(settings, request.planning.budget_bytes).observed(observe)
+    if settings.expected_plan is not None:
+        from paddle_reshard.pipeline.convert.plan_file import check_is_saved  # says at once if it cannot read any
     started = time.monotonic()
     earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
@@ -278,8 +281,6 @@ def run_request(
     conversion = plan_request(request, settings, index_files, engine.in_process, outputs, read)
     plan, conversion = conversion.plan, replace(conversion, asked=asked)
     if settings.expected_plan is not None:
-        from paddle_reshard.pipeline.convert.plan_file import check_is_saved
-
         check_is_saved(plan, settings.expected_plan)
     observe(StepEnded("plan", _in_short(conversion)))
     observe(Planned(conversion))

@@ -50,6 +50,15 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
             "a saved plan needs the package pyarrow, which is not installed: "
             f"{sys.executable} -m pip install 'paddle-reshard[arrow]'",
         ),
+        # Before anything is looked for: there is no such source, and no checkpoint yet.
+        (
+            ("convert", "no-source", "target", "--to", "tp=1", "--plan", __file__),
+            "pip install 'paddle-reshard[arrow]'",
+        ),
+        (
+            ("watch", str(Path(__file__).parent), "target", "--to", "tp=1", "--once", "--cluster", "ray"),
+            "pip install 'paddle-reshard[ray]'",
+        ),
     ],
 )
 def test_the_error_names_the_extra(arguments: tuple[str, ...], advice: str) -> None:

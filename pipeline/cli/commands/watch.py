@@ -193,11 +193,13 @@ def _runner(
     report_dir: Path | None,
 ) -> Convert:
     """What converts a checkpoint: this process, or a job of the cluster at ``address``."""
+    from paddle_reshard.pipeline.convert.conversion import engine_of
     from paddle_reshard.pipeline.watch.runners import convert_as_job, convert_inline
 
     if address is None:
         if flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
             raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
+        engine_of(conversion.settings.run, conversion.settings.asked.budget_bytes)  # refuses at once what none can have
         return convert_inline(conversion, observe, _pages(request, report_dir))
 
     def job_of(source: str, target: str) -> ConversionJob:
