@@ -273,7 +273,9 @@ def run_request(
     """Plan a conversion and run it; ``asked`` is what its manifests state of the request."""
     engine = engine_of(settings, request.planning.budget_bytes).observed(observe)
     if settings.expected_plan is not None:
-        from paddle_reshard.pipeline.convert.plan_file import check_is_saved  # says at once if it cannot read any
+        from paddle_reshard.pipeline.convert.plan_file import (
+            check_is_saved,
+        )  # says at once if it cannot read any
     started = time.monotonic()
     earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))

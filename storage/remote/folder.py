@@ -45,8 +45,8 @@ _SECRET_NAME = re.compile(r"key|secret|token|pass|cred|sas|sign|connection_strin
 _SHORTEST_SECRET = 4
 _LONGEST_MESSAGE = 300
 _RUN_CODE = frozenset(f"fsspec.implementations.{name}" for name in ("reference", "cached", "dirfs"))
-"""Drivers that can run code of a file before fsspec 2026.6, or open another one that can. A reference file has templates,
-rendered outside of a sandbox; the metadata of a cache may be a pickle."""
+"""Drivers that can run code of a file before fsspec 2026.6, or open one that can: a reference file has templates,
+rendered outside of a sandbox, and the metadata of a cache may be a pickle."""
 _BUGS = (TypeError, AttributeError, NameError, AssertionError, MemoryError)
 """Failures that are not the store's; for them a traceback is more useful than a sentence."""
 

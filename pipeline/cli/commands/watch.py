@@ -199,7 +199,9 @@ def _runner(
     if address is None:
         if flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
             raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
-        engine_of(conversion.settings.run, conversion.settings.asked.budget_bytes)  # refuses at once what none can have
+        engine_of(
+            conversion.settings.run, conversion.settings.asked.budget_bytes
+        )  # refuses at once what none can have
         return convert_inline(conversion, observe, _pages(request, report_dir))
 
     def job_of(source: str, target: str) -> ConversionJob:
