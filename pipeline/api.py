@@ -102,6 +102,7 @@ def convert(
     target: Targets,
     *,
     observe: Observer = ignore_events,
+    progress: bool | None = None,
     **options: Unpack[ConvertOptions],
 ) -> ConversionReport:
     """Convert a checkpoint. Afterwards the targets are complete, or nothing looks like a finished checkpoint.
@@ -112,6 +113,9 @@ def convert(
         As for :func:`plan`. Several targets appear one after the other, once all of them are complete.
     observe
         Called with progress events.
+    progress
+        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
+        ``observe``.
     options
         :class:`ConvertOptions`: the result, and where and how the conversion runs.
 

@@ -170,7 +170,7 @@ def _shown(stream: Stream, progress: str) -> Iterator[None]:
             with _live(stream, screen):
                 yield
             return
-    from paddle_reshard.pipeline.progress.lines import ProgressLines
+    from paddle_reshard.pipeline.request.progress_lines import ProgressLines
 
     lines = ProgressLines(stream.state, lambda line: say(line, err=True))
     stream.observers.append(lines)

@@ -90,8 +90,18 @@ class ConversionReport(Shown):
     seconds: float
     """Duration, including planning and publishing."""
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read from the source."""
+        return self.moved.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that this run wrote; without those of an interrupted one, which are ``moved.resumed_bytes``."""
+        return self.moved.written_bytes
+
     def _in_short(self) -> str:
-        return f"{self.source} → {self.target}, {readable_bytes(self.moved.written_bytes)} written"
+        return f"{self.source} → {self.target}, {readable_bytes(self.written_bytes)} written"
 
     def facts(self) -> Facts:
         """What was planned, and what was done."""

@@ -258,6 +258,7 @@ def ema(
     weights: Sequence[float] | None = None,
     uniform: bool = False,
     observe: Observer = ignore_events,
+    progress: bool | None = None,
     **options: Unpack[AverageOptions],
 ) -> ConversionReport:
     """Average the weights of a series of checkpoints, each in any topology.
@@ -279,6 +280,9 @@ def ema(
         Give every checkpoint the weight 1/n, rounded to float32.
     observe
         Called with events.
+    progress
+        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
+        ``observe``.
     options
         :class:`AverageOptions`.
 

@@ -20,6 +20,7 @@ def check(
     *,
     source: PathLike | None = None,
     observe: Observer = ignore_events,
+    progress: bool | None = None,
     **options: Unpack[CheckOptions],
 ) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.
@@ -31,6 +32,9 @@ def check(
         MD5. The location recorded in the manifest is never opened.
     observe
         Called with events that report progress, as in :func:`convert`.
+    progress
+        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
+        ``observe``.
     options
         :class:`CheckOptions`.
 

@@ -200,6 +200,7 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
     observe: Observer = ignore_events,
+    progress: bool | None = None,
     **options: Unpack[DiffOptions],
 ) -> DiffReport:
     """Measure how far two checkpoints of any topologies, formats and dtypes are apart.
@@ -215,6 +216,9 @@ def diff(
         Values agree if they differ by at most ``atol + rtol * abs(value in b)``.
     observe
         Called with events that report progress, as in :func:`convert`.
+    progress
+        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
+        ``observe``.
     options
         :class:`DiffOptions`.
 

@@ -55,6 +55,7 @@ def fingerprint(
     *,
     output: PathLike | None = None,
     observe: Observer = ignore_events,
+    progress: bool | None = None,
     **options: Unpack[FingerprintOptions],
 ) -> FingerprintReport:
     """Compute the fingerprint of every tensor of a checkpoint, and the root over all of them.
@@ -68,6 +69,9 @@ def fingerprint(
         A local file to write the fingerprints to.
     observe
         Called with events that report progress, as in :func:`convert`.
+    progress
+        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
+        ``observe``.
     options
         :class:`FingerprintOptions`.
 

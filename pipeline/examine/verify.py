@@ -134,6 +134,7 @@ def verify(
     recorded: bool = False,
     resume: PathLike | None = None,
     observe: Observer = ignore_events,
+    progress: bool | None = None,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.
@@ -164,6 +165,9 @@ def verify(
         everything is compared.
     observe
         Called with events that report progress, as in :func:`convert`.
+    progress
+        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
+        ``observe``.
     options
         :class:`VerifyOptions`.
 

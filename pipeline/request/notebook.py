@@ -1,4 +1,5 @@
-"""Progress in a notebook: a line below the cell, which changes while a call lasts and is gone at its end.
+"""Progress of a call in Python: in a notebook a line below the cell, which changes while a call lasts and is gone at
+its end; elsewhere lines on stderr, as the command prints them.
 
 rich draws in notebooks only with ipywidgets; the kernel itself can update what it has displayed.
 """
@@ -54,6 +55,24 @@ def drawn(clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Eve
     finally:
         if handle is not None:
             handle.update({"text/plain": ""}, raw=True)
+
+
+@contextmanager
+def printed() -> Iterator[Callable[[Event], None]]:
+    """An observer that prints lines on stderr."""
+    from paddle_reshard.pipeline.request.progress_lines import ProgressLines
+
+    def write(text: str) -> None:
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), file=sys.stderr)  # noqa: T201
+
+    state = RunState()
+    lines = ProgressLines(state, write)
+
+    def observe(event: Event) -> None:
+        state(event)
+        lines(event)
+
+    yield observe
 
 
 def line(state: RunState) -> str:

@@ -511,7 +511,7 @@ def takes(options: Any) -> Callable[[Function], Function]:
     def spell_out(function: Function) -> Function:
         signature = inspect.signature(function)
         if "observe" in signature.parameters:
-            function = _shown_in_notebooks(function)
+            function = _shows_progress(function)
         function = checked(function, options)
         *own, _ = signature.parameters.values()
         types = get_type_hints(options)
@@ -531,18 +531,29 @@ def takes(options: Any) -> Callable[[Function], Function]:
     return spell_out
 
 
-def _shown_in_notebooks(function: Function) -> Function:
-    """The function, which draws its progress if it is called in a notebook without an observer."""
+def _shows_progress(function: Function) -> Function:
+    """The function, which shows its progress: in a notebook below the cell, elsewhere as lines on stderr.
+
+    ``progress`` says whether it does, if the function has it. By default it does so in notebooks, without an observer.
+    """
 
     @wraps(function)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        if "observe" in kwargs or "IPython" not in sys.modules:
+    def observed(*args: Any, progress: bool | None = None, **kwargs: Any) -> Any:
+        wanted = progress or (progress is None and "observe" not in kwargs and "IPython" in sys.modules)
+        if not wanted:
             return function(*args, **kwargs)
-        from paddle_reshard.pipeline.request.notebook import drawn, in_notebook
+        from paddle_reshard.pipeline.request.notebook import drawn, in_notebook, printed
 
-        if not in_notebook():
+        if not (progress or in_notebook()):
             return function(*args, **kwargs)
-        with drawn() as observe:
+        also = kwargs.pop("observe", None)
+        with drawn() if in_notebook() else printed() as show:
+
+            def observe(event: Any) -> None:
+                show(event)
+                if also is not None:
+                    also(event)
+
             return function(*args, observe=observe, **kwargs)
 
     return cast(Function, observed)

@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import paddle_reshard
 from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted, Waiting
 from paddle_reshard.pipeline.core.run_state import RunState
-from paddle_reshard.pipeline.progress.lines import ProgressLines
 from paddle_reshard.pipeline.progress.stream import Stream
+from paddle_reshard.pipeline.request import progress_lines
+from paddle_reshard.pipeline.request.progress_lines import ProgressLines
 from tests.conftest import COMMITTED
 
 SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -138,3 +141,19 @@ def test_slow_cleaning_is_reported(tmp_path: Path) -> None:
         os.close(lock)
         process.communicate(timeout=300)
     assert process.returncode == 0
+
+
+def test_a_script_asks_for_the_lines_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+    report = paddle_reshard.convert(SMALL, tmp_path / "made", to="tp=1", progress=True, observe=events.append)
+    steps = [event.step for event in events if isinstance(event, StepEnded)]
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == steps
+    made = [path for path in (tmp_path / "made").iterdir() if path.name != MANIFEST]
+    assert report.written_bytes == sum(path.stat().st_size for path in made)
+    monkeypatch.setattr(progress_lines, "PATIENCE_SECONDS", 0.0)
+    assert paddle_reshard.verify(SMALL, tmp_path / "made", progress=True)
+    assert capsys.readouterr().err.startswith("comparing: ")
+    assert paddle_reshard.verify(SMALL, tmp_path / "made")
+    assert not capsys.readouterr().err

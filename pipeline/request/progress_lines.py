@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.run_state import RunState
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
-from paddle_reshard.pipeline.progress.stream import Happening
 
 PROGRESS_SECONDS = 10.0
 """Time between two lines about a step, in seconds."""
@@ -25,8 +25,8 @@ class ProgressLines:
         self.state, self.write = state, write
         self.due = 0.0
 
-    def __call__(self, event: Happening) -> None:
-        """Report an event, if it is time to."""
+    def __call__(self, event: Any) -> None:
+        """Report an event, if it is time to; of a kind that has nothing to report, never."""
         if isinstance(event, StepStarted):
             self.due = self.state.clock() + PATIENCE_SECONDS
         elif isinstance(event, (Progress, FilesRead)):
