@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Final
@@ -32,6 +33,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "launch": "launch",
     "ls": "ls",
     "plan": "conversion",
+    "resume": "resume",
     "submit": "submit",
     "verify": "verify",
     "watch": "watch",
@@ -68,8 +70,9 @@ def spare_processor() -> None:
     To be called before NumPy is imported.
     """
     # NumPy's OpenBLAS, which nothing here asks to compute, starts a thread for each further processor. Each spins for
-    # 50 ms before it sleeps.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # 50 ms before it sleeps. What `resume` becomes has the environment of its job.
+    if sys.argv[1:2] != ["resume"]:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Modules are no garbage: neither while they are imported, nor at the end, when the system takes all memory back.
     gc.set_threshold(20_000)
     atexit.register(gc.freeze)

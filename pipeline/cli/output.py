@@ -134,11 +134,12 @@ class Commands(click.Group):
             return super().main(args, *further, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
         command = next((word for word in arguments if not word.startswith("-")), None)
-        as_json = "--json" in arguments
+        own = arguments[: arguments.index("--")] if command == "resume" and "--" in arguments else arguments
+        as_json = "--json" in own
         end: End | None = None
         trouble = TROUBLE.get(command or "", 1)
         with EventLog() as events, guarded_streams() as (stdout, _):
-            if _asks_for_events(arguments):
+            if _asks_for_events(own):
                 events.replace_stderr(lambda line: click.echo(line, err=True))
             settings = {**extra, "standalone_mode": False, "obj": events}
             try:

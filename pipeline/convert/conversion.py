@@ -273,12 +273,21 @@ def engine_of(settings: RunSettings, budget_bytes: int) -> Engine:
     )
 
 
+Approve = Callable[[ConversionPlan], None]
+"""Is called with a plan before anything is moved; an error refuses it."""
+
+
+def _as_planned(conversion: ConversionPlan) -> None:
+    """Every plan is run."""
+
+
 def run_request(
     request: ConversionRequest,
     settings: RunSettings,
     asked: Mapping[str, Any] | None = None,
     observe: Observer = ignore_events,
     read: ReadSource = read_source,
+    approve: Approve = _as_planned,
 ) -> ConversionReport:
     """Plan a conversion and run it; ``asked`` is what its manifests state of the request."""
     engine = engine_of(settings, request.planning.budget_bytes).observed(observe)
@@ -295,6 +304,7 @@ def run_request(
     if settings.expected_plan is not None:
         check_is_saved(plan, settings.expected_plan)
     observe(StepEnded("plan", _in_short(conversion)))
+    approve(conversion)
     observe(Planned(conversion))
     engine = engine.reserving_metadata(
         len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
@@ -327,13 +337,14 @@ def convert_with(
     targets: Sequence[str],
     settings: ConversionSettings,
     observe: Observer = ignore_events,
+    approve: Approve = _as_planned,
 ) -> ConversionReport:
     """:func:`paddle_reshard.convert` to these locations, with its options as a value."""
     asked = settings.asked
     if settings.run.resume:
         asked = resumed(source, targets, asked, settings.run)
     request = read_request((source,), targets, asked, settings.sizes)
-    return run_request(request, settings.run, record_of(asked), observe)
+    return run_request(request, settings.run, record_of(asked), observe, approve=approve)
 
 
 def plan_with(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import ListingError, ReshardError
+from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
@@ -145,36 +145,62 @@ def ls(
     before: frozenset[str] = frozenset()
     for step, name in steps_of(here.folders()):
         files = here.files(name)
-        doubt, made = merging(files), None
-        try:
-            made = own_manifest(here.read(f"{name}/{MANIFEST}") if MANIFEST in files else None)
-        except ListingError as error:  # of this checkpoint only: a pipe, or larger than any manifest
-            doubt = str(error)
-        if made is None:
-            doubt = doubt or lacking(files, before)
+        seen = look_at(here, name, files, before, options, observe)
+        if seen.made is None:
             before = frozenset(files)
-        described: Inspection | None = None
-        store: Source | None = None
-        try:
-            store = open_checkpoint(here.at(name), access)
-            described = inspect_store(store, observe, options)
-            check_signals(store)
-        except ReshardError as error:
-            damaged = doubt is None and store is not None and is_damage(error, store.modified(), time.time())
-            doubt = f"damaged: it is marked as finished, but {error}" if damaged else str(error)
-        listed.append(_described(name, step, described, doubt, made, elsewhere))
+        listed.append(_described(name, step, seen, elsewhere))
     return Run(here.location, tuple(listed))
 
 
-def _described(
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the files of a checkpoint in a run say."""
+
+    described: Inspection | None
+    """``None`` if it cannot be read."""
+    problem: str | None
+    """As in :class:`RunCheckpoint`."""
+    unfinished: bool
+    """Whether the problem is that its trainer may still write it, or died while it did."""
+    made: Mapping[str, object] | None
+    """Our manifest; ``None`` for a checkpoint that a trainer wrote."""
+
+
+def look_at(
+    here: CheckpointRoot,
     name: str,
-    step: int,
-    described: Inspection | None,
-    doubt: str | None,
-    made: dict[str, object] | None,
-    elsewhere: Sequence[CheckpointRoot],
-) -> RunCheckpoint:
-    source = made.get("source") if made else None
+    files: Mapping[str, str],
+    before: Collection[str],
+    options: InspectOptions,
+    observe: Observer = ignore_events,
+) -> Seen:
+    """Describe a checkpoint of a run, and say whether it is complete.
+
+    ``files``: those in it, as ``here`` lists them; ``before``: those of the one that the trainer wrote before it.
+    """
+    doubt, made = merging(files), None
+    try:
+        made = own_manifest(here.read(f"{name}/{MANIFEST}") if MANIFEST in files else None)
+    except ListingError as error:  # of this checkpoint only: a pipe, or larger than any manifest
+        doubt = str(error)
+    if made is None:
+        doubt = doubt or lacking(files, before)
+    unfinished = doubt is not None
+    described: Inspection | None = None
+    store: Source | None = None
+    try:
+        store = open_checkpoint(here.at(name), source_access(options))
+        described = inspect_store(store, observe, options)
+        check_signals(store)
+    except ReshardError as error:
+        damaged = doubt is None and store is not None and is_damage(error, store.modified(), time.time())
+        doubt = f"damaged: it is marked as finished, but {error}" if damaged else str(error)
+        unfinished = unfinished or (isinstance(error, CheckpointError) and error.unfinished)
+    return Seen(described, doubt, unfinished, made)
+
+
+def _described(name: str, step: int, seen: Seen, elsewhere: Sequence[CheckpointRoot]) -> RunCheckpoint:
+    described, source = seen.described, seen.made.get("source") if seen.made else None
     return RunCheckpoint(
         name,
         step,
@@ -183,7 +209,7 @@ def _described(
         described.sharding_strategy if described else None,
         tuple(state.state for state in described.states) if described else (),
         described.tensor_bytes if described else 0,
-        doubt,
+        seen.problem,
         str(source.get("location")) if isinstance(source, dict) else None,
         tuple(said for root in elsewhere if (said := _target(root, name))),
     )

@@ -72,14 +72,8 @@ def _lora(job: TrainingJob) -> dict[str, str | int | bool]:
 
 
 def _paddleformers(job: TrainingJob) -> dict[str, str | int | bool]:
-    names = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "vpp": "virtual_pipeline_model_parallel_size",
-        "ep": "expert_model_parallel_size",
-    }
     arguments: dict[str, str | int | bool] = {"stage": job.recipe} if job.recipe else {}
-    arguments |= _axes(job.topology, names) | _sharding(job, "sharding_parallel_size")
+    arguments |= _axes(job.topology, _AXES["paddleformers"]) | _sharding(job, _SHARDING["paddleformers"])
     if job.topology.ep > 1:
         arguments["use_expert_parallel"] = True
     if job.strategy == "none" and job.topology.dp > 1:
@@ -107,8 +101,7 @@ def _paddlenlp(job: TrainingJob) -> dict[str, str | int | bool]:
         raise UnsupportedError(
             f"how PaddleNLP starts a job of {job.topology} is not known: no such job was seen"
         )
-    names = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "vpp": "virtual_pp_degree"}
-    arguments = _axes(job.topology, names) | _sharding(job, "sharding_parallel_degree")
+    arguments = _axes(job.topology, _AXES["paddlenlp"]) | _sharding(job, _SHARDING["paddlenlp"])
     if job.experts_over_dp:
         arguments["use_expert_parallel"] = True
     if _SPLITS.get(job.strategy):
@@ -121,6 +114,31 @@ def _axes(topology: Topology, names: Mapping[str, str]) -> dict[str, str | int |
     return {name: size for axis, name in names.items() if (size := getattr(topology, axis)) > 1}
 
 
+def sizes_of_axes(topology: Topology, library: str) -> Mapping[str, int]:
+    """The argument of every axis, also of those at their default.
+
+    >>> sizes_of_axes(Topology(tp=2), "paddlenlp")
+    {'tensor_parallel_degree': 2, 'pipeline_parallel_degree': 1, 'virtual_pp_degree': 1, 'sharding_parallel_degree': 1}
+    """
+    names = {**_AXES[library], "sharding": _SHARDING[library]}
+    return {name: getattr(topology, axis) for axis, name in names.items()}
+
+
+_AXES = {
+    "paddleformers": {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    },
+    "paddlenlp": {
+        "tp": "tensor_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "vpp": "virtual_pp_degree",
+    },
+}
+"""Library → axis → argument."""
+_SHARDING = {"paddleformers": "sharding_parallel_size", "paddlenlp": "sharding_parallel_degree"}
 _LIBRARIES = {"paddleformers": _paddleformers, "paddlenlp": _paddlenlp}
 _FINE_TUNING = {"paddleformers": _paddleformers_tuning, "paddlenlp": _paddlenlp_tuning}
 _SPLITS = {"stage1v1": False, "stage1v2": True}

@@ -6,11 +6,13 @@ replaces its help, where it means something else.
 
 # No "from __future__ import annotations": the annotations are needed when the options are listed.
 
-from collections.abc import Sequence
-from typing import Annotated, Final, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, TypedDict
 
-from paddle_reshard.pipeline.core.choices import Replicas
+from paddle_reshard.pipeline.core.choices import Dropped, Replicas
+from paddle_reshard.pipeline.core.topology import Strategy
 from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.formats.registry import FormatName
 from paddle_reshard.storage.locate import StorageOptions
 
 OF_FIRST: Final = "Replaces --storage-options for the first checkpoint."
@@ -73,6 +75,23 @@ class LoadOptions(ReadOptions, total=False):
         bool,
         "Load parameters that differ from their rounded master weights and report them, instead of refusing.",
     ]
+
+
+class ResumeOptions(InspectOptions, total=False):
+    """Options of ``resume``."""
+
+    format: Annotated[
+        FormatName | None,
+        "Format of the files that ranks read, if they have to be made. Default: that of the checkpoint, or flex if its "
+        "format has no files of ranks. If given, they are also made where the job could read the checkpoint as it is.",
+    ]
+    sharding_strategy: Strategy | None
+    layout: PathLike | Mapping[str, Any] | None
+    memory: Annotated[str | int, "Memory budget of a conversion, as in 512MiB or 4GiB."]
+    allow_missing: Sequence[str]
+    allow_replica_drift: bool
+    allow_master_drift: bool
+    drop: Sequence[Dropped]
 
 
 class FingerprintOptions(InspectOptions, total=False):
