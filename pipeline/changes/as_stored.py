@@ -5,10 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paddle_reshard.pipeline.changes.change import Altered, Reading
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
-from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.source import read_as_stored
+
+
+def check_library(source: Checkpoint, library: str) -> None:
+    """Refuse a library with ``--aoa`` that would have to translate: statements and it would both rename tensors.
+
+    Only a Hugging Face checkpoint does not say by its keys whose it is.
+
+    Raises
+    ------
+    UsageError
+        If the source is of another library, or of a format that is read without one.
+    """
+    table = source.model.table
+    if source.format == HUGGINGFACE and library in (table.convention, *table.shared_with):
+        return
+    told = f"the source is {table.convention}'s"
+    if source.format == HUGGINGFACE:
+        told = f"the rule table that fits the source is {table.convention}'s"
+    raise UsageError(
+        f"--convention {library} and --aoa would both give tensors other keys: {told}; leave --convention out, or "
+        "convert in two steps"
+    )
 
 
 def as_statements_see(altered: Altered, reading: Reading) -> Altered:

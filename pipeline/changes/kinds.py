@@ -86,21 +86,27 @@ class Rewrite(OwnChange):
     keeps_values: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
     program: AoaProgram
+    library: str | None
+    """``--convention``: the library whose rule tables describe the source and the result; ``None``: files tell it."""
     by_table: bool
     """Whether the targets need a rule table for the result."""
 
     @classmethod
-    def asked(cls, value: AoaProgram | None, targets: Sequence[Request]) -> Self | None:
+    def asked(cls, value: tuple[AoaProgram, str | None] | None, targets: Sequence[Request]) -> Self | None:
         """The change, if statements are given."""
-        return None if value is None else cls(value, needs_rule_table(targets))
+        return None if value is None else cls(*value, needs_rule_table(targets))
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
-        from paddle_reshard.pipeline.changes.as_stored import as_statements_see
+        from paddle_reshard.pipeline.changes.as_stored import as_statements_see, check_library
 
+        if self.library is not None:
+            check_library(altered.source, self.library)
         tables = reading.tables if self.by_table else None
         seen = as_statements_see(altered, reading)
-        return seen.each(lambda checkpoint: rewrite(checkpoint, self.program, tables, reading.config))
+        return seen.each(
+            lambda checkpoint: rewrite(checkpoint, self.program, tables, reading.config, self.library)
+        )
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,12 @@ class ToConvention(OwnChange):
 
     option: ClassVar[str] = "convention"
     keeps_values: ClassVar[bool] = False
-    convention: str
+    library: str
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.convention import in_convention
 
-        return in_convention(self.convention, altered, reading)
+        return in_convention(self.library, altered, reading)
 
 
 @dataclass(frozen=True)

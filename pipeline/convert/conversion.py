@@ -17,7 +17,7 @@ from typing import Any
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.changes.change import Altered, Reading
-from paddle_reshard.pipeline.changes.kinds import ToConvention
+from paddle_reshard.pipeline.changes.kinds import Rewrite, ToConvention
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.checkpoint.format import JobTarget
@@ -140,7 +140,9 @@ def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
     """
     access = request.locations.reading
     changes = OpenChanges.open(request.changes, access)
-    library = next((asked.convention for asked in request.changes if isinstance(asked, ToConvention)), None)
+    library = next(
+        (asked.library for asked in request.changes if isinstance(asked, Rewrite | ToConvention)), None
+    )
     reading = Reading(
         load_tables(request.rules, library),
         load_config(request.config),

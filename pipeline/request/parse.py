@@ -339,8 +339,11 @@ def read_changes(given: Values, targets: Sequence[Request]) -> tuple[Change, ...
     from paddle_reshard.pipeline.request.inputs import load_adapter, load_program
 
     _check_together(given, targets)
-    files = {"aoa": load_program(given.get("aoa")), "lora_config": load_adapter(given.get("lora_config"))}
-    return changes_of({**given, **files}, targets)
+    asked = {**given, "lora_config": load_adapter(given.get("lora_config"))}
+    program = load_program(given.get("aoa"))
+    if program is not None:  # the statements rename; a library only says which rule table is meant
+        asked |= {"aoa": (program, given.get("convention")), "convention": None}
+    return changes_of(asked, targets)
 
 
 def _check_together(given: Values, targets: Sequence[Request]) -> None:
@@ -354,8 +357,6 @@ def _check_together(given: Values, targets: Sequence[Request]) -> None:
         raise UsageError(f"--vocab-pad {pad}: at most {MAX_VOCABULARY} rows are supported")
     if EMA in dropped and any(asked.of_average for asked in targets):
         raise UsageError("--drop ema cannot be combined with --state ema")
-    if aoa is not None and given.get("convention") is not None:
-        raise UsageError("--convention and --aoa both give tensors other keys; convert in two steps")
     if MTP in dropped and aoa is not None:
         raise UsageError(
             "--drop mtp finds tensors by name, which --aoa may change; drop them with statements, NAME -> _, or in "

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import PlanError
+from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
 from tests import oracle
 from tests.aoa.arrays import paddle
 from tests.aoa.test_conversions import PROGRAMS
@@ -169,3 +169,25 @@ def test_a_job_gets_what_the_rule_table_gives(family: str, tmp_path: Path) -> No
     paddle_reshard.convert(source, tmp_path / "built in", to="tp=1")
     paddle_reshard.convert(source, tmp_path / "aoa", to="tp=1", aoa=rules)
     assert paddle_reshard.verify(tmp_path / "built in", tmp_path / "aoa").equal
+
+
+def test_convention_says_whose_table_a_downloaded_model_has(tmp_path: Path) -> None:
+    """Its config.json has no entry of a library, and two libraries train the family."""
+    source, rules = exported(CASES["llama"], tmp_path / "source"), program("llama", tmp_path / "rules.json")
+    (source / "paddle_reshard.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    del config["paddleformers_version"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        RuleError, match="say which with --convention paddleformers or --convention paddlenlp"
+    ):
+        paddle_reshard.plan(source, to="tp=1", aoa=rules)
+    asked = {"to": "tp=1", "convention": "paddleformers"}
+    paddle_reshard.convert(source, tmp_path / "built in", **asked)
+    paddle_reshard.convert(source, tmp_path / "aoa", aoa=rules, **asked)
+    assert paddle_reshard.verify(tmp_path / "built in", tmp_path / "aoa").equal
+    with pytest.raises(RuleError, match=r"the paddlenlp rule table 'llama'"):
+        paddle_reshard.plan(source, to="tp=1", aoa=rules, convention="paddlenlp")
+    (source / "config.json").write_text(json.dumps({**config, "paddleformers_version": "1.2.0"}))
+    with pytest.raises(UsageError, match="the rule table that fits the source is paddleformers's"):
+        paddle_reshard.plan(source, to="tp=1", aoa=rules, convention="paddlenlp")

@@ -258,7 +258,7 @@ def test_layers_behind_empty_ones_are_not_numbered_for_an_unknown_version(tmp_pa
 
 def test_two_ways_to_rename_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "rules.txt").write_text("a -> b")
-    with pytest.raises(UsageError, match="--convention and --aoa both"):
+    with pytest.raises(UsageError, match="--convention paddlefleet and --aoa would both"):
         paddle_reshard.plan(
             checkpoint(QWEN3), format="flex", convention="paddlefleet", aoa=tmp_path / "rules.txt"
         )

@@ -22,14 +22,16 @@ def rewrite(
     program: AoaProgram,
     tables: RuleTables | None,
     config: Mapping[str, Any] | None,
+    library: str | None = None,
 ) -> Checkpoint:
     """The checkpoint that results from a program, with the given ``config.json`` or the source's.
 
-    One of the tables must describe the resulting keys; ``None``: the targets write tensors as the program makes them.
+    One of the tables, of the given library if there is one, must describe the resulting keys; ``None``: the targets
+    write tensors as the program makes them.
     """
     config = source.model.config if config is None else config
     outcome = apply_aoa(source.catalog, program)
-    table = _table(outcome, source, tables, config)
+    table = _table(outcome, source, tables, config, library)
     if own := _own_tensors(outcome, table, config):
         outcome = apply_aoa(source.catalog, program, untied=own)
     model = read_model(outcome.catalog.tensors, table, config)
@@ -55,12 +57,13 @@ def _table(
     source: Checkpoint,
     tables: RuleTables | None,
     config: Mapping[str, Any],
+    library: str | None,
 ) -> RuleTable:
     """The table that describes all names of the resulting model."""
     keys = dict.fromkeys(key for tensor in outcome.catalog.tensors for key in (tensor.key, *tensor.aliases))
     if tables is None:
         return literal_table(keys, source.model.table)
-    return choose_table(tables, keys, config)
+    return choose_table(tables, keys, config, library=library)
 
 
 def _own_tensors(outcome: AoaOutcome, table: RuleTable, config: Mapping[str, Any]) -> set[str]:

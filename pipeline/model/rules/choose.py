@@ -26,10 +26,12 @@ def choose_table(
     config: Config,
     format: str | None = None,
     stages_known: bool = False,
+    library: str | None = None,
 ) -> RuleTable:
     """The table that has a row for every key; of several, the one that is for all formats.
 
-    ``stages_known``: whether it is known if the job that wrote the keys has pipeline stages.
+    ``stages_known``: whether it is known if the job that wrote the keys has pipeline stages. ``library``: the only one
+    whose tables are meant, where ``config.json`` does not say it.
 
     Raises
     ------
@@ -39,6 +41,12 @@ def choose_table(
     """
     keys = sorted(set(keys))
     candidates = candidate_tables(tables, config)
+    if library is not None:
+        candidates = [table for table in candidates if library in (table.convention, *table.shared_with)]
+        if not candidates:
+            raise RuleError(
+                f"model type {config.get('model_type')!r}", f"there is no {library} rule table for it"
+            )
     refusals = [table.unsupported_option(config, stages_known) for table in candidates]
     if all(refusals):
         raise refusals[0] or RuleError(f"model type {config.get('model_type')!r}", NOT_KNOWN)
