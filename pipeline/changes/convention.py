@@ -171,11 +171,12 @@ def _without_states_of_buffers(
     catalog: Catalog, table: RuleTable, config: Config
 ) -> tuple[Catalog, list[str]]:
     """The catalog without optimizer states of what is a buffer in the library, and what that leaves out."""
+    find = table.finder(config)
     dropped = {
         number: tensor.label
         for number, tensor in enumerate(catalog.tensors)
         if tensor.state not in (PARAM, EMA_PARAM)
-        and ((rule := table.find(tensor.key, config)[0]).untrained or rule.name_class == AUTOMATIC)
+        and ((rule := find(tensor.key)[0]).untrained or rule.name_class == AUTOMATIC)
     }
     kept = [number for number in range(len(catalog.tensors)) if number not in dropped]
     return catalog.only(kept) if dropped else catalog, sorted(dropped.values())

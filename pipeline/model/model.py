@@ -152,10 +152,11 @@ def read_model(tensors: Sequence[Tensor], table: RuleTable, config: Mapping[str,
     states: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         states.setdefault(tensor.key, {})[tensor.state] = tensor
-    by_key = {key: _model_tensor(key, of_key, table, config) for key, of_key in states.items()}
+    find = table.finder(config)
+    by_key = {key: _model_tensor(key, of_key, find, config) for key, of_key in states.items()}
     for rule in table.rules:
         for key, twin in _twins(rule, by_key, config):
-            row, layer = table.find(key, config)
+            row, layer = find(key)
             by_key.setdefault(key, replace(twin, key=key, rule=row, layer=layer, tied_to=twin.key))
     tied = [replace(t, tied_to=t.tied_to if t.tied_to in by_key else None) for t in by_key.values()]
     return Model(tuple(sorted(tied, key=model_order(table))), table, config)
@@ -221,9 +222,12 @@ def lead_experts(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTen
 
 
 def _model_tensor(
-    key: str, states: Mapping[str, Tensor], table: RuleTable, config: Mapping[str, Any]
+    key: str,
+    states: Mapping[str, Tensor],
+    find: Callable[[str], tuple[Rule, int | None]],
+    config: Mapping[str, Any],
 ) -> ModelTensor:
-    rule, layer = table.find(key, config)
+    rule, layer = find(key)
     whole = states.get(PARAM) or states.get(MASTER_WEIGHT)
     if whole is None:
         raise CoverageError(key, f"nothing but its {', '.join(sorted(states))} is stored")

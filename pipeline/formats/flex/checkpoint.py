@@ -89,7 +89,8 @@ def read_flex(
     identities = [name for of_file in names.values() for name in of_file]
     keys = list(dict.fromkeys(key for key, state in identities if state == PARAM or not auto_parallel))
     table = _choose_table(metadata, keys, tables, config, auto_parallel)
-    rules = {key: table.find(key, config)[0] for key in keys}
+    find = table.finder(config)
+    rules = {key: find(key)[0] for key in keys}
     twins = {key: rule.twin(config, key) or key for key, rule in rules.items()}
     if stacked := {key: rule for key, rule in rules.items() if rule.of_experts}:
         metadata, files = _with_two_dims(metadata, files, names, stacked)

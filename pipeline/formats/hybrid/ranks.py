@@ -487,7 +487,8 @@ class _CellReader:
         """
         keys, topology = list(cell.shapes), self.topology
         table, config = self._table(keys), self.config
-        rules = {key: table.find(key, config)[0] for key in keys}
+        find = table.finder(config)
+        rules = {key: find(key)[0] for key in keys}
         named = [NamedTensor(key, rule, rule.twin(config, key)) for key, rule in rules.items()]
         roots = [self.entries[f.path] for f in optimizers]
         entries = [entry for root in roots for entry, value in root.items() if _array_of(value) is not None]

@@ -108,10 +108,10 @@ def _state_dict(
 
 def _in_model_order(keys: Iterable[str], table: RuleTable, config: Mapping[str, Any]) -> list[str]:
     """Sort keys, which safetensors files have in alphabetical order, into the order in which parameter names count."""
-    sort_key = model_order(table)
+    sort_key, find = model_order(table), table.finder(config)
 
     def key_of(key: str) -> tuple[int, ...]:
-        rule, layer = table.find(key, config)
+        rule, layer = find(key)
         return sort_key(ModelTensor(key, rule, layer, (), dtype_of_tag("F32", key), (), False))
 
     return sorted(keys, key=key_of)

@@ -282,7 +282,8 @@ class _Source:
 
     def __init__(self, ranks: Ranks, table: RuleTable, config: Config) -> None:
         self.ranks, self.table, self.config = ranks, table, config
-        self.cells = join_cells(ranks, lambda key: table.find(key, config)[0].shared_out)
+        self.find = table.finder(config)
+        self.cells = join_cells(ranks, lambda key: self.find(key)[0].shared_out)
         """Of each stage and tp rank, all cells joined into one."""
         self.expert_axis = expert_axis_of(ranks)
 
@@ -370,7 +371,7 @@ class _Source:
 
     def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
         topology = self.ranks.topology
-        rule, layer = self.table.find(key, self.config)
+        rule, layer = self.find(key)
         expert_axis = self.expert_axis if rule.of_expert_rank else None
         cut = cut_of(rule, self.config, key, topology.tp, expert_axis, topology.ep)
         shape = cut.global_shape(key, cell.shapes[key])

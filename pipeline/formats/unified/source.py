@@ -206,8 +206,9 @@ def _refuse_unknown_dtypes(arrays: Arrays, table: RuleTable, config: Mapping[str
     """Refuse mixtures of experts without weights: master weights do not show which parameters are float32."""
     if any(state == PARAM for _, state in arrays):
         return
+    find = table.finder(config)
     for key, state in arrays:
-        if state == MASTER_WEIGHT and ".experts." in table.find(key, config)[0].key:
+        if state == MASTER_WEIGHT and ".experts." in find(key)[0].key:
             raise UnsupportedError(
                 f"{key}: the files of a mixture of experts hold master weights but no weights "
                 "(skip_save_model_weight); which parameters are float32 is not stored, so the weights cannot be derived"
@@ -240,7 +241,8 @@ def _joined_twins(
         transposed = is_transposed(key, stored.array.shape, layout, path, table, config)
         return stored._replace(transposed=transposed)
 
-    twins = {key: table.find(key, config)[0].twin(config, key) for key, _ in arrays}
+    find = table.finder(config)
+    twins = {key: find(key)[0].twin(config, key) for key, _ in arrays}
     joined: dict[Identity, list[_StoredArray]] = {}
     for tied in (False, True):
         for (key, state), stored in arrays.items():

@@ -52,7 +52,7 @@ def choose_table(
         raise refusals[0] or RuleError(f"model type {config.get('model_type')!r}", NOT_KNOWN)
     beyond = [(table, refused) for table, refused in zip(candidates, refusals, strict=True) if refused]
     candidates = [table for table, refused in zip(candidates, refusals, strict=True) if not refused]
-    failures = [[key for key in keys if _failure(table, key, config)] for table in candidates]
+    failures = [_failures(table, keys, config) for table in candidates]
     fitting = [table for table, failed in zip(candidates, failures, strict=True) if not failed]
     if len(fitting) > 1:
         fitting = [table for table in fitting if table.formats is None] or fitting
@@ -68,12 +68,13 @@ def choose_table(
             fitting[0].check_format(format, config)
         return fitting[0]
     for table, refused in beyond:
-        if not any(_failure(table, key, config) for key in keys):
+        if not _failures(table, keys, config):
             raise refused
     nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
-    if why := nearest.why_missing(failed[0], config):
-        raise RuleError(failed[0], why)
-    raise _failure(nearest, failed[0], config) or RuleError(failed[0], "no row fits")
+    first, error = next(iter(failed.items()))
+    if why := nearest.why_missing(first, config):
+        raise RuleError(first, why)
+    raise error
 
 
 def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
@@ -218,9 +219,13 @@ def tables_to_train_with(tables: RuleTables, config: Config) -> list[RuleTable]:
     return [table for table in candidates if table.formats is None] or candidates
 
 
-def _failure(table: RuleTable, key: str, config: Config) -> RuleError | None:
-    try:
-        table.find(key, config)
-    except RuleError as error:
-        return error
-    return None
+def _failures(table: RuleTable, keys: Iterable[str], config: Config) -> dict[str, RuleError]:
+    """The keys for which a table has no row, each with the error that says so."""
+    find = table.finder(config)
+    failures: dict[str, RuleError] = {}
+    for key in keys:
+        try:
+            find(key)
+        except RuleError as error:
+            failures[key] = error
+    return failures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
@@ -78,12 +78,16 @@ class StoredTable(RuleTable):
     """Whether the files give ``is_distributed`` for every tensor."""
     known: str = NOT_KNOWN
 
-    def find(self, key: str, config: Config) -> tuple[Rule, int | None]:
-        """The row for ``key``; no layer."""
-        rule = self._rows.get(key)
-        if rule is None:
-            raise RuleError(key, "no such tensor is in the model")
-        return rule, None
+    def finder(self, config: Config) -> Callable[[str], tuple[Rule, int | None]]:
+        """Finds the row for a key; no layer."""
+
+        def find(key: str) -> tuple[Rule, int | None]:
+            rule = self._rows.get(key)
+            if rule is None:
+                raise RuleError(key, "no such tensor is in the model")
+            return rule, None
+
+        return find
 
     @cached_property
     def _rows(self) -> dict[str, Rule]:
@@ -210,6 +214,7 @@ def stored_table(
             "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
         )
     keys = list(keys)
+    form = _forms(of_family, config, job)
     # A stage is one item: its tensors stay together.
     stages = tuple(Item(_stage(number), "DecoderLayer", repeated=True) for number in range(job.pp))
     return StoredTable(
@@ -217,7 +222,7 @@ def stored_table(
         convention,
         (),
         stages,
-        tuple(_stored_rule(key, job, _form(key.key, of_family, config, job), known) for key in keys),
+        tuple(_stored_rule(key, job, form(key.key), known) for key in keys),
         expert_axis="ep" if job.ep > 1 else None,
         job=job,
         ordered=ordered,
@@ -226,16 +231,22 @@ def stored_table(
     )
 
 
-def _form(key: str, of_family: RuleTable | None, config: Config, job: StoredJob) -> HuggingFaceForm | None:
-    """The form of a tensor in a Hugging Face checkpoint, where it is known to be whole."""
+def _forms(
+    of_family: RuleTable | None, config: Config, job: StoredJob
+) -> Callable[[str], HuggingFaceForm | None]:
+    """Key → the form of a tensor in a Hugging Face checkpoint, where it is known to be whole."""
     if of_family is None or job.tp > 1:
-        return None
-    rule, _ = of_family.find(key, config)
-    if rule.huggingface is None:
-        return None
-    return replace(
-        rule.huggingface, keys=tuple(rule.fill_in(spelled, key) for spelled in rule.huggingface.keys)
-    )
+        return lambda key: None
+    find = of_family.finder(config)
+
+    def form(key: str) -> HuggingFaceForm | None:
+        rule, _ = find(key)
+        if rule.huggingface is None:
+            return None
+        spelled = rule.huggingface.keys
+        return replace(rule.huggingface, keys=tuple(rule.fill_in(key_there, key) for key_there in spelled))
+
+    return form
 
 
 def _stage(number: int) -> str:

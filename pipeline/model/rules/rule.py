@@ -129,6 +129,10 @@ class Rule:
         """``key`` as a regular expression for the whole key."""
         return _pattern(self.key)
 
+    def form(self) -> str:
+        """``key`` as :func:`form_of` gives it for the keys of its tensors."""
+        return _form(self.key)
+
     def numbers(self, key: str) -> Mapping[str, str]:
         """The numbers in a key of the row: ``layer`` and ``expert``, as far as it has them."""
         match = self.pattern().fullmatch(key)
@@ -327,6 +331,24 @@ class LoraRule(Rule):
         axis = ("row", "column")[self.weight.split]
         in_sequence = sequence_parallel and self.weight.name_class_sp == f"{axis}_sequence_parallel_linear"
         return f"{axis}_{'sequence_' if in_sequence else ''}parallel_lo_ra_linear"
+
+
+_NUMBER = re.compile(r"\d+")
+_NUMBERS_OF_ROW = re.compile(r"(?:\d|\{layer\}|\{expert\})+")
+
+
+def form_of(key: str) -> str:
+    """A key with ``#`` for every number: the same for all layers and experts.
+
+    >>> form_of("model.layers.11.mlp.experts.3.up_proj.weight")
+    'model.layers.#.mlp.experts.#.up_proj.weight'
+    """
+    return _NUMBER.sub("#", key)
+
+
+@cache
+def _form(key: str) -> str:
+    return _NUMBERS_OF_ROW.sub("#", key)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,8 +12,10 @@ from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry
 from paddle_reshard.pipeline.model.rules.items import LAYERS, EmptyLayers, Item, mtp_entry
 from paddle_reshard.pipeline.model.rules.libraries import library_of
-from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule, Rule
+from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule, Rule, form_of
 from paddle_reshard.pipeline.model.rules.stages import DECODER_LAYERS, Stages, stages_said
+
+_LORA_ENDINGS = tuple(f".{name}" for name in LORA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,30 +156,24 @@ class RuleTable:
         RuleError
             If no row matches, or more than one.
         """
-        module, _, name = key.rpartition(".")
-        if name in LORA:
-            weight, numbered = self.find(f"{module}.weight", config)
-            return LoraRule.beside(weight, name), numbered
-        fits = []
-        for rule in self.rules:
-            if rule.applies(config) and (match := rule.pattern().fullmatch(key)):
-                number = match.groupdict().get("layer")
-                layer = None if number is None else int(number)
-                rule = self._of_layer(rule, layer, config)
-                if self.holds(rule, layer, config):
-                    fits.append((rule, layer))
+        return self.finder(config)(key)
+
+    def finder(self, config: Config) -> Callable[[str], tuple[Rule, int | None]]:
+        """The same for many keys: what they share that differ in their numbers only is found once."""
+        return _Finder(self, config).find
+
+    def unclear(self, key: str, fits: int) -> RuleError:
+        """The error for a key that so many rows fit, of which there has to be one."""
         why = next((why for start, why in self.unsupported_keys.items() if re.match(start, key)), None)
         if not fits and why is not None:
-            raise RuleError(key, f"{why}; such checkpoints are not supported")
-        if len(fits) != 1:
-            rows = f"{len(fits)} rows" if fits else "no row"
-            advice = "keep only one in" if fits else "add one to"
-            raise RuleError(
-                key,
-                f"{rows} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
-                "copy of the table and pass it with --rules FILE",
-            )
-        return fits[0]
+            return RuleError(key, f"{why}; such checkpoints are not supported")
+        rows = f"{fits} rows" if fits else "no row"
+        advice = "keep only one in" if fits else "add one to"
+        return RuleError(
+            key,
+            f"{rows} of the {self.convention} rule table {self.family!r} {'fit' if fits else 'fits'}; {advice} a "
+            "copy of the table and pass it with --rules FILE",
+        )
 
     def why_missing(self, key: str, config: Config) -> str:
         """Which entries ``config.json`` would need for a row to have ``key``, in a sentence; empty: none would do."""
@@ -190,7 +186,7 @@ class RuleTable:
                 )
         return ""
 
-    def _of_layer(self, rule: Rule, layer: int | None, config: Config) -> Rule:
+    def of_layer(self, rule: Rule, layer: int | None, config: Config) -> Rule:
         """The row, assigned to the MTP item that continues its item if the layer is an MTP layer."""
         if layer is None:
             return rule
@@ -320,6 +316,49 @@ class RuleTable:
         marked
             What has to be known if the target says of every tensor whether it is distributed.
         """
+
+
+class _Finder:
+    """Finds the rows of the keys of one model."""
+
+    def __init__(self, table: RuleTable, config: Config) -> None:
+        self._table, self._config = table, config
+        self._rows: dict[str, list[int]] = {}
+        """Form of a key → numbers of the rows that may have it."""
+        for number, rule in enumerate(table.rules):
+            self._rows.setdefault(rule.form(), []).append(number)
+        self._applying: dict[str, list[int]] = {}
+        """Form of a key → numbers of those of its rows that the model has."""
+        self._in_layer: dict[tuple[int, int | None], Rule | None] = {}
+        """Number of a row, and a layer → the row as that layer has it; ``None`` if it has none."""
+
+    def find(self, key: str) -> tuple[Rule, int | None]:
+        """As :meth:`RuleTable.find`."""
+        if key.endswith(_LORA_ENDINGS):
+            module, _, name = key.rpartition(".")
+            weight, numbered = self.find(f"{module}.weight")
+            return LoraRule.beside(weight, name), numbered
+        form, rules = form_of(key), self._table.rules
+        numbers = self._applying.get(form)
+        if numbers is None:
+            numbers = [row for row in self._rows.get(form, ()) if rules[row].applies(self._config)]
+            self._applying[form] = numbers
+        fits: list[tuple[Rule, int | None]] = []
+        for row in numbers:
+            if match := rules[row].pattern().fullmatch(key):
+                number = match.groupdict().get("layer")
+                layer = None if number is None else int(number)
+                if (rule := self._row_of_layer(row, layer)) is not None:
+                    fits.append((rule, layer))
+        if len(fits) != 1:
+            raise self._table.unclear(key, len(fits))
+        return fits[0]
+
+    def _row_of_layer(self, row: int, layer: int | None) -> Rule | None:
+        if (row, layer) not in self._in_layer:
+            rule = self._table.of_layer(self._table.rules[row], layer, self._config)
+            self._in_layer[row, layer] = rule if self._table.holds(rule, layer, self._config) else None
+        return self._in_layer[row, layer]
 
 
 def renamed_prefix(key: str, prefixes: Mapping[str, str]) -> str:
