@@ -17,6 +17,7 @@ the file that are not payload, of which many opcodes and containers need many, a
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +62,8 @@ _MAX_RANK: Final = 64
 _MAX_DIMENSION: Final = 1 << 63
 _INLINE_BYTES: Final = 64
 _OPCODES_BETWEEN_LOOKS: Final = 256
+_ARRAYS_BETWEEN_LOOKS: Final = 8
+_MAX_ALIKE: Final = 1 << 12
 _NO_FRAME: Final = sys.maxsize
 
 _STRUCT_CODE: Final[Mapping[str, str]] = {
@@ -302,6 +305,9 @@ class Machine:
     """The pickle machine: a stack, marks and a memo. Every opcode is a function in ``_OPCODES``."""
 
     __slots__ = (
+        "_alike",
+        "_opcodes",
+        "_opcodes_of_arrays",
         "containers",
         "frame_stop",
         "globals",
@@ -324,6 +330,8 @@ class Machine:
         self.shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # many arrays share one
         self.protocol, self.opcode_offset, self.text_bytes, self.containers = 0, 0, 0, 0
         self.frame_stop = _NO_FRAME
+        self._opcodes = self._opcodes_of_arrays = 0  # until the last look at the sizes; of arrays taken whole
+        self._alike: dict[bytes, _Alike] = {}
 
     def run(self) -> tuple[object, int]:
         """Take every opcode; return the root as it was built, and how many opcodes that took."""
@@ -335,14 +343,15 @@ class Machine:
             if self.opcode_offset >= self.frame_stop:
                 self._leave_frame()
             if count % _OPCODES_BETWEEN_LOOKS == 0:
-                self._check_size(count)
+                self._opcodes = count
+                self._check_size(count + self._opcodes_of_arrays)
             if at < len(window._data):  # here and not in a call: there are millions of opcodes
                 opcode = window._data[at]
                 window._at = at + 1
             else:
                 opcode = window.byte()
             if opcode == _STOP:
-                return self._root(), count
+                return self._root(), count + self._opcodes_of_arrays
             step = _OPCODES[opcode]
             if step is None:
                 self.unsafe("forbidden_opcode", f"opcode 0x{opcode:02x} is not allowed in a checkpoint")
@@ -350,6 +359,9 @@ class Machine:
                 step(self)
             except IndexError:  # the lists a step indexes are the stack and the marks
                 self.bad("stack_underflow", f"opcode 0x{opcode:02x} needs more values than the stack holds")
+        self._refuse_opcodes()
+
+    def _refuse_opcodes(self) -> NoReturn:
         self.bad("too_many_opcodes", f"more than {MAX_OPCODES} opcodes")
 
     def _leave_frame(self) -> None:
@@ -366,6 +378,8 @@ class Machine:
             self.bad("nesting_too_deep", f"more than {MAX_STACK_MARKS} marks on the stack")
         if len(self.stack) + sum(map(len, self.marks)) > MAX_STACK_VALUES:
             self.bad("stack_too_deep", f"more than {MAX_STACK_VALUES} values on the stack")
+        if opcodes > MAX_OPCODES:
+            self._refuse_opcodes()
         told_bytes = self.window.position - self.window.skipped_bytes
         if opcodes > FREE_VALUES + told_bytes / PICKLE_OPCODE_BYTES:
             self.bad(
@@ -393,6 +407,21 @@ class Machine:
     def make(self, kind: str) -> Instance:
         """Make a new instance, without attributes yet."""
         return Instance(kind)
+
+    def take_arrays(self) -> None:
+        """Take whole arrays, each with its key, as long as they are spelled as picklers spell nearly all.
+
+        The key of the first is on top of the stack. Afterwards the machine is as if it had taken opcode by opcode. What
+        it might refuse, and what lies across the end of a frame or of the block read, is left to be taken so.
+        """
+        taken = 0
+        while _take_array(self):
+            taken += 1
+            if taken % _ARRAYS_BETWEEN_LOOKS == 0:
+                self.opcode_offset = self.window.position
+                self._check_size(self._opcodes + self._opcodes_of_arrays)
+            if not _take_key(self):
+                return
 
     def remember(self, index: int | None) -> None:
         """Store the top of the stack under ``index``, or under the next one: picklers count from 0."""
@@ -671,13 +700,20 @@ def _build(m: Machine) -> None:
         m.unsafe("forbidden_build", "sets the state of something that is not new")
 
 
+def _short_text(m: Machine) -> None:
+    _key(m)
+    m.take_arrays()
+
+
+_key: Final = _text(1)
+_SHORT_TEXT: Final = 0x8C
 _STOP: Final = ord(".")
 _STEPS: Final[Mapping[int, _Step]] = {
     0x95: _frame,
     ord("N"): _constant(None), 0x88: _constant(True), 0x89: _constant(False), ord(")"): _constant(()),
     ord("K"): _one_byte, ord("M"): _integer(2, False), ord("J"): _integer(4, True),
     0x8A: _long1, ord("G"): _float,
-    0x8C: _text(1), ord("X"): _text(4), 0x8D: _text(8),
+    _SHORT_TEXT: _short_text, ord("X"): _text(4), 0x8D: _text(8),
     ord("C"): _blob(1), ord("B"): _blob(4), 0x8E: _blob(8), 0x96: _bytearray,
     ord("("): _mark, ord("}"): _empty_dict, ord("]"): _empty_list,
     ord("t"): _tuple_from_mark, 0x85: _tuple_of(1), 0x86: _tuple_of(2), 0x87: _tuple_of(3),
@@ -690,6 +726,178 @@ _OPCODES: Final[tuple[_Step | None, ...]] = tuple(_STEPS.get(opcode) for opcode 
 """The opcodes CPython writes for such files with protocols 2 to 5. The others (PERSID, INST, OBJ, EXT, NEXT_BUFFER ...)
 do not occur in them and are refused, above all because some of them import or call, or need bytes that are not in the
 file."""
+
+
+# ------------------------------------------------------------------------------------------ arrays taken whole
+
+_PUT: Final = b"\x94"
+_FRAME: Final = b"\x95"
+_FRAME_BYTES: Final = 9
+
+
+def _head(put: bytes) -> re.Pattern[bytes]:
+    """What follows the key of an array up to its payload, where ``put`` stores every value in the memo.
+
+    A tensor begins with the place of ``tuple`` in the memo and with its name, which is printable. Then come the places
+    of ``_reconstruct`` and ``ndarray``, their call, and the shape, the place of the dtype, the order and the length.
+    """
+    number = rb"(?:K.|M..|J....)"
+    few = b"|".join(number * dims + end for dims, end in ((1, rb"\x85"), (2, rb"\x86"), (3, rb"\x87")))
+    shape = rb"(?:\)|(?:%b|\(%b{4,64}t)%b)" % (few, number, put)
+    state = rb"\(K\x01%b(?:h.|j....)[\x88\x89](C.|B....|\x8e.{8})" % shape
+    empty = rb"h.h.K\x00\x85%b%b\x87%bR%b" % (put, rb"h." if put else rb"C\x01b", put, put)
+    return re.compile(rb"%b(?:h(.)\x8c(.)([!-~]*)%b)?(%b%b)" % (put, put, empty, state), re.DOTALL)
+
+
+_HEADS: Final = {put: _head(put) for put in (b"", _PUT)}
+_ARRAY_ENDS: Final = {put: put + b"t" + put + b"b" for put in _HEADS}
+_TENSOR_ENDS: Final = {
+    put: end + b"\x86" + put + b"\x85" + put + b"R" + put for put, end in _ARRAY_ENDS.items()
+}
+_MOST_BYTES_OF_END: Final = _FRAME_BYTES + len(_TENSOR_ENDS[_PUT])
+
+
+@dataclass(slots=True)
+class _Alike:
+    """What the opcodes of arrays of one dtype and shape mean, but for the key, the name and the place."""
+
+    ref: ArrayRef
+    """To an array whose payload lies at byte 0."""
+    state: tuple[object, ...]
+    """What its state holds before the payload."""
+    before: list[object]
+    """What they store in the memo before the array itself."""
+    behind: list[object]
+    """And behind it."""
+    opcodes: int
+    containers: int
+    nbytes: int
+    length_bytes: int
+    """Bytes of the opcode of the payload, and of the length in it."""
+
+
+def _take_key(m: Machine) -> bool:
+    """Take a short text."""
+    window = m.window
+    data, start = window._data, window._at + 2
+    if start > len(data) or data[start - 2] != _SHORT_TEXT:
+        return False
+    stop = start + data[start - 1]
+    if stop > len(data) or window._base + stop > m.frame_stop:
+        return False
+    try:
+        key = data[start:stop].decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    if m.text_bytes + stop - start > MAX_TOTAL_TEXT_BYTES:
+        return False
+    m.stack.append(key)
+    m.text_bytes += stop - start
+    m._opcodes_of_arrays += 1
+    window._at = stop
+    return True
+
+
+def _take_array(m: Machine) -> bool:
+    """Take the array whose key is on top of the stack; ``False``, and nothing is taken, if it has to be left."""
+    window = m.window
+    data, base, at = window._data, window._base, window._at
+    put = _PUT if data[at : at + 1] == _PUT else b""
+    head = _HEADS[put].match(data, at)
+    if head is None:
+        return False
+    function, length, name, opcodes, nbytes = head.groups()
+    alike = m._alike.get(opcodes) or _array_like(m, opcodes, len(nbytes))
+    if alike is None or (name is not None and not _names_tensor(m, function[0], length[0], name)):
+        return False
+    start = head.end()
+    at = stop = start + alike.nbytes
+    frame_stop = m.frame_stop
+    if frame_stop == base + start - alike.length_bytes:  # large payloads lie outside frames
+        frame_stop = _NO_FRAME
+    if base + start > frame_stop or base + stop > min(frame_stop, window.size_bytes):
+        return False
+    end = (_ARRAY_ENDS if name is None else _TENSOR_ENDS)[put]
+    count = alike.opcodes + len(put + end) + (0 if name is None else len(put) + 2)
+    offset, payload = base + start, data[start:stop] if alike.nbytes <= _INLINE_BYTES else None
+    if stop + _MOST_BYTES_OF_END > len(data) and base + len(data) < window.size_bytes:
+        if payload is not None and len(payload) < alike.nbytes:
+            return False
+        base, at = base + stop, 0
+        data = window.read_at(base, min(window._read_ahead_bytes, window.size_bytes - base))
+    if data.startswith(_FRAME, at) and frame_stop in (_NO_FRAME, base + at):
+        count += 1
+        at += _FRAME_BYTES
+        frame_stop = base + at + int.from_bytes(data[at - 8 : at], "little")
+        if frame_stop > window.size_bytes:
+            return False
+    if not data.startswith(end, at) or base + at + len(end) > frame_stop:
+        return False
+    window._base, window._data, window._at = base, data, at + len(end)
+    window.skipped_bytes += alike.nbytes if payload is None else 0
+    m.frame_stop = frame_stop
+    m.containers += alike.containers + (1 if name is None else 3)
+    m._opcodes_of_arrays += count
+    _put_array(m, alike, offset, None if name is None else name.decode("ascii"), payload, memoized=bool(put))
+    return True
+
+
+def _names_tensor(m: Machine, function: int, length: int, name: bytes) -> bool:
+    """Whether a place in the memo is that of ``tuple``, and a name has the length that is said."""
+    called = m.memo[function] if function < len(m.memo) else None
+    known = isinstance(called, Global) and called.call is _call_tuple
+    return known and len(name) == length and m.text_bytes + length <= MAX_TOTAL_TEXT_BYTES
+
+
+def _array_like(m: Machine, opcodes: bytes, length_bytes: int) -> _Alike | None:
+    """What the opcodes of an array mean, which another machine takes one by one; ``None`` if it is to be left.
+
+    The last ``length_bytes`` are the opcode of the payload.
+    """
+    if len(m._alike) >= _MAX_ALIKE:
+        return None
+    machine = Machine(Window(lambda at, n: opcodes[at : at + n], len(opcodes), m.window.path), m.globals)
+    machine.memo, machine.shapes, stored = m.memo, m.shapes, len(m.memo)
+    count = 0
+    try:
+        while machine.window.position < len(opcodes) - length_bytes:
+            _STEPS[machine.window.byte()](machine)
+            count += 1
+        nbytes = int.from_bytes(opcodes[1 - length_bytes :], "little")
+        ref = _array_ref(machine, (*machine.stack, _Blob(0, nbytes, None)))
+    except (FormatError, IndexError):
+        return None
+    finally:
+        memo = m.memo[stored:]
+        del m.memo[stored:]
+    alike = _Alike(
+        ref, tuple(machine.stack), memo[:2], memo[3:], count + 1, machine.containers, nbytes, length_bytes
+    )
+    m._alike[opcodes] = alike
+    return alike
+
+
+def _put_array(
+    m: Machine, alike: _Alike, byte_offset: int, name: str | None, payload: bytes | None, *, memoized: bool
+) -> None:
+    """Put an array, or the tensor with this name, on the stack, and in the memo what its opcodes store there."""
+    dtype, shape, axes = alike.ref.dtype, alike.ref.shape, alike.ref.axes
+    key, value = m.stack[-1], None
+    if memoized or name is None:
+        value = _Array(ArrayRef(byte_offset, dtype, shape, axes, None))
+    if memoized:
+        blob = _Blob(byte_offset, alike.nbytes, payload, taken=True)
+        m.memo += (key,) if name is None else (key, name)
+        m.memo += (*alike.before, value, *alike.behind, blob, (*alike.state, blob))
+    if name is None:
+        m.stack.append(value)
+        return
+    m.text_bytes += len(name)
+    tensor = ArrayRef(byte_offset, dtype, shape, axes, key if key == name else name)
+    if memoized:
+        pair = (name, value)
+        m.memo += (pair, (pair,), tensor)
+    m.stack.append(tensor)
 
 
 # ---------------------------------------------------------------------------------------------- allowed calls
