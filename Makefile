@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table lab facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table lab facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -27,6 +27,7 @@ help:
 	@echo "make pythons  the demo and a sample of the tests with the wheel and every Python from 3.10 to 3.13 that is here"
 	@echo "make lowest   convert with the wheel and the lowest version of every dependency that pyproject.toml allows, and beside a trainer's packages"
 	@echo "make mutants  plant small errors in a copy of the code, one after the other, and see whether the nearest tests notice (ARGS=flush: some)"
+	@echo "make schemas  write the schema of --json from the types of the answers"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
 	@echo "make lab      the environment of the real trainer (needs Python 3.11)"
@@ -184,6 +185,9 @@ lowest:
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --hypothesis-profile many tests/hostile tests/properties
+
+schemas: $(VENV)/.test
+	$(BIN)/python -m tests.schemas
 
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutants.run $(ARGS)

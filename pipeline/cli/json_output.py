@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paddle_reshard.pipeline.core.topology import Topology
 
 if TYPE_CHECKING:
+    from paddle_reshard.pipeline.cli import answers
     from paddle_reshard.pipeline.convert.conversion import ConversionReport
     from paddle_reshard.pipeline.convert.integrity import IntegrityReport
     from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def inspection_data(inspection: Inspection) -> Json:
+def inspection_data(inspection: Inspection) -> answers.Inspected:
     """What ``inspect --json`` prints."""
     return {
         "path": inspection.path,
@@ -73,7 +74,7 @@ def topology_data(topology: Topology | None) -> Json | None:
     return None if topology is None else asdict(topology)
 
 
-def cards_data(plan: CardsPlan) -> Json:
+def cards_data(plan: CardsPlan) -> answers.Cards:
     """What ``plan --cards --json`` prints."""
     return {
         "path": plan.path,
@@ -83,7 +84,7 @@ def cards_data(plan: CardsPlan) -> Json:
         "alternatives": [_alternative_data(alternative) for alternative in plan.alternatives],
         "refused": [
             {
-                "topology": topology_data(refusal.topology),
+                "topology": asdict(refusal.topology),
                 "to": str(refusal.topology),
                 "reason": refusal.reason,
             }
@@ -92,10 +93,10 @@ def cards_data(plan: CardsPlan) -> Json:
     }
 
 
-def _alternative_data(alternative: Alternative) -> Json:
+def _alternative_data(alternative: Alternative) -> answers.Alternative:
     fullest = alternative.fullest
     return {
-        "topology": topology_data(alternative.topology),
+        "topology": asdict(alternative.topology),
         "to": str(alternative.topology),
         "sharding_strategy": alternative.strategy,
         "sharding_strategy_reason": alternative.strategy_reason,
@@ -114,18 +115,19 @@ def _alternative_data(alternative: Alternative) -> Json:
         "not_resumed": alternative.not_resumed,
         "remarks": alternative.remarks,
         "command": alternative.command,
-        "arguments": alternative.arguments,
+        "arguments": dict(alternative.arguments),
         "launch": alternative.launch_line,
         "nearest": alternative.nearest,
     }
 
 
-def plan_data(conversion: ConversionPlan) -> Json:
+def plan_data(conversion: ConversionPlan) -> answers.ConversionPlanned:
     """What ``plan --json`` prints."""
     plan, source, targets = conversion.plan, conversion.source, conversion.targets
-    described = list(map(_target_data, targets))
+    described: list[Any] = list(map(_target_data, targets))
     for data, location in zip(described, conversion.target_locations, strict=False):
         data["path"] = location
+    full, sample = plan.checked_parameters
     filled, completion = source.history.filled, source.history.completion
     return {
         "plan_id": conversion.plan_id,
@@ -147,7 +149,7 @@ def plan_data(conversion: ConversionPlan) -> Json:
         "write_bytes": plan.written_bytes,
         "copied_bytes": plan.copied_bytes,
         "copied_share": round(plan.copied_share, 4),
-        "compared_with_master_weights": dict(zip(("full", "sample"), plan.checked_parameters, strict=True)),
+        "compared_with_master_weights": {"full": full, "sample": sample},
         "master_weights_made": conversion.master_weights_made,
         "filled_tensors": () if filled is None else filled.tensors,
         "donated_tensors": () if completion is None else completion.tensors,
@@ -228,7 +230,7 @@ def _origin_data(origin: Origin) -> Json:
     }
 
 
-def conversion_data(report: ConversionReport) -> Json:
+def conversion_data(report: ConversionReport) -> answers.Converted:
     """What ``convert --json`` prints."""
     locations = report.plan.target_locations
     return {
@@ -314,7 +316,7 @@ def data_of(result: object) -> Json:
     return data
 
 
-_OF: dict[str, Callable[[Any], Json]] = {
+_OF: dict[str, Callable[[Any], Any]] = {
     "CardsPlan": cards_data,
     "ConversionReport": conversion_data,
     "DiffReport": diff_data,
