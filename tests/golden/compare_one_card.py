@@ -16,12 +16,7 @@ import numpy as np
 from safetensors import deserialize
 
 NAMES = "StructuredToParameterName@@"
-TRUTH_SUFFIX = {
-    "moment1_0": "moment1",
-    "moment2_0": "moment2",
-    "beta1_pow_acc_0": "beta1_pow_acc",
-    "beta2_pow_acc_0": "beta2_pow_acc",
-}
+STATES = ("moment1_0", "moment2_0", "moment2_max_0", "velocity_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
 class ArraysOnly(pickle.Unpickler):
@@ -61,7 +56,7 @@ def read_one_card(folder: Path) -> dict[str, bytes]:
     for name, value in optimizer.pop("master_weights", {}).items():
         found[f"{keys[name]}.w_0"] = bits(value)
     for entry, value in optimizer.items():
-        for suffix in TRUTH_SUFFIX:
+        for suffix in STATES:
             name = entry.removesuffix(f"_{suffix}").removesuffix("_fp32_master_0")
             if entry.endswith(f"_{suffix}") and name in keys:
                 found[f"{keys[name]}.{suffix}"] = bits(value)

@@ -9,7 +9,6 @@ import itertools
 import json
 import lzma
 import os
-import random
 import shutil
 import sys
 import tarfile
@@ -22,13 +21,14 @@ from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", GLOG_v="0", SHIM_BOX=tempfile.mkdtemp(prefix="facts_"))
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS / "lab" / "models"))
+sys.path[:0] = [str(TESTS / "lab"), str(TESTS / "lab" / "models")]
+
+from ranks import fork_ranks
 
 TARGET = TESTS / "facts" / "facts.json.xz"
 SEQUENCE = 16
 SECONDS = 900
 WORKERS = 2
-PORTS = 21_000
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp1": (1, {}),
@@ -238,55 +238,10 @@ def case_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def run_ranks(count: int, work: Callable[[], Any]) -> list[Any]:
-    """Fork ``count`` ranks; return what each found, or its end in words. None outlives this."""
+    """Fork ``count`` ranks; return what each found, or nothing where a rank ended or hung."""
     box = Path(tempfile.mkdtemp(prefix="facts_"))
-    port = random.Random(time.time_ns()).randrange(PORTS, PORTS + 1400, 20)
-    ends = ",".join(f"127.0.0.1:{port + rank}" for rank in range(count))
-    ranks = {}
-    for rank in range(count):
-        pid = os.fork()
-        if not pid:
-            _be_rank(rank, count, port, ends, box, work)
-        ranks[pid] = rank
-    until = time.monotonic() + SECONDS
-    while ranks and time.monotonic() < until:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            del ranks[pid]
-            if status:
-                until = min(until, time.monotonic() + 5)
-        else:
-            time.sleep(0.05)
-    for pid in ranks:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-    try:
-        outs = [box / f"{rank}.json" for rank in range(count)]
-        return [json.loads(o.read_text()) if o.exists() else None for o in outs]
-    finally:
-        shutil.rmtree(box, ignore_errors=True)
 
-
-def _be_rank(rank: int, count: int, port: int, ends: str, box: Path, work: Callable[[], Any]) -> None:
-    code = 1
-    try:
-        log = os.open(box / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        me, n = str(rank), str(count)
-        os.environ |= {"SHIM_BOX": str(box), "SHIM_STORE_PORT": str(port + 6000), "FLAGS_selected_gpus": me}
-        if count > 1:
-            os.environ |= {
-                "PADDLE_TRAINER_ID": me, "PADDLE_GLOBAL_RANK": me, "PADDLE_LOCAL_RANK": me,
-                "PADDLE_RANK_IN_NODE": me, "PADDLE_TRAINERS_NUM": n, "PADDLE_LOCAL_SIZE": n,
-                "PADDLE_GLOBAL_SIZE": n, "PADDLE_TRAINER_ENDPOINTS": ends, "PADDLE_DISTRI_BACKEND": "gloo",
-                "PADDLE_CURRENT_ENDPOINT": ends.split(",")[rank], "PADDLE_MASTER": f"127.0.0.1:{port + 10}",
-            }  # fmt: skip
-        import cpu_gloo_shim
-        import paddle.distributed.parallel
-
-        cpu_gloo_shim._BOX = str(box)
-        paddle.distributed.parallel._global_parallel_env = None
+    def be_rank(rank: int) -> None:
         try:
             found = work()
         except ImportError:
@@ -295,11 +250,13 @@ def _be_rank(rank: int, count: int, port: int, ends: str, box: Path, work: Calla
             found = [{"config": {}, "refused": words(error), "where": "before the model is built"}]
         (box / f"{rank}.json.part").write_text(json.dumps(found, default=str))
         (box / f"{rank}.json.part").rename(box / f"{rank}.json")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
+
+    try:
+        fork_ranks(count, be_rank, box, SECONDS)
+        outs = [box / f"{rank}.json" for rank in range(count)]
+        return [json.loads(o.read_text()) if o.exists() else None for o in outs]
     finally:
-        os._exit(code)
+        shutil.rmtree(box, ignore_errors=True)
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -378,8 +335,6 @@ def _work_on(jobs: list[Any], worker: int, box: Path) -> int:
         return pid
     code = 1
     try:
-        global PORTS
-        PORTS = 21_000 + 2000 * worker
         for i in range(worker, len(jobs), WORKERS):
             job = jobs[i]
             builds: list[dict[str, Any]] = []

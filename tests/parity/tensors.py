@@ -76,10 +76,15 @@ class _Metadata(pickle.Unpickler):
         return type(name, (), {}) if module.startswith("paddle.") else super().find_class(module, name)
 
 
+def read_metadata(path: Path) -> Any:
+    """The attributes of a ``.metadata`` that this run has made."""
+    return _Metadata(io.BytesIO(path.read_bytes())).load()
+
+
 def read_flex_ema(checkpoint: Path) -> dict[str, np.ndarray]:
     """The arrays of an ``ema_state`` folder that this run has made, by key and place, as its metadata tell."""
     folder = checkpoint / "ema_state"
-    metadata = _Metadata(io.BytesIO((folder / "0.metadata").read_bytes())).load()
+    metadata = read_metadata(folder / "0.metadata")
     files: dict[str, dict[str, np.ndarray]] = {}
     found = {}
     for index, name in metadata.storage_metadata.items():

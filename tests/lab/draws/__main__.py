@@ -1,0 +1,103 @@
+"""Draw jobs, run them in the real trainer, convert, compare: ``make draws ARGS='--seed 7 --count 40'``.
+
+Ends with a table, and with 1 if anything is wrong; a draw that fails is kept, and what is left of it after shrinking.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.conftest import REPO
+from tests.lab.draws.chance import FAMILIES, draw
+from tests.lab.draws.check import Draw, Outcome, check, draw_of, shrink
+from tests.lab.draws.keep import keep
+from tests.lab.draws.laboratory import Laboratory
+from tests.parity.lab import LabError, say
+from tests.parity.run import alone
+
+FOLDER = REPO / ".draws"
+
+
+def main() -> int:
+    """Parse what is asked; the result is the exit status."""
+    parser = argparse.ArgumentParser(prog="make draws", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first number; draws are numbered from it")
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--again", metavar="FOLDER", help="run the draw that was kept in FOLDER again")
+    parser.add_argument(
+        "--keep", nargs=2, metavar=("FOLDER", "NAME"), help="add a kept draw to tests/golden/draws"
+    )
+    parser.add_argument("--no-shrink", action="store_true")
+    given = parser.parse_args()
+    if given.keep:
+        say(f"added {keep(Path(given.keep[0]), given.keep[1])}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with alone(FOLDER), Laboratory() as lab:
+            if given.again:
+                draws = [draw_of(json.loads((Path(given.again) / "draw.json").read_text()))]
+            else:
+                draws = [
+                    draw(number, given.families) for number in range(given.seed, given.seed + given.count)
+                ]
+            outcomes = [_report(one, lab, not given.no_shrink) for one in draws]
+    except LabError as error:
+        say(f"draws: {error}")
+        return 2
+    say(table(outcomes))
+    return 1 if any(outcome.wrong for outcome in outcomes) else 0
+
+
+def _report(draw: Draw, folder: Path, lab: Laboratory, shrinks: bool) -> Outcome:
+    started = time.monotonic()
+    outcome = check(draw, lab, folder)
+    status = "WRONG" if outcome.wrong else "refused" if "source" in outcome.refused else "equal"
+    say(
+        f"{draw.number} {status} {time.monotonic() - started:.0f} s: {draw.source}  ->  {draw.target}"
+        f"  ({outcome.tensors} tensors, {outcome.structures} structure, {outcome.resumed} resumed)"
+    )
+    for what, words in outcome.refused.items():
+        say(f"    {what} refused: {words[:300]}")
+    for line in outcome.wrong[:6]:
+        say(f"    {line[:700]}")
+    if not outcome.wrong:
+        shutil.rmtree(folder)
+    elif shrinks:
+        kept = folder.with_name(f"{folder.name}-smaller")
+        smaller = shrink(outcome, lab, kept)
+        check(smaller.draw, lab, kept)
+        say(f"    smaller: {smaller.draw.source}  ->  {smaller.draw.target}; both are kept in {kept.parent}")
+    return outcome
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """One row a family: draws, how many the trainer refused, what was compared, what is wrong."""
+    rows = {family: Counter[str]() for family in FAMILIES}
+    for outcome in outcomes:
+        rows[outcome.draw.source.family].update(
+            draws=1,
+            refused="source" in outcome.refused,
+            limits="conversion" in outcome.refused,
+            tensors=outcome.tensors,
+            structures=outcome.structures,
+            resumed=outcome.resumed,
+            wrong=bool(outcome.wrong),
+        )
+    head = ("draws", "refused", "limits", "tensors", "structures", "resumed", "wrong")
+    lines = [f"| {'family':14} | " + " | ".join(f"{name:>10}" for name in head) + " |"]
+    lines.append("| --- |" + " ---: |" * len(head))
+    total = sum(rows.values(), Counter[str]())
+    for family, row in [*((f, r) for f, r in rows.items() if r["draws"]), ("all", total)]:
+        lines.append(f"| {family:14} | " + " | ".join(f"{row[name]:>10,}" for name in head) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What chance decides of a draw. The same number and families give the same draw."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.lab.draws.check import Draw
+from tests.lab.draws.job import Job, Topology
+
+HEADS = ((4, 2), (4, 4), (6, 3), (6, 6), (8, 4), (12, 3), (8, 2), (4, 1), (12, 6))
+"""Attention heads, and those of keys and values."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the library can do with a family's classes."""
+
+    axes: str
+    """t: tp, p: stages, v: virtual stages, e: experts over ep."""
+    ties: bool = False
+    bias: str = ""
+    """The entry of the config that adds biases."""
+    free_head_dim: bool = False
+
+
+FAMILIES = {
+    "llama": Family("tpv", ties=True, bias="attention_bias"),
+    "qwen2": Family("tpv", ties=True),
+    "qwen3": Family("tpv", ties=True, bias="attention_bias", free_head_dim=True),
+    "ernie4_5": Family("tpv", ties=True, bias="use_bias", free_head_dim=True),
+    "phi3": Family("tp", ties=True),
+    "gemma3_text": Family("p", bias="attention_bias", free_head_dim=True),
+}
+
+
+def draw(number: int, families: Sequence[str]) -> Draw:
+    """Two jobs of one model in different topologies, and a third target."""
+    chance = random.Random(990_000 + number)
+    family = families[number % len(families)]
+    model = model_of(family, chance)
+    precision = chance.choice(["bfloat16"] * 6 + ["float16", "float32"])
+    tied = FAMILIES[family].ties and chance.random() < 0.35
+    special = chance.random()
+    common = Job(
+        family,
+        model,
+        tied,
+        precision=precision,
+        steps=chance.randint(1, 3),
+        lora=chance.choice([2, 3, 4, 8]) if special < 0.12 else 0,
+        frozen=chance.choice(["embed_tokens", r"layers\.0\.", r"\.mlp\.", "norm"]) if special > 0.88 else "",
+    )
+    # The truth has no averages of what float16 jobs average beside their master weights.
+    with_average = chance.random() < 0.25 and not common.lora and precision != "float16"
+    source, target, third = (placed(common, chance, with_average) for _ in range(3))
+    for _ in range(20):
+        if str(target.topology) != str(source.topology):
+            break
+        target = placed(common, chance, with_average)
+    return Draw(number, source, target, replace(third, arguments={}), resumes=number % 5 == 0)
+
+
+def model_of(family: str, chance: random.Random) -> dict[str, Any]:
+    """Sizes that few degrees divide, and the options that the family's classes have."""
+    of, (heads, kv) = FAMILIES[family], chance.choice(HEADS)
+    each = chance.choice([8, 16]) if heads < 8 else 8
+    model: dict[str, Any] = {
+        "vocab_size": 12 * chance.randint(8, 14),
+        "num_hidden_layers": chance.choice([2, 3, 4, 5, 6, 6] if "v" in of.axes else [2, 3, 4]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": 12 * chance.randint(2, 7),
+        "hidden_size": heads * each,
+    }
+    if of.free_head_dim:
+        model["head_dim"] = chance.choice([8, 16])
+        if chance.random() < 0.5:
+            model["hidden_size"] = 12 * chance.randint(3, 7)
+    if of.bias and chance.random() < 0.3:
+        model[of.bias] = True
+    if family == "gemma3_text":
+        model["layer_types"] = [
+            chance.choice(["sliding_attention", "full_attention"]) for _ in range(model["num_hidden_layers"])
+        ]
+        model["query_pre_attn_scalar"] = model["head_dim"]
+    if family == "ernie4_5":
+        model["pp_seg_method"] = "layer:DecoderLayer"  # the class's own pattern matches no layer
+    return model
+
+
+def placed(job: Job, chance: random.Random, with_average: bool) -> Job:
+    """The job in some topology, with a strategy, a format and options that go with it."""
+    at = topology_of(job, chance)
+    strategy = strategy_of(job, at, chance, with_average)
+    kind = chance.choice(formats_of(job, at, strategy, with_average))
+    options: dict[str, Any] = {}
+    if at.tp > 1 and (at.ep > 1 or job.family == "deepseek_v3" or chance.random() < 0.35):
+        options["sequence_parallel"] = True
+    if strategy == "stage1v2" and chance.random() < 0.3:
+        options["sharding_comm_buffer_size_MB"] = 1
+    if at.pp > 1 and strategy == "stage1v1" and chance.random() < 0.2:
+        options["pp_sharding_comm_overlap"] = True
+    return replace(
+        job,
+        topology=at,
+        strategy=strategy,
+        format=kind.partition(" ")[0],
+        by_rank=kind == "flex by rank",
+        ema=with_average,
+        segment=chance.choice([512, 1024, 0]) if strategy == "stage3" else 0,
+        arguments=options,
+    )
+
+
+def strategy_of(job: Job, at: Topology, chance: random.Random, with_average: bool) -> str:
+    """One that the trainer starts in this topology."""
+    if at.sharding == 1:
+        return "none"
+    if at.ep > 1:
+        return "stage1v2"
+    strategies = ["stage1v1"] + ["stage1v2"] * 3 * (job.precision != "float32")
+    if not with_average and at.pp == 1:
+        strategies += ["stage2"] + ["stage3"] * (at.tp == 1)
+    return chance.choice(strategies)
+
+
+def formats_of(job: Job, at: Topology, strategy: str, with_average: bool) -> list[str]:
+    """Those in which the trainer saves such a job, the usual ones several times."""
+    if strategy == "stage2":
+        return ["hybrid-plain"]
+    if job.lora and at.tp > 1 and at.pp == 1:
+        return ["flex", "flex by rank"]
+    if with_average:
+        return ["hybrid", "hybrid", "flex", "flex by rank"]
+    of_ranks = ["hybrid"] * 3 if strategy.startswith("stage1") else ["hybrid-plain"]
+    return [*of_ranks, "hybrid-plain", "flex", "flex by rank", *(() if job.lora else ("unified",))]
+
+
+def topology_of(job: Job, chance: random.Random) -> Topology:
+    """Degrees that the sizes of the model allow, with 3 among them."""
+    axes, model = FAMILIES[job.family].axes, job.model
+    kv, layers = model["num_key_value_heads"], model["num_hidden_layers"]
+    while True:
+        ranks = chance.choice([1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8])
+        tp = chance.choice([n for n in (1, 2, 3, 4) if kv % n == 0]) if "t" in axes else 1
+        pp = chance.choice([1, 1, 2, 2, 3, 4]) if "p" in axes else 1
+        sharding, rest = divmod(ranks, tp * pp)
+        if pp > layers or rest or sharding not in (1, 2, 3, 4):
+            continue
+        vpp = 2 if "v" in axes and pp > 2 and layers % (2 * pp) == 0 and chance.random() < 0.7 else 1
+        return Topology(tp, pp, vpp, sharding)

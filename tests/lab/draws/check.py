@@ -1,0 +1,303 @@
+"""One draw: two jobs of one model, what a conversion from the first to the second must be, and what is not."""
+
+import json
+import re
+import shutil
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import paddle_reshard
+from tests.lab.draws import files
+from tests.lab.draws.job import Job, Topology, job_of
+from tests.lab.draws.laboratory import Laboratory
+from tests.parity.tensors import Tensor, differences, read_tensors, write_tensors
+
+ONE_CARD: dict[str, Any] = {"to": "tp=1", "format": "hybrid-plain"}
+ALLOWED = {"allow_replica_drift": "--allow-replica-drift", "allow_master_drift": "--allow-master-drift"}
+DOCUMENTED = (
+    r"AdamWMini",
+    r"keeps no states, as SGD does",
+    r"stage 2.*flex|flex.*stage 2|FlexCheckpoint.*stage2",
+    r"--drop head",
+)
+"""What the documents say is refused: counted apart, as refusals of the trainer are."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The job whose checkpoint is converted, that of the target, and a third target without a job."""
+
+    number: int
+    source: Job
+    target: Job
+    third: Job
+    resumes: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """A form that ``draw_of`` reads again."""
+        return asdict(self)
+
+
+def draw_of(entries: Mapping[str, Any]) -> Draw:
+    """The inverse of :meth:`Draw.as_json`."""
+    jobs = {name: job_of(entries[name]) for name in ("source", "target", "third")}
+    return Draw(**{**entries, **jobs})
+
+
+@dataclass
+class Outcome:
+    """What became of a draw."""
+
+    draw: Draw
+    refused: dict[str, str] = field(default_factory=dict)
+    """What the trainer, or a documented limit of ours, refused, and with which words."""
+    tensors: int = 0
+    """Tensors compared with memory."""
+    structures: int = 0
+    resumed: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class _Refused(Exception):
+    """A conversion that the documents say is refused."""
+
+
+def check(draw: Draw, lab: Laboratory, folder: Path) -> Outcome:
+    """Run, convert and compare; an exception of the product is a finding like any other."""
+    outcome = Outcome(draw)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "draw.json").write_text(json.dumps(draw.as_json(), indent=1))
+    if words := lab.run(draw.source, folder / "source"):
+        outcome.refused["source"] = words
+        return outcome
+    try:
+        _check(outcome, lab, folder)
+    except _Refused as refusal:
+        outcome.refused["conversion"] = str(refusal)
+    except paddle_reshard.ReshardError as error:
+        outcome.wrong.append(f"refused: {error}")
+    except Exception:
+        outcome.wrong.append(traceback.format_exc(limit=-4))
+    return outcome
+
+
+def _check(outcome: Outcome, lab: Laboratory, folder: Path) -> None:
+    draw, wrong = outcome.draw, outcome.wrong
+    outcome.tensors, found = conversions(draw, folder)
+    wrong += found
+    if words := lab.run(draw.target, folder / "target"):
+        outcome.refused["target"] = words
+        return
+    real, made = checkpoint_in(folder / "target"), folder / "to"
+    mine, own = files.structure_of(made, draw.target), files.structure_of(real, draw.target)
+    if draw.target.tied and draw.target.format == "flex":
+        mine = files.without_states_of_words(mine, own)
+    wrong += files.differences_of_structure(mine, own, _filled(folder))
+    wrong += files.exchanged(made, real)
+    outcome.structures += 1
+    if draw.resumes:
+        paddle_reshard.launch(made, **_config(folder), **_topology_of(draw.target))
+        place = made.rename(folder / real.name)
+        if words := lab.run(draw.target, folder / "resumed", place):
+            wrong.append(f"the trainer does not resume: {words}")
+            return
+        memory = files.memory_of(folder / "source", draw.source)
+        wrong += _differences_of_memory(folder / "resumed", draw.target, memory)
+        outcome.resumed += 1
+
+
+def conversions(draw: Draw, folder: Path) -> tuple[int, list[str]]:
+    """Make and compare what needs no trainer; return how many tensors were compared and what is wrong."""
+    source = checkpoint_in(folder / "source")
+    memory = files.memory_of(folder / "source", draw.source)
+    config = _config(folder)
+    options = {**config, **_fill(source, memory, folder)}
+    allowed = _convert(source, folder / "one", {**ONE_CARD, **options}, memory)
+    wrong = files.differences_from_memory(folder / "one", memory, draw.source.tied)
+    wrong += _verified(source, folder / "one", config, allowed, draw.number)
+    of_target = {**draw.target.target(), **options, **allowed}
+    _convert(source, folder / "to", _with_base(of_target, draw, folder), memory)
+    of_third = {**draw.third.target(), **config}
+    _convert(folder / "to", folder / "third", _with_base(of_third, draw, folder), memory)
+    _convert(folder / "third", folder / "back", {**ONE_CARD, **config}, memory)
+    return len(memory), wrong + _same_files(folder / "one", folder / "back")
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """The checkpoint of a job's last step."""
+    return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+
+
+def _topology_of(job: Job) -> dict[str, str]:
+    return {"to": str(job.topology)} if "to" not in job.target() else {}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The model's config where the checkpoint, a FlexCheckpoint, has none."""
+    beside = checkpoint_in(folder / "source") / "config.json"
+    return {} if beside.exists() else {"config": folder / "source" / "config.json"}
+
+
+def _fill(source: Path, memory: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
+    """What the trainer leaves out of files of ranks: parameters that are not trained, and buffers."""
+    if not any(source.glob("*.pdopt")):
+        return {}
+    stored = files.stored_parameters(source)
+    lacking = {
+        key: tensor
+        for key, tensor in memory.items()
+        if "@" not in key and not files.STATE.search(key) and key not in stored and f"{key}.w_0" not in memory
+    }
+    if not lacking:
+        return {}
+    write_tensors(lacking, folder / "fill.safetensors")
+    return {"fill": folder / "fill.safetensors"}
+
+
+def _filled(folder: Path) -> set[str]:
+    filled = folder / "fill.safetensors"
+    return set(read_tensors(filled)) if filled.exists() else set()
+
+
+def _with_base(options: dict[str, Any], draw: Draw, folder: Path) -> dict[str, Any]:
+    """A FlexCheckpoint of LoRA also holds the base, which other formats do not."""
+    if not draw.source.lora or options["format"] != "flex":
+        return options
+    return {**options, "fill": folder / "source" / "truth_base.safetensors"}
+
+
+def _convert(
+    source: Path, target: Path, options: dict[str, Any], memory: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Convert, allowing copies to differ only where those in memory did; return what had to be allowed."""
+    allowed: dict[str, Any] = {}
+    drifted = any("@" in key for key in memory)
+    while True:
+        try:
+            paddle_reshard.convert(source, target, **options, **allowed)
+        except paddle_reshard.ReshardError as error:
+            text = str(error)
+            if any(re.search(pattern, text, re.DOTALL) for pattern in DOCUMENTED):
+                raise _Refused(text) from error
+            more = {option: True for option, flag in ALLOWED.items() if flag in text} if drifted else {}
+            if not more or more.keys() <= allowed.keys() | options.keys():
+                raise
+            allowed |= more
+        else:
+            return allowed
+
+
+def _verified(
+    source: Path, one: Path, config: dict[str, Any], allowed: dict[str, Any], number: int
+) -> list[str]:
+    """``verify`` must find the conversion equal, and one flipped bit of it."""
+    options = {**config, **({"replicas": "first"} if allowed else {})}
+    lacks = [key for key in _filled(one.parent)]
+    if lacks:
+        options["allow_missing"] = lacks
+    wrong = []
+    report = paddle_reshard.verify(source, one, **options)
+    if not report.equal and not lacks:
+        wrong.append(f"verify says that the conversion differs: {report}"[:500])
+    flipped = one.with_name("flipped")
+    shutil.copytree(one, flipped)
+    whose = files.flip_a_bit(flipped, number * 7919 + 13)
+    try:
+        if paddle_reshard.verify(source, flipped, **options).equal:
+            wrong.append(f"verify does not find a flipped bit in {whose}")
+    except paddle_reshard.ReshardError:
+        pass  # a flipped bit may also make a parameter contradict its master weight
+    shutil.rmtree(flipped)
+    return wrong
+
+
+def _same_files(direct: Path, over_others: Path) -> list[str]:
+    """Compare files byte for byte, except the manifest."""
+    a, b = (
+        {
+            str(p.relative_to(of)): p
+            for p in of.rglob("*")
+            if p.is_file() and not p.name.startswith("paddle_reshard")
+        }
+        for of in (direct, over_others)
+    )
+    wrong = [
+        f"{name}: only in one of the direct conversion and that over a third topology"
+        for name in a.keys() ^ b.keys()
+    ]
+    return wrong + [
+        f"{name}: over a third topology other bytes than directly"
+        for name in sorted(a.keys() & b.keys())
+        if a[name].read_bytes() != b[name].read_bytes()
+    ]
+
+
+def _differences_of_memory(resumed: Path, job: Job, memory: Mapping[str, Tensor]) -> list[str]:
+    """Compare what a job holds after it has resumed with what the source's job had."""
+    found = files.memory_of(resumed, job)
+    expected = {
+        key: tensor for key, tensor in memory.items() if "@" not in key and (job.ema or ".ema" not in key)
+    }
+    return [f"after resuming: {line}" for line in differences(found, expected)]
+
+
+def simpler(draw: Draw) -> list[Draw]:
+    """List draws with less in them, the largest cuts first."""
+    found: list[Draw] = []
+
+    def both(**changes: Any) -> Draw:
+        return replace(draw, source=replace(draw.source, **changes), target=replace(draw.target, **changes))
+
+    one = replace(draw.source, topology=Topology(), strategy="none", format="hybrid-plain", by_rank=False)
+    found.append(replace(draw, third=one))
+    found.append(replace(draw, target=replace(one, arguments={}), resumes=False))
+    found.append(replace(draw, source=replace(one, arguments={})))
+    layers = draw.source.model.get("num_hidden_layers", 2)
+    if layers > 1:
+        found.append(both(model={**draw.source.model, "num_hidden_layers": layers - 1}))
+    for name in ("ema", "lora", "frozen", "optimizer", "tied"):
+        if getattr(draw.source, name):
+            found.append(both(**{name: type(getattr(draw.source, name))()}))
+    if draw.source.precision != "bfloat16":
+        found.append(both(precision="bfloat16"))
+    if draw.source.steps > 1:
+        found.append(both(steps=1))
+    for name in ("source", "target"):
+        job = getattr(draw, name)
+        found += [
+            replace(
+                draw, **{name: replace(job, arguments={k: v for k, v in job.arguments.items() if k != gone})}
+            )
+            for gone in job.arguments
+        ]
+        found += [
+            replace(draw, **{name: replace(job, topology=replace(job.topology, **{axis: 1}))})
+            for axis, degree in asdict(job.topology).items()
+            if degree > 1
+        ]
+    return [one for one in found if one != draw]
+
+
+def shrink(outcome: Outcome, lab: Laboratory, folder: Path, tries: int = 12) -> Outcome:
+    """Leave things out of a failing draw as long as it fails in the same way."""
+    kind = _kind(outcome)
+    for _ in range(tries):
+        for smaller in simpler(outcome.draw):
+            tries -= 1
+            found = check(smaller, lab, folder)
+            if found.wrong and _kind(found) == kind:
+                outcome = found
+                break
+            if tries <= 0:
+                return outcome
+        else:
+            return outcome
+    return outcome
+
+
+def _kind(outcome: Outcome) -> str:
+    return re.sub(r"[\d\[\]'\"(),]+|model\.\S+", "", outcome.wrong[0])[:60]

@@ -1,0 +1,34 @@
+"""A draw that was kept becomes a case of ``tests/golden/draws``: its checkpoint, its truth, what it is converted to."""
+
+import io
+import tarfile
+from pathlib import Path
+
+from tests.conftest import REPO
+
+CASES = REPO / "tests" / "golden" / "draws"
+
+
+def keep(folder: Path, name: str) -> Path:
+    """Pack what a test needs of a draw."""
+    packed = CASES / f"{name}.tar.xz"
+    with tarfile.open(packed, "x:xz", preset=9) as archive:
+        for path in sorted(_wanted(folder)):
+            member = archive.gettarinfo(
+                path, f"{name}/{path.name if path.parent == folder else path.relative_to(folder / 'source')}"
+            )
+            member.mtime = member.uid = member.gid = 0
+            member.uname = member.gname = ""
+            archive.addfile(member, io.BytesIO(path.read_bytes()))
+    return packed
+
+
+def _wanted(folder: Path) -> list[Path]:
+    source = folder / "source"
+    return [
+        folder / "draw.json",
+        *folder.glob("fill.safetensors"),
+        *source.glob("truth*.safetensors"),
+        source / "config.json",
+        *(path for path in source.glob("checkpoint-*/**/*") if path.is_file()),
+    ]
