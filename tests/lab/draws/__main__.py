@@ -42,12 +42,13 @@ def main() -> int:
     try:
         with alone(FOLDER), Laboratory() as lab:
             if given.again:
-                draws = [draw_of(json.loads((Path(given.again) / "draw.json").read_text()))]
+                kept = Path(given.again)
+                draws = {kept: draw_of(json.loads((kept / "draw.json").read_text()))}
             else:
-                draws = [
-                    draw(number, given.families) for number in range(given.seed, given.seed + given.count)
-                ]
-            outcomes = [_report(one, lab, not given.no_shrink) for one in draws]
+                numbers = range(given.seed, given.seed + given.count)
+                draws = {FOLDER / str(number): draw(number, given.families) for number in numbers}
+            shrinks = not (given.no_shrink or given.again)
+            outcomes = [_report(one, folder, lab, shrinks) for folder, one in draws.items()]
     except LabError as error:
         say(f"draws: {error}")
         return 2

@@ -31,6 +31,13 @@ FAMILIES = {
     "ernie4_5": Family("tpv", ties=True, bias="use_bias", free_head_dim=True),
     "phi3": Family("tp", ties=True),
     "gemma3_text": Family("p", bias="attention_bias", free_head_dim=True),
+    "qwen2_moe": Family("tpve"),
+    "qwen3_moe": Family("tpve", bias="attention_bias", free_head_dim=True),
+    "deepseek_v3": Family("tpe", bias="attention_bias"),
+    "glm4_moe": Family("tpve", bias="attention_bias", free_head_dim=True),
+    "ernie4_5_moe": Family("tp", bias="use_bias", free_head_dim=True),
+    "gpt_oss": Family("tp", free_head_dim=True),
+    "qwen3_next": Family("tpe"),
 }
 
 
@@ -40,7 +47,7 @@ def draw(number: int, families: Sequence[str]) -> Draw:
     family = families[number % len(families)]
     model = model_of(family, chance)
     precision = chance.choice(["bfloat16"] * 6 + ["float16", "float32"])
-    tied = FAMILIES[family].ties and chance.random() < 0.35
+    tied = family == "gemma3_text" or (FAMILIES[family].ties and chance.random() < 0.35)
     special = chance.random()
     common = Job(
         family,
@@ -48,7 +55,7 @@ def draw(number: int, families: Sequence[str]) -> Draw:
         tied,
         precision=precision,
         steps=chance.randint(1, 3),
-        lora=chance.choice([2, 3, 4, 8]) if special < 0.12 else 0,
+        lora=chance.choice([2, 3, 4, 8]) if special < 0.12 and family not in EXPERTS else 0,
         frozen=chance.choice(["embed_tokens", r"layers\.0\.", r"\.mlp\.", "norm"]) if special > 0.88 else "",
     )
     # The truth has no averages of what float16 jobs average beside their master weights.
@@ -84,9 +91,108 @@ def model_of(family: str, chance: random.Random) -> dict[str, Any]:
             chance.choice(["sliding_attention", "full_attention"]) for _ in range(model["num_hidden_layers"])
         ]
         model["query_pre_attn_scalar"] = model["head_dim"]
+    if family in EXPERTS:
+        model |= EXPERTS[family](chance, model["num_hidden_layers"])
+    if family == "deepseek_v3":
+        model["num_key_value_heads"] = heads
     if family == "ernie4_5":
         model["pp_seg_method"] = "layer:DecoderLayer"  # the class's own pattern matches no layer
     return model
+
+
+def _of_qwen_moe(chance: random.Random, layers: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_experts": chance.choice([2, 4, 6, 8, 12]),
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12 * chance.randint(1, 4),
+        "norm_topk_prob": chance.random() < 0.5,
+        "decoder_sparse_step": chance.choice([1, 1, 2]),
+    }
+    return found | ({"mlp_only_layers": [chance.randrange(layers)]} if chance.random() < 0.3 else {})
+
+
+def _of_qwen2_moe(chance: random.Random, layers: int) -> dict[str, Any]:
+    return {
+        **_of_qwen_moe(chance, layers),
+        "shared_expert_intermediate_size": 12 * chance.randint(1, 5),
+        "qkv_bias": chance.random() < 0.7,
+    }
+
+
+def _of_routed(chance: random.Random, layers: int) -> dict[str, Any]:
+    return {
+        "n_routed_experts": chance.choice([4, 6, 8, 12]),
+        "moe_intermediate_size": 12 * chance.randint(1, 4),
+        "n_shared_experts": chance.choice([1, 1, 2]),
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": chance.choice([0, 1, 1, 2]),
+    }
+
+
+def _of_deepseek_v3(chance: random.Random, layers: int) -> dict[str, Any]:
+    return {
+        **_of_routed(chance, layers),
+        "kv_lora_rank": chance.choice([8, 12, 16, 20]),
+        "q_lora_rank": chance.choice([12, 20, 24, None]),
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": chance.choice([8, 16]),
+        "v_head_dim": chance.choice([8, 12, 16]),
+        "num_nextn_predict_layers": chance.choice([0, 0, 1]),
+        "topk_group": chance.choice([1, 2]),
+    }
+
+
+def _of_glm4_moe(chance: random.Random, layers: int) -> dict[str, Any]:
+    of_class = {name: chance.random() < 0.6 for name in ("use_qk_norm", "use_unified_moe")}
+    return {**_of_routed(chance, layers), **of_class}
+
+
+def _of_ernie4_5_moe(chance: random.Random, layers: int) -> dict[str, Any]:
+    return {
+        "moe_num_experts": chance.choice([4, 6, 8, 12]),
+        "moe_intermediate_size": 12 * chance.randint(1, 4),
+        "moe_num_shared_experts": chance.choice([0, 1, 2]),
+        "moe_layer_start_index": chance.choice([0, 1, 1, 2]),
+        "moe_use_aux_free": chance.random() < 0.8,
+        "moe_group": chance.choice(["dummy", "mp"]),
+        "moe_layer_interval": chance.choice([1, 1, 2]),
+        "num_nextn_predict_layers": chance.choice([0, 0, 1]),
+    }
+
+
+def _of_gpt_oss(chance: random.Random, layers: int) -> dict[str, Any]:
+    experts = chance.choice([2, 4, 6, 8])
+    size = 12 * chance.randint(2, 4)
+    return {"num_experts": experts, "num_local_experts": experts, "intermediate_size": size}
+
+
+def _of_qwen3_next(chance: random.Random, layers: int) -> dict[str, Any]:
+    kinds = ["linear_attention", "full_attention"]
+    return {
+        **_of_qwen_moe(chance, layers),
+        "shared_expert_intermediate_size": 12 * chance.randint(1, 4),
+        "hidden_size": chance.choice([32, 48]),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": [chance.choice(kinds) for _ in range(layers)],
+        "linear_key_head_dim": chance.choice([8, 16]),
+        "linear_value_head_dim": chance.choice([8, 16]),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": chance.choice([2, 4]),
+    }
+
+
+EXPERTS = {
+    "qwen2_moe": _of_qwen2_moe,
+    "qwen3_moe": _of_qwen_moe,
+    "deepseek_v3": _of_deepseek_v3,
+    "glm4_moe": _of_glm4_moe,
+    "ernie4_5_moe": _of_ernie4_5_moe,
+    "gpt_oss": _of_gpt_oss,
+    "qwen3_next": _of_qwen3_next,
+}
+"""What a family's experts and layers add to the sizes."""
 
 
 def placed(job: Job, chance: random.Random, with_average: bool) -> Job:
@@ -148,5 +254,19 @@ def topology_of(job: Job, chance: random.Random) -> Topology:
         sharding, rest = divmod(ranks, tp * pp)
         if pp > layers or rest or sharding not in (1, 2, 3, 4):
             continue
+        ep = _ep_of(job, tp, sharding, chance)
+        if ep is None:
+            continue
         vpp = 2 if "v" in axes and pp > 2 and layers % (2 * pp) == 0 and chance.random() < 0.7 else 1
-        return Topology(tp, pp, vpp, sharding)
+        return Topology(tp, pp, vpp, sharding, ep)
+
+
+def _ep_of(job: Job, tp: int, sharding: int, chance: random.Random) -> int | None:
+    """A degree that divides the experts and the ranks of sharding and tp; none if there should be one and is not."""
+    counts = (job.model.get(name) for name in ("num_experts", "n_routed_experts"))
+    experts = next(filter(None, counts), 0)
+    wanted = chance.random() < 0.6 and job.precision != "float32" and not job.lora
+    if "e" not in FAMILIES[job.family].axes or not wanted:
+        return 1
+    degrees = [n for n in (2, 3, 4) if experts % n == 0 == sharding * tp % n == n % tp]
+    return chance.choice(degrees) if degrees else None

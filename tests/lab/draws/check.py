@@ -132,7 +132,7 @@ def checkpoint_in(folder: Path) -> Path:
     return max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
 
 
-def _topology_of(job: Job) -> dict[str, str]:
+def _topology_of(job: Job) -> dict[str, Any]:
     return {"to": str(job.topology)} if "to" not in job.target() else {}
 
 

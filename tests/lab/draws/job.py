@@ -6,7 +6,7 @@ from typing import Any
 
 BATCH = 12
 """Samples of a step: as many micro batches as any degrees up to 4 can share."""
-SAVED_AS = {
+SAVED_AS: dict[str, dict[str, Any]] = {
     "hybrid": {"save_checkpoint_format": "sharding_io"},
     "hybrid-plain": {},
     "flex": {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"},

@@ -175,7 +175,7 @@ def be_rank(entries: Mapping[str, Any], out: Path, resume: str | None) -> None:
         trainer.add_callback(AfterLoading())
         if dist.get_world_size() == 1:
             fleet.init(is_collective=True, strategy=fleet.DistributedStrategy())
-        if job.format != "flex":
+        if job.format.startswith("hybrid"):
             import driver
 
             driver.check_names()
