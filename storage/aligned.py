@@ -11,6 +11,7 @@ after a block as the range of the file does can be written without the kernel's 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 
 LINE_BYTES = 64
@@ -50,8 +51,21 @@ def private_memory(nbytes: int) -> mmap.mmap:
 
     It is not from the heap, which may not return freed memory to the system, and it is private, as a budget counts it:
     a shared mapping would be none of the process's own memory.
+
+    Raises
+    ------
+    MemoryError
+        If the system has no more, or the process may not have it.
     """
-    return mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE)
+    try:
+        return mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(
+            f"{nbytes} bytes are needed at once, and the system gives no more: give a smaller --memory, or raise the "
+            "limit of this process (ulimit -v)"
+        ) from error
 
 
 def memory_in_huge_pages(nbytes: int) -> memoryview:
