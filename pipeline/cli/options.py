@@ -252,6 +252,23 @@ def read_object(text: str | None) -> dict[str, Any] | None:
     return value
 
 
+def read_duration(text: str) -> float:
+    """A duration like 90s, 30m, 2h or 1d in seconds; a bare number is in seconds.
+
+    >>> read_duration("2h")
+    7200.0
+
+    Raises
+    ------
+    click.BadParameter
+        If it is none.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a duration: give a number with s, m, h or d, as in 30m")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
 inspect_options = all_of(

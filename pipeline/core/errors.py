@@ -26,6 +26,7 @@
     ├── ClusterError          a cluster could not be reached, or failed
     │   ├── JobError          it refused a job, or contact was lost
     │   └── GroupFailedError  a group failed on every worker that tried it
+    ├── AgreementError        the nodes of a job do not resume from the same
     └── RefusedJobError       the conversion of a job was refused; a retry would fail too
 
 If a store refuses a request, that is a CheckpointError or a TargetError with ``retryable`` true. Facts are positional
@@ -239,6 +240,12 @@ class ClusterError(ReshardError):
 
 class JobError(ClusterError):
     """The cluster refused a job, or contact with it was lost."""
+
+
+class AgreementError(ReshardError):
+    """The nodes of a job have not agreed on what they resume from: one is missing, or sees something else."""
+
+    retryable = True
 
 
 class RefusedJobError(ReshardError):

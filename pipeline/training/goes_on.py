@@ -182,9 +182,8 @@ class Start:
         self, found: Found, location: str, topology: Topology, agree: Callable[[str], None]
     ) -> Going:
         made = launch(location, to=topology, observe=self.observe, **self._reading())
-        whole = _digest(
-            found.name, sorted(found.files.items()), sorted(made.arguments.items()), str(topology)
-        )
+        how = {name: value for name, value in made.arguments.items() if name != "resume_from_checkpoint"}
+        whole = _digest(found.name, files_digest(found), sorted(how.items()), str(topology))
         going = Going(
             found.name, location, whole, made.arguments, topology, found.seen.convention, made.remarks
         )
@@ -285,6 +284,11 @@ def _format_for(found: Inspection) -> str:
     if "to" in FORMATS[found.format].options:
         return found.format
     return "flex" if found.convention == "paddleformers" else "hybrid"
+
+
+def files_digest(found: Found) -> str:
+    """A digest of the listing of a checkpoint: equal where nodes see the same files in the same state."""
+    return _digest(sorted(found.files.items()))
 
 
 def _before(here: CheckpointRoot, earlier: list[str]) -> frozenset[str]:

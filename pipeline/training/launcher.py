@@ -217,8 +217,10 @@ def _is(given: str, value: str | int | bool, name: str) -> bool:
     """Whether a text means a value, as the trainers read it."""
     if isinstance(value, bool):
         return (given.lower() in _TRUE) is value
-    if name.startswith("sharding_parallel_") and given == "-1":  # the ranks that are left
-        return True
+    if given == "-1" and isinstance(
+        value, int
+    ):  # the ranks that are left; of other axes, that they are not used
+        return value == 1 or name.startswith("sharding_parallel_")
     if name == "sharding_parallel_config":
         return str(value) in given.split()
     return given.strip("\"'").lower() == str(value).lower()

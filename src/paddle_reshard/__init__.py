@@ -79,6 +79,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
         InspectOptions as InspectOptions,
         LoadOptions as LoadOptions,
         ReadOptions as ReadOptions,
+        ResumeOptions as ResumeOptions,
         VerifyOptions as VerifyOptions,
     )
     from paddle_reshard.pipeline.convert.run import MoveReport as MoveReport
@@ -92,6 +93,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     )
     from paddle_reshard.pipeline.core.catalog import File as File
     from paddle_reshard.pipeline.core.errors import (
+        AgreementError as AgreementError,
         BusyError as BusyError,
         CastError as CastError,
         CheckpointError as CheckpointError,
@@ -160,6 +162,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from paddle_reshard.pipeline.training.names import check_names as check_names
     from paddle_reshard.pipeline.training.tensors import stage3_state_dict as stage3_state_dict
     from paddle_reshard.pipeline.training.names_callback import names_callback as names_callback
+    from paddle_reshard.pipeline.training.within_job import resume as resume
     from paddle_reshard.pipeline.planning.compare import Difference as Difference
     from paddle_reshard.pipeline.planning.plan import (
         CarriedFile as CarriedFile,
@@ -212,6 +215,7 @@ _HOMES = {
         "InspectOptions",
         "LoadOptions",
         "ReadOptions",
+        "ResumeOptions",
         "VerifyOptions",
     ),
     "pipeline.core.topology": ("Topology",),
@@ -235,6 +239,7 @@ _HOMES = {
     "pipeline.training.load": ("LoadReport", "load_into"),
     "pipeline.training.names": ("check_names",),
     "pipeline.training.names_callback": ("names_callback",),
+    "pipeline.training.within_job": ("resume",),
     "pipeline.training.tensors": ("stage3_state_dict",),
     "pipeline.training.converter": ("CheckpointConverter",),
     # Averages beside training
@@ -245,6 +250,7 @@ _HOMES = {
     "pipeline.training.resume": ("Piece", "RankPieces"),
     # Every error, as the tree at the top of `pipeline/core/errors.py` has it
     "pipeline.core.errors": (
+        "AgreementError",
         "BusyError",
         "CastError",
         "CheckpointError",

@@ -123,6 +123,13 @@ PAGES: dict[str, Page] = {
         before=("convert checkpoint-1000 flex-1000 --format flex",),
         stands_for={"/local/": "local/"},
     ),
+    "docs/guides/jobs-that-go-on.md": Page(
+        holds={},
+        not_run={
+            "paddle-reshard resume run-7": "becomes a trainer; tests/jobs/test_going_on.py runs such lines",
+            "path = paddle_reshard.resume(": NEEDS_A_TRAINER,
+        },
+    ),
     "docs/guides/object-stores.md": Page(
         holds=IN_THE_STORE,
         stands_for={

@@ -47,11 +47,17 @@ def _pod_templates(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}, "template": t} for t in templates]
 
 
-def manifest(name: str) -> dict[str, Any]:
-    return yaml.safe_load((REPO / "deploy" / name).read_text("utf-8"))
+def manifest(name: str, number: int = 0) -> dict[str, Any]:
+    found = list(yaml.safe_load_all((REPO / "deploy" / name).read_text("utf-8")))[number]
+    assert isinstance(found, dict)
+    return found
 
 
-MANIFESTS = [("kuberay-rayjob.yaml", "rayjob"), ("kubernetes-cronjob.yaml", "kubernetes")]
+MANIFESTS = [
+    ("kuberay-rayjob.yaml", "rayjob"),
+    ("kubernetes-cronjob.yaml", "kubernetes"),
+    ("kubernetes-elastic-job.yaml", "kubernetes"),
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), MANIFESTS)
@@ -70,7 +76,7 @@ def test_the_schemas_notice_a_slip_anywhere(name: str, kind: str) -> None:
 
 def _slips(value: Any) -> Any:
     """The value with one field misspelled, for every object whose fields are given by its type."""
-    free = ("labels", "rayStartParams", "requests", "limits", "resources", "emptyDir")
+    free = ("labels", "selector", "rayStartParams", "requests", "limits", "resources", "emptyDir")
     if isinstance(value, dict):
         yield {**value, "mispeled": 1}
         for name, inner in value.items():
@@ -97,15 +103,30 @@ def test_manifests_call_commands_that_exist() -> None:
     ][0]
     assert cron["command"] == ["paddle-reshard"]
     check(cron["args"])
+    (node,) = manifest("kubernetes-elastic-job.yaml")["spec"]["template"]["spec"]["containers"]
+    assert node["command"] == ["paddle-reshard"]
+    check(node["args"])
     words = shlex.split(manifest("kuberay-rayjob.yaml")["spec"]["entrypoint"])
     assert words[:3] == ["python", "-m", "paddle_reshard"]
     check(words[3:])
 
 
+def test_pods_of_a_training_job_find_the_first_of_them() -> None:
+    name = "kubernetes-elastic-job.yaml"
+    job, service = manifest(name), manifest(name, 1)
+    assert fits("kubernetes", service)
+    pod = job["spec"]["template"]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert service["metadata"]["name"] == pod["spec"]["subdomain"]
+    variables = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
+    assert variables["PADDLE_MASTER"].startswith(f"{job['metadata']['name']}-0.{pod['spec']['subdomain']}:")
+    assert variables["PADDLE_NNODES"] == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
+
+
 def test_manifests_hold_no_secret() -> None:
     for name, _ in MANIFESTS:
         text = (REPO / "deploy" / name).read_text("utf-8")
-        assert "secretRef" in text
+        assert "secretRef" in text or "elastic" in name  # whose run is on a volume
         assert not re.search(r"^\s*(-\s*)?(value|stringData|data):", text, re.MULTILINE)
 
 

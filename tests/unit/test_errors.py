@@ -6,6 +6,7 @@ import pytest
 
 from paddle_reshard.pipeline.core import errors
 from paddle_reshard.pipeline.core.errors import (
+    AgreementError,
     BusyError,
     CastError,
     CheckpointError,
@@ -93,6 +94,7 @@ EXAMPLES = [
     (ListingError("s3://b/run: access denied"), "s3://b/run: access denied", 1),
     (ClusterError("cannot join Ray at 'head:6379'"), "cannot join Ray at 'head:6379'", 1),
     (JobError("the cluster rejected the job"), "the cluster rejected the job", 1),
+    (AgreementError("node 1 did not answer"), "node 1 did not answer", 1),
     (RefusedJobError("tp=3 does not divide"), "tp=3 does not divide", 1),
     (
         GroupFailedError("w (param)", 7, 4, "WorkerCrashedError: it died"),

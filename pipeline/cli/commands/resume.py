@@ -20,6 +20,7 @@ from paddle_reshard.pipeline.cli.options import (
     given,
     outcome_option,
     quiet_option,
+    read_duration,
 )
 from paddle_reshard.pipeline.cli.terminal import say
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -78,6 +79,14 @@ def read_cards(text: str) -> int | str:
     help="Number of this node, from 0. Default: what the launcher is told (PADDLE_RANK, --rank in COMMAND).",
 )
 @click.option(
+    "--wait",
+    type=read_duration,
+    default="30m",
+    show_default=True,
+    metavar="DURATION",
+    help="How long a node waits for the others, which find the checkpoint and make their files: 90s, 30m, 2h.",
+)
+@click.option(
     "--without",
     multiple=True,
     metavar="NAME",
@@ -100,6 +109,7 @@ def resume(
     local: str,
     nodes: int | None,
     node: int | None,
+    wait: float,
     without: tuple[str, ...],
     quiet: bool,
     **_: Any,
@@ -141,7 +151,12 @@ def resume(
     with running("looking at the checkpoints") as observe:
         asked = cast(ResumeOptions, options)
         start = Start(run, local, here, topology, number, asked, trainer.check, tell, observe)
-        going = start.make_ready(start.find(), lambda whole: None)
+        if here.nodes > 1:
+            from paddle_reshard.pipeline.training.agreement import Meeting
+
+            going = Meeting.of(start, wait).agree()
+        else:
+            going = start.make_ready(start.find(), lambda whole: None)
     words = command
     if going.arguments is None or going.topology is None:
         tell(f"{run}: no checkpoint yet; the job begins")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from paddle_reshard.pipeline.cli.commands.elsewhere import (
     absolute,
     job_options,
 )
-from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option
+from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option, read_duration
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say
 from paddle_reshard.pipeline.core.answer import Answer
@@ -41,23 +40,6 @@ if TYPE_CHECKING:
 
 OF_A_JOB = ("upload", "pip", "env", "cpus")
 """Names of the options of a job."""
-
-
-def read_duration(text: str) -> float:
-    """A duration like 90s, 30m, 2h or 1d in seconds; a bare number is in seconds.
-
-    >>> read_duration("2h")
-    7200.0
-
-    Raises
-    ------
-    click.BadParameter
-        If it is none.
-    """
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a duration: give a number with s, m, h or d, as in 30m")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 @click.command("watch", cls=ForConvert, short_help="Convert the checkpoints of a run as they finish.")
