@@ -43,7 +43,8 @@ class ReshardError(Exception):
 
     exit_status = 1
     retryable = False
-    """Whether the same request may succeed later without changes, because a store or a cluster caused the failure."""
+    """Whether the same request may succeed later without changes, because a store, a cluster or another node caused the
+    failure."""
     of_optimizer = False
     """Whether nothing but the optimizer's files is affected, so that the parameters can be read without them."""
 

@@ -143,7 +143,7 @@ class Start:
             )
         return None
 
-    def make_ready(self, found: Found | None, agree: Callable[[str], None]) -> Going:
+    def make_ready(self, found: Found | None, agree: Callable[[str], object]) -> Going:
         """Have everything in place from which the ranks of this node resume.
 
         ``agree`` is called with the digest of the whole before anything is moved; an error refuses it.
@@ -179,7 +179,7 @@ class Start:
         return found.nearest.topology
 
     def _as_it_is(
-        self, found: Found, location: str, topology: Topology, agree: Callable[[str], None]
+        self, found: Found, location: str, topology: Topology, agree: Callable[[str], object]
     ) -> Going:
         made = launch(location, to=topology, observe=self.observe, **self._reading())
         how = {name: value for name, value in made.arguments.items() if name != "resume_from_checkpoint"}
@@ -193,7 +193,7 @@ class Start:
         return going
 
     def _converted(
-        self, found: Found, location: str, topology: Topology, agree: Callable[[str], None]
+        self, found: Found, location: str, topology: Topology, agree: Callable[[str], object]
     ) -> Going:
         ranks = tuple(self.node.ranks_of(topology))
         local = LocalRoot(local_path(self.local))

@@ -111,15 +111,13 @@ def _say_on(rank: int) -> Say:
     return (lambda message: logger.warning("%s", message)) if rank == 0 else (lambda message: None)
 
 
-class _ToldError(AgreementError):
-    """What every rank knows already."""
-
-
 class _Ranks:
     """The ranks of a job, as one of them sees them."""
 
     def __init__(self, gather: Gather, node: Node, works: bool) -> None:
         self.gather, self.node, self.works = gather, node, works
+        self.told = False
+        """Whether every rank knows that the job ends."""
 
     def agree(self, start: Start, args: Any) -> str | None:
         """The folder of this node; every rank takes the same steps, whatever happens on it."""
@@ -127,39 +125,30 @@ class _Ranks:
             for step in (_SAW, _PLANNED):
                 self._tell(_REST, "", step)
             return self._own(self._tell(_REST, "", _READY))
-        step = _SAW
         try:
             found = start.find()
-            self._tell(step, "" if found is None else f"{found.name} {files_digest(found)}", step)
-            step = _PLANNED
+            self._tell(_SAW, "" if found is None else f"{found.name} {files_digest(found)}", _SAW)
             if found is not None:
                 start = replace(start, options=_reading(start.options, args, found))
-
-            def agree(whole: str) -> None:
-                nonlocal step
-                self._tell(_PLANNED, whole, _PLANNED)
-                step = _READY
-
-            going = start.make_ready(found, agree)
-        except _ToldError:
-            raise
+            going = start.make_ready(found, lambda whole: self._tell(_PLANNED, whole, _PLANNED))
         except Exception as error:
-            self._tell(_FAILED, str(error) or type(error).__name__, step, mine=True)
+            if not self.told:
+                self.gather((_FAILED, str(error) or type(error).__name__))
             raise
         return self._own(self._tell(_READY, going.path, _READY))
 
-    def _tell(self, kind: str, value: str, step: str, mine: bool = False) -> Sequence[tuple[str, str]]:
+    def _tell(self, kind: str, value: str, step: str) -> Sequence[tuple[str, str]]:
         """Gather what the first process of each node says at a step; refused if one failed, or they differ."""
-        said = list(self.gather((kind, value)))
-        of_nodes = said[:: self.node.cards or 1]
-        if mine:
-            return of_nodes
-        for number, (what, why) in enumerate(of_nodes):
-            if what == _FAILED:
-                raise _ToldError(f"node {number} has ended: {why}")
-        if step != _READY and len({value for _, value in of_nodes}) > 1:
-            each = "; ".join(f"node {n} {step} {value or 'none'}" for n, (_, value) in enumerate(of_nodes))
-            raise _ToldError(f"the nodes of the job do not agree: {each}")
+        of_nodes = self.gather((kind, value))[:: self.node.cards or 1]
+        problem = next(
+            (f"node {n} has ended: {why}" for n, (what, why) in enumerate(of_nodes) if what == _FAILED), ""
+        )
+        if not problem and step != _READY and len({said for _, said in of_nodes}) > 1:
+            each = "; ".join(f"node {n} {step} {said or 'none'}" for n, (_, said) in enumerate(of_nodes))
+            problem = f"the nodes of the job do not agree: {each}"
+        if problem:
+            self.told = True
+            raise AgreementError(problem)
         return of_nodes
 
     def _own(self, of_nodes: Sequence[tuple[str, str]]) -> str | None:

@@ -150,7 +150,7 @@ def test_survives_pickling(error: ReshardError, text: str, status: int, protocol
 
 def test_only_failures_of_stores_and_clusters_are_retryable() -> None:
     kinds = {type(error) for error, _, _ in EXAMPLES if error.retryable}
-    assert kinds == {BusyError, ListingError, ClusterError, JobError, GroupFailedError}
+    assert kinds == {BusyError, ListingError, ClusterError, JobError, GroupFailedError, AgreementError}
     refused_by_a_store = TargetError("s3://b/c: the store is throttling requests")
     refused_by_a_store.retryable = True
     assert pickle.loads(pickle.dumps(refused_by_a_store)).retryable
