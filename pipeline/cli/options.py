@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.request.options import (
     help_of,
     of_one_source,
 )
-from paddle_reshard.pipeline.request.read_options import DiffOptions
+from paddle_reshard.pipeline.request.read_options import DiffOptions, InspectOptions
 from paddle_reshard.storage.documents.strict_json import parse_json
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -272,7 +272,9 @@ def read_duration(text: str) -> float:
 json_option = execution_option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 quiet_option = execution_option("--quiet", is_flag=True, help="Print only errors.")
 inspect_options = all_of(
-    *map(declared, ("rules", "config", "allow_links")),
+    *map(declared, ("rules", "config")),
+    declared("convention", of=InspectOptions),
+    declared("allow_links"),
     declared("storage_options", "--source-storage-options"),
     declared("allow_scheme"),
     json_option,
@@ -280,7 +282,7 @@ inspect_options = all_of(
 """How commands that describe checkpoints access and interpret them, and answer."""
 compare_options = all_of(
     *map(declared, ("rules", "config")),
-    declared("allow_missing", of=DiffOptions),
+    *(declared(name, of=DiffOptions) for name in ("convention", "allow_missing")),
     *map(declared, ("allow_links", "storage_options", "allow_scheme")),
     declared("source_storage_options", of=DiffOptions),
     declared("target_storage_options", of=DiffOptions),

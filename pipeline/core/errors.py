@@ -119,8 +119,8 @@ class PlanError(ReshardError):
 class RuleError(PlanError):
     """No rule covers a tensor, or the rule contradicts the files."""
 
-    several_fit = False
-    """Whether the files fit several tables, of which the user has to name one."""
+    fitting: tuple[str, ...] = ()
+    """The libraries whose tables all fit the files, of which the user has to name one."""
 
     def __init__(self, tensor: str, detail: str) -> None:
         super().__init__(tensor, detail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,7 +40,7 @@ from paddle_reshard.pipeline.model.optimizers import muon_parameters, without_st
 from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_table, is_beyond, is_known
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
-from paddle_reshard.pipeline.request.inputs import given_inputs
+from paddle_reshard.pipeline.request.inputs import check_convention, given_inputs, load_tables
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.locate import source_access
@@ -97,7 +98,7 @@ class Inspection(Shown):
     recipe_switches: tuple[str, ...] = ()
     """Switches that are on in the model's config, and that a job of the recipe has to be told."""
     stored: tuple[StoredTensor, ...] = ()
-    """The arrays in the files, if nothing more is known; ``tensors`` is then empty."""
+    """The arrays in the files, if no table describes them all; ``tensors`` then holds what several tables agree on."""
     keys_read: str = ""
     """How the keys in its files become those of the model; empty: they are the same."""
     left_out: tuple[tuple[str, str], ...] = ()
@@ -198,21 +199,62 @@ def inspect(
 def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> Inspection:
     """:func:`inspect` of a checkpoint that is open."""
     index_files = partial(index_here, observe=observe)
-    tables, config = given_inputs(options.get("rules"), options.get("config"))
+    tables, config = given_inputs(options.get("rules"), options.get("config"), options.get("convention"))
     files = SourceFiles(store, config, index_here, index_files)
     try:
-        checkpoint = index_source(files, tables, MissingPolicy(reports=True, parameters_only=True))
+        checkpoint = index_source(files, tables, _REPORTED)
     except (CheckpointError, PlanError) as error:
         if isinstance(error, FormatError):
             raise
-        if _is_unknown(files, tables) or (isinstance(error, RuleError) and error.several_fit):
+        if isinstance(error, RuleError) and error.fitting:
+            return _agreed(files, index_files, error)
+        if _is_unknown(files, tables):
             return _as_stored(files, index_files, str(error))
         if isinstance(error, RuleError) and (
             beyond := _beyond_the_rules(files, index_files, tables, str(error))
         ):
             return beyond
         raise
+    check_convention(options.get("convention"), store.location, checkpoint.model.table)
     return _described(checkpoint, store)
+
+
+def _agreed(files: SourceFiles, index_files: IndexFiles, several: RuleError) -> Inspection:
+    """The arrays in the files, and what the rule tables of several libraries all say of them."""
+    read: list[Checkpoint] = []
+    for library in several.fitting:
+        with suppress(CheckpointError, PlanError):
+            read.append(index_source(files, load_tables(None, library), _REPORTED))
+    as_stored = replace(_as_stored(files, index_files, str(several)), convention=" or ".join(several.fitting))
+    if not read:
+        return as_stored
+    described = _described(read[0], files.store)
+    first, *others = (_by_array(checkpoint.model) for checkpoint in read)
+    alike = (t for key, t in first.items() if all(_said(t) == _said(other.get(key)) for other in others))
+    return replace(
+        as_stored,
+        tensors=tuple(alike),
+        rules=f"{several}. Described is what they agree on",
+        keys_read=described.keys_read,
+        left_out=described.left_out,
+        lacking=described.lacking,
+    )
+
+
+def _by_array(model: Model) -> dict[str, ModelTensor]:
+    """Key in the files → the tensor that is stored as this array alone, under that key."""
+    from paddle_reshard.pipeline.formats.huggingface.parts import model_parts
+
+    single = ((tensor, parts[0]) for tensor, parts in model_parts(model) if len(parts) == 1)
+    return {part.key: replace(tensor, key=part.key) for tensor, part in single}
+
+
+def _said(tensor: ModelTensor | None) -> tuple[object, ...] | None:
+    """What :class:`Inspection` tells of a tensor."""
+    if tensor is None:
+        return None
+    rule = tensor.rule
+    return (tensor.global_shape, tensor.dtype, tensor.missing, rule.split, rule.fused_parts)
 
 
 def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
@@ -344,6 +386,7 @@ def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspect
     )
 
 
+_REPORTED = MissingPolicy(reports=True, parameters_only=True)
 _SHOWN_TIED = 4
 """Of how many tied tensors inspect says the keys."""
 _STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)

@@ -17,10 +17,11 @@ from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_m
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.indexing.pair import Contents, index_pair
+from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.compare import SIDE_A, SIDE_B
 from paddle_reshard.pipeline.planning.metadata import check_metadata, spare_bytes
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.request.inputs import given_inputs
+from paddle_reshard.pipeline.request.inputs import check_convention, given_inputs
 from paddle_reshard.storage.locate import Access, is_local, source_access, target_access
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
@@ -34,6 +35,8 @@ class Reader:
     """Access to the first checkpoint, and to the second."""
     rules: PathLike | None
     config: PathLike | None
+    convention: str | None
+    """The library as whose model one that fits several is read."""
     missing: MissingPolicy
     planning: PlanSettings
     engine: Engine
@@ -55,6 +58,7 @@ class Reader:
             access=(source_access(options), target_access(options)),
             rules=options.get("rules"),
             config=options.get("config"),
+            convention=options.get("convention"),
             missing=MissingPolicy(allowed=texts_of(options.get("allow_missing", ()))),
             planning=PlanSettings(budget_bytes, compare_replicas, sizes=sizes),
             engine=engine.observed(observe),
@@ -67,8 +71,13 @@ class Reader:
 
     def index(self, store: Source, pieces: bool = False) -> Checkpoint:
         """Index a checkpoint, see :func:`index_checkpoint`."""
-        inputs = given_inputs(self.rules, self.config)
-        return index_checkpoint(store, *inputs, self.missing, self.engine.indexing(self.observe), pieces)
+        indexing = self.engine.indexing(self.observe)
+        checkpoint = index_checkpoint(store, *self._inputs(), self.missing, indexing, pieces)
+        check_convention(self.convention, store.location, checkpoint.model.table)
+        return checkpoint
+
+    def _inputs(self) -> tuple[RuleTables, dict[str, Any] | None]:
+        return given_inputs(self.rules, self.config, self.convention)
 
     def open_two(self, a: str, b: str) -> list[Source]:
         """Open two checkpoints that are to be compared."""
@@ -76,8 +85,9 @@ class Reader:
 
     def index_two(self, stores: Sequence[Source]) -> tuple[Contents, Contents]:
         """Index two checkpoints that are to be compared, within the memory of the process that runs groups."""
-        inputs = given_inputs(self.rules, self.config)
-        sides = index_pair(stores[0], stores[1], *inputs, self.missing, self.engine.indexing(self.observe))
+        sides = index_pair(
+            stores[0], stores[1], *self._inputs(), self.missing, self.engine.indexing(self.observe)
+        )
         if self.engine.in_process:
             tensors = max(len(side.catalog.tensors) for side in sides)
             pieces = max(len(side.catalog.fragments) for side in sides)

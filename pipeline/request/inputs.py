@@ -9,6 +9,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.model_meta import parse_names
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
 from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
+from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables, shipped_tables
 from paddle_reshard.pipeline.request.given_file import GivenFile, read_object, read_text
 
@@ -18,9 +19,20 @@ if TYPE_CHECKING:
 File = PathLike | GivenFile
 
 
-def given_inputs(rules: PathLike | None, config: PathLike | None) -> tuple[RuleTables, dict[str, Any] | None]:
-    """The rule tables and ``config.json`` with which to interpret a checkpoint."""
-    return load_tables(rules), load_config(config)
+def given_inputs(
+    rules: PathLike | None, config: PathLike | None, convention: str | None = None
+) -> tuple[RuleTables, dict[str, Any] | None]:
+    """The rule tables and ``config.json`` with which to interpret a checkpoint, those of a library first."""
+    return load_tables(rules, convention), load_config(config)
+
+
+def check_convention(wanted: str | None, location: str, table: RuleTable) -> None:
+    """Refuse to describe a checkpoint as that of another library than it is of."""
+    if wanted is not None and wanted not in (table.convention, *table.shared_with):
+        raise UsageError(
+            f"--convention {wanted}: {location} is {table.convention}'s {table.family} and no other library's; convert "
+            "writes the names and layouts of another"
+        )
 
 
 def load_tables(rules: File | None, preferred: str | None = None) -> RuleTables:

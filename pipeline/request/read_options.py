@@ -9,7 +9,7 @@ replaces its help, where it means something else.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
-from paddle_reshard.pipeline.core.choices import Dropped, Replicas
+from paddle_reshard.pipeline.core.choices import Convention, Dropped, Replicas
 from paddle_reshard.pipeline.core.topology import Strategy
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FormatName
@@ -17,6 +17,9 @@ from paddle_reshard.storage.locate import StorageOptions
 
 OF_FIRST: Final = "Replaces --storage-options for the first checkpoint."
 OF_SECOND: Final = "Replaces --storage-options for the second checkpoint."
+READ_AS: Final = (
+    "Library as whose model a Hugging Face checkpoint is read, where its keys fit those of several."
+)
 LACKS: Final = "Keys that either checkpoint may lack; * matches anything."
 
 
@@ -33,6 +36,7 @@ class InspectOptions(ReadOptions, total=False):
     """Options of ``inspect``."""
 
     config: PathLike | None
+    convention: Annotated[Convention | None, READ_AS]
 
 
 class VerifyOptions(InspectOptions, total=False):
@@ -65,6 +69,7 @@ class LoadOptions(ReadOptions, total=False):
     """Options of ``load_into``."""
 
     memory: Annotated[str | int, "Memory that loading may use besides the tensors, as in 512MiB or 4GiB."]
+    convention: Annotated[Convention | None, READ_AS]
     fill: PathLike | None
     allow_missing: Annotated[
         Sequence[str],

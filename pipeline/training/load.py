@@ -168,7 +168,9 @@ def _open(
     changes = OpenChanges.open(() if fill is None else (Fill(os.fspath(fill)),), access)
     own = open_checkpoint(location, access)
     given = config if isinstance(config, Mapping) or config is None else load_config(config)
-    reading = Reading(load_tables(options.get("rules")), given, missing, index_here, pieces=False)
+    reading = Reading(
+        load_tables(options.get("rules"), options.get("convention")), given, missing, index_here, pieces=False
+    )
     altered = changes.index(own, reading)
     return altered.store, altered.source
 

@@ -36,7 +36,10 @@ class Inspector:
         self.records, self.settle_seconds, self.access = records, settle_seconds, source_access(options)
         missing = MissingPolicy(allowed=options.get("allow_missing") or ())
         self.reading = Reading(
-            load_tables(options.get("rules")), load_config(options.get("config")), missing, index_here
+            load_tables(options.get("rules"), options.get("convention")),
+            load_config(options.get("config")),
+            missing,
+            index_here,
         )
         fill = Fill.asked(options.get("fill"), ())
         self.changes = OpenChanges.open((fill,) if fill else (), self.access)

@@ -445,8 +445,21 @@ def test_a_model_that_fits_several_libraries_is_described_and_the_choice_is_name
     found = paddle_reshard.inspect(folder)
     assert {array.key for array in found.stored} == tensors_of(model).keys()
     assert "--convention paddleformers or --convention paddlenlp" in (found.rules or "")
+    agreed = {tensor.key: (tensor.global_shape, tensor.rule.split) for tensor in found.tensors}
+    assert agreed["model.layers.0.self_attn.o_proj.weight"] == ((64, 64), 0)
+    assert agreed["model.layers.0.mlp.down_proj.weight"] == ((96, 64), 0)
+    roots = set()
     for library in ("paddleformers", "paddlenlp"):
         assert paddle_reshard.plan(folder, to="tp=1", convention=library)
+        described = paddle_reshard.inspect(folder, convention=library)
+        assert described.convention == library and described.rules is None and not described.stored
+        roots.add(paddle_reshard.fingerprint(folder, convention=library).root)
+    assert len(roots) == 2  # their keys are not the same
+    with pytest.raises(ReshardError, match=r"several rule tables fit"):
+        paddle_reshard.fingerprint(folder)
+    trained = case_directory(HYBRID) / "checkpoint-3"
+    with pytest.raises(ReshardError, match=r"--convention paddlenlp: .* is paddleformers's llama"):
+        paddle_reshard.inspect(trained, convention="paddlenlp")
 
 
 def test_an_adapter_of_peft_is_no_source_and_the_sentence_says_what_to_do(

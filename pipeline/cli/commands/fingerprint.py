@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 @declared("label_selector")
 @declared("rules")
 @declared("config")
+@declared("convention", of=FingerprintOptions)
 @declared("allow_missing", of=FingerprintOptions)
 @declared("allow_links")
 @declared("storage_options", "--source-storage-options")

@@ -48,6 +48,8 @@ def _show_inspection(found: Inspection, tensors: bool) -> None:
     if found.stored:
         arrays = [(array.file, array.key, str(list(array.shape)), array.dtype) for array in found.stored]
         print_table(("file", "array", "shape", "dtype"), arrays)
+        click.echo()
+    if found.stored and not found.tensors:
         return
     rows = []
     for tensor in found.tensors:

@@ -305,13 +305,14 @@ def _models(
     if not fitting:
         raise min(failures, key=lambda failure: failure[0])[1]
     if len(fitting) > 1:
-        named = [f"{table.family} ({table.convention})" for table, *_ in fitting]
+        libraries = tuple(sorted(table.convention for table, *_ in fitting))
         error = RuleError(
             f"model type {config.get('model_type')!r}",
             f"a Hugging Face checkpoint does not say which library is to train it, and several rule tables fit: "
-            f"{', '.join(named)}; {_choice([table for table, *_ in fitting])}",
+            f"{', '.join(f'{table.family} ({table.convention})' for table, *_ in fitting)}; say which with "
+            f"{' or '.join(f'--convention {name}' for name in libraries)}",
         )
-        error.several_fit = True
+        error.fitting = libraries
         raise error
     ((table, of_files, reading),) = fitting
     matches = matches_of(reading.names.values(), of_files, config)
@@ -328,14 +329,6 @@ def _other_reading(
         if len(matches) == len(stored) and None not in matches.values():
             return reading
     return None
-
-
-def _choice(fitting: Iterable[RuleTable]) -> str:
-    """How a user says which of several tables is meant."""
-    conventions = sorted({table.convention for table in fitting})
-    if len(conventions) == 1:
-        return "pass the right one with --rules FILE"
-    return f"say which with {' or '.join(f'--convention {name}' for name in conventions)}"
 
 
 def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:

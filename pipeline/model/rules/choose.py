@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from paddle_reshard.pipeline.core.errors import RuleError
+from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.libraries import PADDLEFLEET, conventions_of, library_of
 from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
@@ -58,10 +59,11 @@ def choose_table(
         fitting = [table for table in fitting if table.formats is None] or fitting
         fitting = [table for table in fitting if table.version is None] or fitting
     if len(fitting) > 1:
+        versions = " or ".join(f"{table.convention}_version" for table in fitting)
         raise RuleError(
             f"model type {config.get('model_type')!r}",
-            f"several rule tables fit: {', '.join(table.named for table in fitting)}; pass the "
-            "right one with --rules FILE",
+            f"several rule tables fit: {', '.join(table.named for table in fitting)}; give the {CONFIG} that its "
+            f"trainer wrote with --config FILE: {versions} in it says which",
         )
     if fitting:
         if format is not None:
