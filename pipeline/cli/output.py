@@ -11,9 +11,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from signal import SIGPIPE
 from typing import Any, TextIO
@@ -23,6 +25,7 @@ import click
 from paddle_reshard.pipeline.cli.ends import End, end_of
 from paddle_reshard.pipeline.cli.terminal import print_answer, say
 from paddle_reshard.pipeline.core.answer import Answer
+from paddle_reshard.pipeline.core.errors import ReshardError
 from paddle_reshard.pipeline.progress.events_as_json import EventLog
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
@@ -35,6 +38,11 @@ _HELP_INSTEAD: tuple[type[Exception], ...] = tuple(
 """What click raises, since 8.2, where no command is given: its message is the help."""
 TROUBLE = {"diff": 2, "verify": 2}
 """Exit status of failures, for commands where 1 is a valid answer."""
+
+
+_PASS_ON = ("submit", "watch")
+"""Commands that take the options of convert behind ``--``."""
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w-])")
 
 
 # ---------------------------------------------------------------------------------------------------- streams
@@ -148,6 +156,8 @@ class Commands(click.Group):
                 status = _status(ended.code)
             except BaseException as error:  # noqa: BLE001 (every error is reported and becomes a status)
                 end = end_of(error, trouble)
+                if isinstance(error, ReshardError):
+                    end = replace(end, message=self._naming_the_command(end.message, command))
                 status = end.status
                 if as_json:
                     print_answer(Answer(command, end.message, end.kind, end.retryable))
@@ -164,6 +174,24 @@ class Commands(click.Group):
                 retryable=end is not None and end.retryable,
             )
         sys.exit(status)
+
+    def _naming_the_command(self, message: str, command: str | None) -> str:
+        """A refusal that says of an option whose it is, where the command that was refused does not have it.
+
+        Reading a checkpoint is refused alike in all commands, and the way out may be one that only convert can go.
+        """
+        if command not in self.commands or command in _PASS_ON:
+            return message
+        own, of_convert = (_flags(self.commands[name]) for name in (command, "convert"))
+        others = dict.fromkeys(f for f in _FLAG.findall(message) if f in of_convert and f not in own)
+        if not others:
+            return message
+        is_one = "is an option" if len(others) == 1 else "are options"
+        return f"{message} ({' and '.join(others)} {is_one} of convert)"
+
+
+def _flags(command: click.Command) -> set[str]:
+    return {flag for option in command.params for flag in option.opts}
 
 
 def _asks_for_events(arguments: Sequence[str]) -> bool:
