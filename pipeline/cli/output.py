@@ -180,7 +180,7 @@ class Commands(click.Group):
 
         Reading a checkpoint is refused alike in all commands, and the way out may be one that only convert can go.
         """
-        if command not in self.commands or command in _PASS_ON:
+        if command is None or command not in self.commands or command in _PASS_ON:
             return message
         own, of_convert = (_flags(self.commands[name]) for name in (command, "convert"))
         others = dict.fromkeys(f for f in _FLAG.findall(message) if f in of_convert and f not in own)

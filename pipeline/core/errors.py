@@ -60,6 +60,8 @@ class CheckpointError(ReshardError):
 
     unfinished = False
     """Whether completion signals are missing, or older than the tensors: the trainer may still write it."""
+    unannounced_mtp = 0
+    """How many layers of multi-token prediction the files hold that ``config.json`` does not count."""
 
 
 def unfinished(message: str) -> CheckpointError:

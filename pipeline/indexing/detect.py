@@ -23,13 +23,15 @@ from paddle_reshard.pipeline.core.errors import (
     UnsafePickleError,
     of_optimizer,
 )
-from paddle_reshard.pipeline.core.file_names import MANIFEST, MODEL_META, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
 from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.roles import check_roles
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.indexing.times import far_apart
 from paddle_reshard.pipeline.model.optimizers import check_known
+from paddle_reshard.pipeline.model.rules.entries import with_entry
+from paddle_reshard.pipeline.model.rules.items import mtp_entry
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.store import Source
@@ -89,12 +91,24 @@ def index_source(
     try:
         return _index(files, tables, missing, pieces)
     except (CheckpointError, PlanError) as error:
+        if isinstance(error, CheckpointError) and error.unannounced_mtp and missing and missing.drops_mtp:
+            return _index(_announcing(files, error.unannounced_mtp), tables, missing, pieces)
         alone = _parameters_alone(files, tables, missing, pieces, error)
         if alone is not None:
             return alone
         if isinstance(error, CheckpointError):
             _refuse_portion(files)
         raise
+
+
+def _announcing(files: SourceFiles, layers: int) -> SourceFiles:
+    """The same files with a config that counts their layers of multi-token prediction, which are dropped."""
+    from paddle_reshard.storage.views import PartialSource
+
+    config = files.config()
+    store = PartialSource(files.store, frozenset({CONFIG}))
+    announcing = with_entry(config, mtp_entry(config), layers)
+    return SourceFiles(store, announcing, files.index_here, files.index_anywhere)
 
 
 def _parameters_alone(

@@ -308,15 +308,28 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
     for tensor in tensors:
         if tensor.layer is not None:
             apart.get(tensor.rule.item, decoders).add(tensor.layer)
+    mtp, entry = table.mtp_items, mtp_entry(config)
+    if unannounced := sorted(decoders.intersection(*(apart[name] for name in mtp)) if mtp else ()):
+        raise _not_announced(unannounced, entry, config)
     _check_numbers("decoder layers", decoders, 0, config, LAYERS)
     for item in table.items:
         if item.count is not None:
             _check_numbers(f"of the item {item.name} ({item.count})", apart[item.name], 0, config, item.count)
-    mtp, entry = table.mtp_items, mtp_entry(config)
     if any(apart[name] for name in mtp):
         for name, item in mtp.items():
             first = table.first_mtp_layer(item, config)
             _check_numbers(f"layers of multi-token prediction ({entry})", apart[name], first, config, entry)
+
+
+def _not_announced(layers: Sequence[int], entry: str, config: Mapping[str, Any]) -> CheckpointError:
+    """The refusal of layers that have what only those of MTP have, and that the config does not count."""
+    held = f"layer {layers[0]} is" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]} are"
+    error = CheckpointError(
+        f"{held} of multi-token prediction, of which config.json announces {count_entry(config, entry)} ({entry}); "
+        f"convert without them, with --drop {MTP}, or correct the entry in a copy of the checkpoint: {len(layers)}"
+    )
+    error.unannounced_mtp = len(layers)
+    return error
 
 
 def _check_numbers(what: str, held: set[int], first: int, config: Mapping[str, Any], entry: str) -> None:

@@ -408,7 +408,28 @@ def test_a_unified_checkpoint_in_paddles_own_files_gives_its_parameters(tmp_path
         paddle_reshard.plan(tmp_path / "cut", to="tp=1")
 
 
-def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaSentenceEmbedding"])
+def test_a_model_of_a_class_without_a_head_need_not_have_one(model: Path, tmp_path: Path, name: str) -> None:
+    """What ``AutoModel`` saves, and an embedding model: the trainer's classes of both have no head."""
+    held = tensors_of(model)
+    del held["lm_head.weight"]
+    folder = saved(tmp_path / "model", held, model)
+    with pytest.raises(ReshardError, match=r"lm_head\.weight: no file holds it"):
+        paddle_reshard.plan(folder, to="tp=1")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    assert exported(folder, tmp_path) == held
+    paddle_reshard.convert(folder, tmp_path / "two", to="tp=2", convention="paddleformers")
+    paddle_reshard.convert(tmp_path / "two", tmp_path / "flex", format="flex")
+    paddle_reshard.convert(tmp_path / "flex", tmp_path / "unified", format="unified")
+    paddle_reshard.convert(tmp_path / "unified", tmp_path / "back", format="huggingface")
+    assert tensors_of(tmp_path / "back") == held
+    with pytest.raises(ReshardError, match="no pipeline class"):
+        paddle_reshard.plan(folder, to="pp=2", convention="paddleformers")
+
+
+@pytest.mark.parametrize("of", ["Sequence", "Token"])
+def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_path: Path, of: str) -> None:
     """A classifier or reward model: ``[labels, hidden]`` in transformers, ``[hidden, labels]`` in Paddle."""
     held = tensors_of(model)
     _, (_, hidden), _ = held.pop("lm_head.weight")
@@ -416,7 +437,7 @@ def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_pa
     held["score.weight"] = ("BF16", [3, hidden], score.tobytes())
     folder = saved(tmp_path / "model", held, model)
     config = json.loads((folder / "config.json").read_text())
-    of_class = {**config, "architectures": ["LlamaForSequenceClassification"]}
+    of_class = {**config, "architectures": [f"LlamaFor{of}Classification"]}
     (folder / "config.json").write_text(json.dumps(of_class))
     assert exported(folder, tmp_path) == held
     paddle_reshard.convert(folder, tmp_path / "two", to="tp=2", convention="paddleformers")
@@ -428,10 +449,15 @@ def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_pa
         assert (np.asarray(stored) == score.T).all()
     paddle_reshard.convert(tmp_path / "two", tmp_path / "back", format="huggingface")
     assert tensors_of(tmp_path / "back") == held
+    for there, back in (("flex", "two"), ("unified", "flex"), ("hybrid", "unified")):
+        cut = {} if there == "unified" else {"to": "tp=2"}
+        paddle_reshard.convert(tmp_path / back, tmp_path / there, format=there, **cut)
+    paddle_reshard.convert(tmp_path / "hybrid", tmp_path / "last", format="huggingface")
+    assert tensors_of(tmp_path / "last") == held
     with pytest.raises(ReshardError, match="no pipeline class"):
         paddle_reshard.plan(folder, to="pp=2", convention="paddleformers")
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ReshardError, match=r"score\.weight"):
+    with pytest.raises(ReshardError, match=r"score\.weight: only classifiers .* architectures"):
         paddle_reshard.plan(folder, to="tp=2")
 
 

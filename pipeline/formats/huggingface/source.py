@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.ernie import ernie_table, is_ernie_layout
 from paddle_reshard.pipeline.model.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
-from paddle_reshard.pipeline.model.rules.choose import tables_to_train_with
+from paddle_reshard.pipeline.model.rules.choose import of_another_model, tables_to_train_with
 from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.table import RuleTable, renamed_prefix
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
@@ -167,7 +167,8 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
             "checkpoint"
         )
     headers, index, config = files.headers, files.weight_index(WEIGHT_INDEX), files.config()
-    mtp = _mtp_layers(tables_to_train_with(tables, config), config) if missing.drops_mtp else _NOTHING
+    keys = sorted(key for header in headers.values() for key in header.tensors)
+    mtp = _mtp_layers(tables_to_train_with(tables, config), config, keys) if missing.drops_mtp else _NOTHING
     held = stored_tensors(headers, index, re.compile(rf"{mtp.pattern}|{BUFFERS.pattern}"))
     model, stored, reading = _models(held, config, tables)
     model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp)
@@ -177,7 +178,6 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
     if MANIFEST not in files.sizes:
         _check_told(model)
     own_index = [WEIGHT_INDEX] if index is not None else []
-    keys = sorted(key for header in headers.values() for key in header.tensors)
     return Checkpoint(
         format=HUGGINGFACE,
         catalog=catalog,
@@ -296,7 +296,8 @@ def _models(
         reading = next(_readings(stored, table, config))
         matches = matches_of(reading.names.values(), of_files, config)
         if unknown := [key for key, match in matches.items() if match is None]:
-            failures.append((len(unknown), _no_row(unknown[0], table, config)))
+            why = of_another_model(unknown, stored, table, config)
+            failures.append((len(unknown), why or _no_row(unknown[0], table, config, stored)))
         else:
             fitting.append((table, of_files, reading))
     if not fitting:
@@ -331,9 +332,9 @@ def _other_reading(
     return None
 
 
-def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:
-    """Why a table does not have a key."""
-    if _mtp_layers([table], config).match(key):
+def _no_row(key: str, table: RuleTable, config: Config, keys: Collection[str]) -> RuleError:
+    """Why a table does not have a key, which is one of ``keys``."""
+    if _mtp_layers([table], config, keys).match(key):
         return RuleError(
             key,
             f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
@@ -346,8 +347,11 @@ def _no_row(key: str, table: RuleTable, config: Config) -> RuleError:
     )
 
 
-def _mtp_layers(tables: Iterable[RuleTable], config: Config) -> re.Pattern[str]:
-    """Matches the start of every key of an MTP layer that any of the tables numbers after the decoder layers."""
+def _mtp_layers(tables: Iterable[RuleTable], config: Config, keys: Collection[str]) -> re.Pattern[str]:
+    """Matches the start of every key of an MTP layer that any of the tables numbers after the decoder layers.
+
+    Of layers that the config does not count, those whose ``keys`` only an MTP layer has, as ``eh_proj``.
+    """
     patterns: list[str] = []
     for table in tables:
         decoders = {item.continues: item for item in table.items if item.continues}
@@ -358,6 +362,15 @@ def _mtp_layers(tables: Iterable[RuleTable], config: Config) -> re.Pattern[str]:
             for spelled in rule.huggingface.keys
             for number in islice(table.numbers(decoders[rule.item], config), MAX_MTP_LAYERS)
         }
+        for rule in table.rules:
+            if (item := table.mtp_items.get(rule.item)) is None or rule.huggingface is None:
+                continue
+            for start, layer, end in (key.partition("{layer}") for key in rule.huggingface.keys):
+                own = re.compile(rf"{re.escape(start)}(\d{{1,4}}){re.escape(end)}")
+                found = [int(match[1]) for key in keys if layer and (match := own.fullmatch(key))]
+                starts |= {
+                    (start, number) for number in found if number >= table.first_mtp_layer(item, config)
+                }
         patterns += [rf"{re.escape(start)}{number}\." for start, number in sorted(starts)]
         patterns += [re.escape(item.there) for item in table.items if item.there is not None]
     return re.compile("|".join(patterns)) if patterns else _NOTHING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,9 +16,12 @@ from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
 _WITH_CLASSIFIERS: Final = "paddleformers"
-_CLASSIFIER: Final = "ForSequenceClassification"
+_CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")
+_HEADLESS: Final = ("Model", "SentenceEmbedding")
+"""How the names of classes end that have ``score.weight``, and of those that have no head."""
 _HEAD: Final = "lm_head.weight"
 _SCORE: Final = "score.weight"
+_SCORE_BIAS: Final = "score.bias"
 
 
 def choose_table(
@@ -62,8 +65,8 @@ def choose_table(
         versions = " or ".join(f"{table.convention}_version" for table in fitting)
         raise RuleError(
             f"model type {config.get('model_type')!r}",
-            f"several rule tables fit: {', '.join(table.named for table in fitting)}; give the {CONFIG} that its "
-            f"trainer wrote with --config FILE: {versions} in it says which",
+            f"several rule tables fit: {', '.join(table.named for table in fitting)}; give it the {CONFIG} "
+            f"that its trainer wrote: {versions} in it says which",
         )
     if fitting:
         if format is not None:
@@ -74,9 +77,37 @@ def choose_table(
             raise refused
     nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
     first, error = next(iter(failed.items()))
+    if another := of_another_model([*failed], keys, nearest, config):
+        raise another
     if why := nearest.why_missing(first, config):
         raise RuleError(first, why)
     raise error
+
+
+def of_another_model(
+    unknown: Sequence[str], keys: Collection[str], table: RuleTable, config: Config
+) -> RuleError | None:
+    """The refusal of keys of which most are ``unknown``: no row is missing then, but the config of their model.
+
+    A head of another class is one key, and its refusal says which class.
+    """
+    if len(unknown) > len(keys) / 2 and len(keys) > 1:
+        return RuleError(
+            unknown[0],
+            f"{len(unknown)} of {len(keys)} tensors are none of {table.named}, which {CONFIG} names (model_type "
+            f"{config.get('model_type')!r}): it must be that of the model in the files",
+        )
+    if _SCORE in unknown:
+        return RuleError(
+            _SCORE,
+            f"only classifiers and reward models have it in place of {_HEAD}: {CONFIG} has to name their class in "
+            f"architectures, as ...{_CLASSIFIERS[0]}, and says {config.get('architectures')}",
+        )
+    if _SCORE_BIAS in unknown:
+        return RuleError(
+            _SCORE_BIAS, f"the classifiers of {table.convention} have no bias, so none can hold it"
+        )
+    return None
 
 
 def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
@@ -92,6 +123,10 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
     known = what_is_known(tables, config)
     if known == NOT_KNOWN:
         known += f" (known: {', '.join(sorted({name for t in tables for name in t.model_types}))})"
+    if "model_type" not in config:
+        raise RuleError(
+            CONFIG, f"it has no model_type, which names the family{known.removeprefix(NOT_KNOWN)}"
+        )
     raise RuleError(
         f"model type {config.get('model_type')!r}", f"{known}; write one and pass it with --rules FILE"
     )
@@ -108,33 +143,40 @@ def _candidates(tables: RuleTables, config: Config) -> list[RuleTable]:
 
 
 def _with_its_head(table: RuleTable, config: Config) -> RuleTable:
-    """The table with ``score.weight`` in place of the language head, for a classifier or reward model.
+    """The table with the head of the class in ``architectures``, if that is none that a pipeline can train.
 
-    ``nn.Linear`` without a split: whole on every rank, ``[hidden, labels]`` (PaddleFormers 1.2 qwen2, qwen3,
-    deepseek_v3, gemma3_text ``modeling.py``: ``...ForSequenceClassification``, of which none has a pipeline class).
+    Classifiers and reward models have ``score.weight`` in place of the language head: ``nn.Linear`` without a split and
+    without a bias, whole on every rank, ``[hidden, labels]`` (PaddleFormers 1.2 qwen2, qwen3, deepseek_v3, gemma3_text
+    ``modeling.py``: ``...ForSequenceClassification``, ``...ForTokenClassification``). Embedding models, and what
+    ``AutoModel`` saves, need not have a head at all (``Qwen3SentenceEmbedding``, ``Qwen3Model``).
     """
     classes = config.get("architectures")
-    of_classifier = isinstance(classes, list) and any(str(name).endswith(_CLASSIFIER) for name in classes)
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
     if (
-        not of_classifier
+        not name.endswith((*_CLASSIFIERS, *_HEADLESS))
         or table.convention != _WITH_CLASSIFIERS
         or not any(rule.key == _HEAD for rule in table.rules)
     ):
         return table
-    rules = (
-        Rule(
-            key=_SCORE,
-            item=rule.item,
-            name_class="linear",
-            source="paddleformers 1.2.0 transformers/qwen3/modeling.py: Qwen3ForSequenceClassification",
-            huggingface=HuggingFaceForm((_SCORE,), transposed=True),
-        )
-        if rule.key == _HEAD
-        else rule
+    rules = tuple(
+        rule if rule.key != _HEAD else _score(rule) if name.endswith(_CLASSIFIERS) else _may_lack(rule, name)
         for rule in table.rules
     )
-    items = tuple(replace(item, layer_class="") for item in table.items)
-    return replace(table, rules=tuple(rules), items=items)
+    return replace(table, rules=rules, items=tuple(replace(item, layer_class="") for item in table.items))
+
+
+def _score(head: Rule) -> Rule:
+    return Rule(
+        key=_SCORE,
+        item=head.item,
+        name_class="linear",
+        source="paddleformers 1.2.0 transformers/qwen3/modeling.py: Qwen3ForSequenceClassification",
+        huggingface=HuggingFaceForm((_SCORE,), transposed=True),
+    )
+
+
+def _may_lack(head: Rule, name: str) -> Rule:
+    return replace(head, optional=head.optional or f"{name} has no language head")
 
 
 def is_known(tables: RuleTables, config: Config, format: str | None = None) -> bool:

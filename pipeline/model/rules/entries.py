@@ -66,8 +66,9 @@ def ties_words(config: Config) -> bool:
 def derived_sizes(config: Config) -> dict[str, int]:
     """The integers of a config, with those that the libraries derive when they are not written.
 
-    ``num_experts``, as ``transformers`` writes it, is another name of ``num_local_experts`` (PaddleFormers 1.2
-    ``qwen3_moe/configuration.py:150``); ``in_chans``, as the Qwen2.5-VL models are published with, of ``in_channels``.
+    ``num_experts`` and ``num_local_experts`` are two names of one number: ``transformers`` writes the former of
+    qwen3_moe and the latter of gpt_oss, PaddleFormers 1.2 the reverse (``qwen3_moe/configuration.py:150``,
+    ``gpt_oss/configuration.py:59``); ``in_chans``, as the Qwen2.5-VL models are published with, of ``in_channels``.
     MiniMax-M2 is published with ``num_local_experts`` of the width ``intermediate_size``, which PaddleFormers 1.2 calls
     ``n_routed_experts`` and ``moe_intermediate_size`` (``minimax_m2/configuration.py``).
     """
@@ -82,6 +83,7 @@ def derived_sizes(config: Config) -> dict[str, int]:
     if "num_experts" in values:
         values.setdefault("num_local_experts", values["num_experts"])
     if "num_local_experts" in values:
+        values.setdefault("num_experts", values["num_local_experts"])
         values.setdefault("n_routed_experts", values["num_local_experts"])
         if "intermediate_size" in values:
             values.setdefault("moe_intermediate_size", values["intermediate_size"])

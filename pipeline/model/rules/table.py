@@ -182,7 +182,7 @@ class RuleTable:
                 entries = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in missed.items())
                 return (
                     f"no row of the {self.convention} rule table {self.family!r} fits: only models with {entries} in "
-                    "config.json have it; give the config.json of this model with --config FILE"
+                    "config.json have it; the config.json beside the tensors must be that of their model"
                 )
         return ""
 
