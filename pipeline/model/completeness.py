@@ -309,8 +309,9 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
         if tensor.layer is not None:
             apart.get(tensor.rule.item, decoders).add(tensor.layer)
     mtp, entry = table.mtp_items, mtp_entry(config)
-    if unannounced := sorted(decoders.intersection(*(apart[name] for name in mtp)) if mtp else ()):
-        raise _not_announced(unannounced, entry, config)
+    behind = {number for name, item in mtp.items() if item.continues for number in apart[name] & decoders}
+    if len(behind) > count_entry(config, entry):
+        raise _not_announced(sorted(behind), entry, config)
     _check_numbers("decoder layers", decoders, 0, config, LAYERS)
     for item in table.items:
         if item.count is not None:

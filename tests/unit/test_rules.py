@@ -378,11 +378,15 @@ def test_a_tensor_that_another_config_has() -> None:
         choose_table(shipped_tables(), ["ernie.norm.weight", key], config)
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "mamba"}])
-def test_an_unknown_model_type(config: dict[str, Any]) -> None:
-    with pytest.raises(
-        RuleError, match=r"no rule table knows it \(known: .*llama.*\); write one and pass it"
-    ):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, r"config.json: it has no model_type, which names the family \(known: .*llama.*\)"),
+        ({"model_type": "mamba"}, r"no rule table knows it \(known: .*llama.*\); write one and pass it"),
+    ],
+)
+def test_an_unknown_model_type(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(RuleError, match=said):
         choose_table(shipped_tables(), ["w"], config)
 
 
