@@ -22,7 +22,7 @@ from tests.golden.test_folders_as_found import Tensors, copy_of, saved, tensors_
 from tests.hostile.test_refused_checkpoints import DAMAGES
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w-])")
-OF_THE_TRAINER = {"--bf16", "--fp16", "--nnodes"}
+OF_THE_TRAINER = {"--bf16", "--fp16", "--devices", "--nnodes", "--rank"}
 """Those of the trainer and its launcher that look like ours; all others have an underscore in their names."""
 OF_ALL = {"--help", "--version"}
 PARTS = {"--vocab-"}
