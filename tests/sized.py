@@ -88,9 +88,7 @@ def size_commands(group_bytes: int) -> None:
     """Let the commands of this process convert in groups of ``group_bytes``."""
     sizes = in_groups(group_bytes).sizes
 
-    def sized(
-        source: Any, locations: Any, settings: ConversionSettings, observe: Observer
-    ) -> ConversionReport:
-        return convert_with(source, locations, replace(settings, sizes=sizes), observe)
+    def sized(source: Any, locations: Any, settings: ConversionSettings, *further: Any) -> ConversionReport:
+        return convert_with(source, locations, replace(settings, sizes=sizes), *further)
 
     conversion.convert_with = sized

@@ -6,8 +6,8 @@ read are made of it in a local folder::
     DIR/ranks-8-15/checkpoint-1000     the portion of the node with these ranks
 
 A folder for each portion, so that a disk which nodes share by mistake holds all of them. What an earlier start left
-there is used again if it is the same portion, continued if it is unfinished, and otherwise replaced: a portion can be
-made again, and nothing but resuming reads it. Whatever has no manifest of such a portion stays.
+there is used again if it is the same portion and not visibly damaged, continued if it is unfinished, and otherwise
+replaced: a portion can be made again, and nothing but resuming reads it. What no manifest of a portion lists stays.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from paddle_reshard.pipeline.api import clean
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with
+from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
@@ -27,7 +29,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.ranks import ranks_in_words
 from paddle_reshard.pipeline.core.shown import readable_bytes
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT, steps_of
+from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT, is_by_product, steps_of
 from paddle_reshard.pipeline.examine.cards import NEAREST, plan_cards
 from paddle_reshard.pipeline.examine.inspection import Inspection
 from paddle_reshard.pipeline.examine.launch import launch, remarks_on_change
@@ -40,6 +42,8 @@ from paddle_reshard.pipeline.request.read_options import InspectOptions, ResumeO
 from paddle_reshard.pipeline.training.launcher import Node
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, LocalRoot, open_root
+from paddle_reshard.storage.local.folders import remove_files
+from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.locate import is_local, local_path, source_access
 
 BEGINNING = "no checkpoint"
@@ -215,6 +219,7 @@ class Start:
         def convert() -> ConversionReport:
             return convert_with(location, (target,), settings, self.observe, approve)
 
+        self._check_left(Path(target))
         try:
             report = convert()
         except StaleSessionError:  # of an earlier start, from another checkpoint or for another job
@@ -234,22 +239,43 @@ class Start:
     def _forget_others(self, local: LocalRoot, location: str) -> None:
         """Remove portions of other checkpoints of this run, of which no job resumes any more."""
         run, _, name = location.rpartition("/")
-
-        def is_of_run(manifest: bytes) -> bool:
-            made = own_manifest(manifest) or {}
-            source = made.get("source")
-            at = str(source.get("location")) if isinstance(source, dict) else ""
-            return "portion" in made and at.rpartition("/")[0] == run
-
         for folder in local.folders():
             portions = LocalRoot(local.root / folder)
             for _, other in steps_of(portions.folders() if folder.startswith(OF_RANKS) else []):
-                manifest = portions.read(f"{other}/{MANIFEST}")
-                if other == name or manifest is None or not is_of_run(manifest):
+                made = _portion_in(portions, other)
+                source = None if made is None else made.get("source")
+                at = str(source.get("location")) if isinstance(source, dict) else ""
+                if made is None or other == name or at.rpartition("/")[0] != run:
                     continue
-                kept = portions.remove(other, is_of_run)
-                said = "removed, made for an earlier start" if kept is None else f"not removed: {kept}"
+                gone = _remove(portions.root / other, made)
+                said = "removed, made for an earlier start" if gone else "what else is there is kept"
                 self.say(f"{portions.at(other)}: {said}")
+
+    def _check_left(self, folder: Path) -> None:
+        """Remove a portion that is visibly damaged, and what Paddle left in it when a trainer read it."""
+        made = _portion_in(LocalRoot(folder.parent), folder.name)
+        if made is None:
+            return
+        store = LocalSource(folder)
+        for path in filter(is_by_product, store.sizes()):
+            (folder / path).unlink(missing_ok=True)
+        store = LocalSource(folder)
+        if damages := check_target_quickly(store, manifest_of(store)):
+            self.say(f"{folder}: {damages[0].path}: {damages[0].detail}; it is made again")
+            _remove(folder, made)
+
+
+def _portion_in(portions: LocalRoot, name: str) -> Mapping[str, Any] | None:
+    """The manifest of a portion of ours; ``None`` if there is none."""
+    made = own_manifest(portions.read(f"{name}/{MANIFEST}"))
+    return made if made is not None and "portion" in made else None
+
+
+def _remove(folder: Path, made: Mapping[str, Any]) -> bool:
+    """Remove what the manifest of a portion lists, and what Paddle left beside that. Whether nothing else was there."""
+    listed = made.get("files")
+    known = {MANIFEST, *(listed if isinstance(listed, dict) else ())}
+    return remove_files(folder, [p for p in LocalSource(folder).sizes() if p in known or is_by_product(p)])
 
 
 def reads_as_it_is(found: Inspection, topology: Topology, options: ResumeOptions) -> bool:

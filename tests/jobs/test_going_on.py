@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.training.goes_on import Going, Start
 from paddle_reshard.pipeline.training.launcher import Node
-from tests.conftest import case_directory
+from tests.conftest import REPO, case_directory
+from tests.resume.test_signals import SLOW
 
 SOURCE = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
 SAVED_WITH = "tp=2,pp=2,sharding=2"
@@ -99,6 +101,47 @@ def test_what_an_earlier_start_left_is_used_again_and_no_other(run: Path, tmp_pa
     assert {path.name for path in (local / "ranks-0-1").iterdir()} == {"checkpoint-6", "checkpoint-notes"}
 
 
+@pytest.mark.parametrize("damage", ["shorter", "gone", "other bytes"])
+def test_what_is_damaged_of_an_earlier_start_is_made_again(damage: str, run: Path, tmp_path: Path) -> None:
+    told = Told()
+    path = Path(go_on(start(run, tmp_path / "local", "tp=2")).path)
+    whole = {file: file.read_bytes() for file in path.iterdir() if file.name != "paddle_reshard.json"}
+    file = path / "ema.tp00.pdopt"
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(whole[file][:-10] + b"x" * (10 * (damage == "other bytes")))
+    (path / "flex-ckpt.auto_generated.metadata").write_bytes(b"Paddle leaves it where it loads")
+    go_on(start(run, tmp_path / "local", "tp=2", told))
+    assert told.find("ema.tp00.pdopt") and told.find("made again")
+    assert {file: file.read_bytes() for file in path.iterdir() if file.name != "paddle_reshard.json"} == whole
+
+
+def test_what_paddle_leaves_where_it_loads_is_no_damage(run: Path, tmp_path: Path) -> None:
+    local, told = tmp_path / "local", Told()
+    for step, to in ((3, "tp=2"), (3, "tp=2"), (3, "pp=2"), (6, "pp=2")):
+        if step == 6:
+            saved(run, 6)
+        path = Path(go_on(start(run, local, to, told)).path)
+        assert path.name == f"checkpoint-{step}"
+        (path / "flex-ckpt.auto_generated.metadata").write_bytes(b"")
+    assert told.find("used again") and [folder.name for folder in path.parent.iterdir()] == ["checkpoint-6"]
+
+
+def test_files_of_others_are_not_touched(run: Path, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    path = Path(go_on(start(run, local, "tp=2")).path)
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(TargetError, match=r"notes\.txt"):
+        go_on(start(run, local, "pp=2"))
+    saved(run, 6)
+    other = local / "ranks-0-1" / "checkpoint-1"
+    paddle_reshard.convert(run / "checkpoint-3", other, to="tp=2")  # no portion
+    go_on(start(run, local, "tp=2"))
+    assert (path / "notes.txt").read_text() == "mine"
+    assert (other / "model_state.tp00.pdparams").exists()
+
+
 def test_a_damaged_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:
     for step in (6, 9):
         saved(run, step)
@@ -153,6 +196,32 @@ def test_the_command_takes_the_place_of_resume(run: Path, trainer: Path, tmp_pat
     expected = paddle_reshard.launch(path).command_line().split()
     assert answer == {"words": ["--json", "--seed", "1", *expected], "threads": None}  # as the job has it
     assert "checkpoint-3: the files of ranks 0-1 of tp=2 are in" in done.stderr
+
+
+def test_a_signal_ends_a_conversion_and_the_next_start_goes_on(
+    run: Path, trainer: Path, tmp_path: Path
+) -> None:
+    options = ("--to", "tp=1", "--local", tmp_path / "local", "--", trainer)
+    command = [sys.executable, "-c", SLOW, "plain", "resume", run, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(map(str, command)), cwd=REPO, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "moving\n"
+        process.send_signal(signal.SIGTERM)
+        printed, errors = process.communicate(timeout=120)
+    assert (process.returncode, printed) == (128 + signal.SIGTERM, "") and "interrupted by SIGTERM" in errors
+    path = tmp_path / "local/ranks-0/checkpoint-3"
+    assert not path.exists()
+    sized = "from tests.sized import size_commands; size_commands(100_000)\n"  # in the same groups as before
+    again = f"{sized}from paddle_reshard.pipeline.cli.main import main; main()"
+    done = subprocess.run(
+        list(map(str, [sys.executable, "-c", again, "resume", run, *options])),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=REPO,
+    )
+    assert json.loads(done.stdout)["words"][1] == str(path) and "from an earlier run" in done.stderr
+    assert paddle_reshard.check(path)
 
 
 def test_a_job_without_a_checkpoint_begins(trainer: Path, tmp_path: Path) -> None:
