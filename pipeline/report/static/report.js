@@ -551,8 +551,9 @@
       steps.append(label);
       steps.append(shape("rect", { x: x(start), y: row * 20 + 3, width: length, height: 14, rx: 3, fill: stop === null ? "var(--pick)" : "var(--accent)" }));
       const words = `${seconds(last - start)}${stop === null ? ", not finished" : ""}${summary ? ` · ${summary}` : ""}`, after = x(last) + 6, room = Math.floor((width - after) / 6);
-      const within = room < 24;
-      steps.append(shape("text", { x: within ? x(start) - 6 : after, y: row * 20 + 14, class: "soft halo", "text-anchor": within ? "end" : "start" }, within ? seconds(last - start) : words.length > room ? `${words.slice(0, room - 1)}…` : words));
+      // Behind the bar, else before it, else in it: a long first step leaves room on neither side.
+      const [at, anchor] = room >= 24 ? [after, "start"] : x(start) - left > 60 ? [x(start) - 6, "end"] : [x(start) + 6, "start"];
+      steps.append(shape("text", { x: at, y: row * 20 + 14, class: "soft halo", "text-anchor": anchor }, room < 24 ? seconds(last - start) : words.length > room ? `${words.slice(0, room - 1)}…` : words));
     });
     parts.push(figure("Steps", steps));
     if (run.stretches.length) {
