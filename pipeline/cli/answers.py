@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.examine.explanation import ExplainedTensor
 from paddle_reshard.pipeline.examine.inspection import StateSummary
 from paddle_reshard.pipeline.examine.launch import Launch
 from paddle_reshard.pipeline.examine.overview import RunCheckpoint
-from paddle_reshard.pipeline.model.rules.families import Family
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.simulate import Simulation
 
@@ -451,12 +450,6 @@ class Listed(TypedDict):
     checkpoints: list[Annotated[Entries, RunCheckpoint]]
 
 
-class Families(TypedDict):
-    """Printed by ``families``."""
-
-    families: list[Annotated[Entries, Family]]
-
-
 class Cleaned(TypedDict):
     """Printed by ``clean``."""
 
@@ -495,7 +488,6 @@ class Watched(TypedDict):
 
 
 ANSWERS: dict[str, tuple[object, ...]] = {
-    "families": (Families,),
     "inspect": (Inspected,),
     "launch": (Annotated[Entries, Launch],),
     "ls": (Listed,),

@@ -17,28 +17,20 @@ from typing import Final
 import click
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.output import Commands, occupy_standard_files
+from paddle_reshard.pipeline.cli.output import EndingGroup, occupy_standard_files
 from paddle_reshard.pipeline.cli.signals import handled_signals
 from paddle_reshard.pipeline.cli.terminal import log_to_terminal
 
-COMMANDS: Final[Mapping[str, str]] = {
-    "clean": "clean",
-    "convert": "conversion",
-    "diff": "diff",
-    "ema": "ema",
-    "explain": "explain",
-    "families": "families",
-    "fingerprint": "fingerprint",
-    "inspect": "inspect",
-    "launch": "launch",
-    "ls": "ls",
-    "plan": "conversion",
-    "resume": "resume",
-    "submit": "submit",
-    "verify": "verify",
-    "watch": "watch",
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Look": {"inspect": "inspect", "ls": "ls", "plan": "conversion", "explain": "explain"},
+    "Convert": {"convert": "conversion", "ema": "ema", "launch": "launch", "clean": "clean"},
+    "Check": {"verify": "verify", "diff": "diff", "fingerprint": "fingerprint"},
+    "Automate": {"submit": "submit", "watch": "watch", "resume": "resume"},
 }
-"""Command → the module of ``commands`` that declares a function of the same name."""
+"""What commands are for → command → the module of ``commands`` that declares a function of the same name."""
+COMMANDS: Final[Mapping[str, str]] = {
+    name: module for group in GROUPS.values() for name, module in group.items()
+}
 
 
 class CommandsOnDemand(Mapping[str, click.Command]):
@@ -53,6 +45,19 @@ class CommandsOnDemand(Mapping[str, click.Command]):
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
+
+class Commands(EndingGroup):
+    """The commands, which help lists by what they are for."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups, their columns aligned."""
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                limit = formatter.width - width - 6
+                rows = [(f"{name:{width}}", self.commands[name].get_short_help_str(limit)) for name in names]
+                formatter.write_dl(rows)
 
 
 @click.group(

@@ -1,6 +1,6 @@
 """How commands end: guarded streams, exit statuses, errors in one line.
 
-The purpose of a command determines whether its output matters. ``diff``, ``explain``, ``families``, ``fingerprint``,
+The purpose of a command determines whether its output matters. ``diff``, ``explain``, ``fingerprint``,
 ``inspect``, ``plan`` and ``verify`` answer a question: if the answer cannot be written, they fail, as
 ``ls`` and ``cmp`` do. All other commands perform an action: their exit status says whether it was performed, even if
 their output was lost.
@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.progress.events_as_json import EventLog
 
 COMPLETION = "_PADDLE_RESHARD_COMPLETE"
 """Environment variable by which a shell requests completions."""
-ANSWERS = ("diff", "explain", "families", "fingerprint", "inspect", "plan", "verify")
+ANSWERS = ("diff", "explain", "fingerprint", "inspect", "plan", "verify")
 """Commands that are run for their output."""
 _HELP_INSTEAD: tuple[type[Exception], ...] = tuple(
     filter(None, [getattr(click.exceptions, "NoArgsIsHelpError", None)])
@@ -133,7 +133,7 @@ def occupy_standard_files() -> None:
 # ------------------------------------------------------------------------------------------------------- ends
 
 
-class Commands(click.Group):
+class EndingGroup(click.Group):
     """A group whose commands always end as described in this module."""
 
     def main(self, args: Sequence[str] | None = None, *further: Any, **extra: Any) -> Any:

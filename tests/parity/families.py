@@ -15,8 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import paddle_reshard
-from paddle_reshard.pipeline.model.rules.families import families
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+from tests.families import families
 from tests.parity.lab import PARITY, REPO, LabError, open_lab, say
 from tests.parity.run import EP2, FLEX, PP2, SHARDED_FILES, SHARDING2, TP2, V1, V2, Row, alone, check
 

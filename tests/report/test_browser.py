@@ -203,10 +203,10 @@ UNREADABLE = """() => {
     for (let node; (node = walker.nextNode());) {
         const holder = node.parentElement, text = node.textContent.trim();
         if (!text || !holder.checkVisibility({ visibilityProperty: true, opacityProperty: true })) continue;
-        if (holder.clientWidth === 1) continue;  // for screen readers only
         const range = document.createRange();
         range.selectNodeContents(node);
-        texts.push(...[...range.getClientRects()].filter((box) => box.width > 1).map((box) => [text, holder, box]));
+        const boxes = [...range.getClientRects()].filter((box) => box.width > 1 && box.right > 0);
+        texts.push(...boxes.map((box) => [text, holder, box]));
     }
     texts.forEach(([text, holder, box], number) => {
         for (const [other, , over] of texts.slice(number + 1)) {

@@ -205,7 +205,7 @@ def test_one_group_is_a_group(tmp_path: Path) -> None:
 
 def test_a_command_alone_prints_its_help_in_lines() -> None:
     done = run_alone()
-    assert "Commands:\n  clean " in done.stderr
+    assert "Look:\n  inspect " in done.stderr
     assert "Error" not in done.stderr
 
 

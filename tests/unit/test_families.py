@@ -1,9 +1,6 @@
-"""The command ``families``, and the documents that say the same."""
+"""The documents say of families what the rule tables say."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 
@@ -11,12 +8,10 @@ from paddle_reshard.pipeline.checkpoint.lora import check_matrices
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
-from paddle_reshard.pipeline.model.rules.families import families
 from paddle_reshard.pipeline.model.rules.rule import LoraRule
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+from tests.families import families
 from tests.families_page import DOCUMENTS, REPO, with_current_facts
-from tests.published import checked
-from tests.unit.test_starting import HEAVY, loaded
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -30,30 +25,6 @@ def test_every_table_says_how_it_is_proven() -> None:
         assert table.proven is not None, f"{table.family} ({table.convention})"
         has_forms = any(rule.huggingface is not None for rule in table.rules)
         assert (table.proven.huggingface is not None) == has_forms, f"{table.family} ({table.convention})"
-
-
-def test_families_are_listed_as_published() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "paddle_reshard", "families", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    listed = {(family["name"], family["library"]): family for family in checked(done)["families"]}
-    assert len(listed) == sum(table.version is None for table in shipped_tables())
-    assert listed["deepseek_v3", "paddleformers"] == {
-        "name": "deepseek_v3",
-        "library": "paddleformers",
-        "model_types": ["deepseek_v3"],
-        "axes": ["tp", "pp", "ep"],
-        "huggingface": "yes",
-        "multi_token_prediction": True,
-        "lora": True,
-        "proven": {"files": "checkpoints", "huggingface": "transformers"},
-    }
-    assert listed["gpt", "paddlenlp"]["huggingface"] == "no"
-    assert [listed["qwen2_5_vl", "paddleformers"][name] for name in ("axes", "lora")] == [["tp"], True]
 
 
 NOT_TRAINED = {"ernie", "ernie4_5_moe_vl", "deepseek_v3_pretrain"}
@@ -89,7 +60,3 @@ def test_lora_of_a_family_that_has_none_is_refused(family: str) -> None:
     matrix = ModelTensor(rule.key, rule, 0, (32, 4), dtype_named("bfloat16"), (), False)
     with pytest.raises(UnsupportedError, match=rf"LoRA of {table.family} .* is not supported"):
         check_matrices(Model((matrix,), table, {}), None)
-
-
-def test_listing_them_needs_no_numpy() -> None:
-    assert not loaded("families") & HEAVY
