@@ -14,6 +14,8 @@ from paddle_reshard.pipeline.core.shown import one_line
 
 log = logging.getLogger(__name__)
 
+TOKEN_HINT = "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to that"
+"""For errors of a head that wants another token, or any: it does by default."""
 CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 5.0
 """How often a run checks that the head answers."""

@@ -30,6 +30,7 @@ from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from paddle_reshard.clusters.ray import environment
+from paddle_reshard.clusters.ray.head import TOKEN_HINT
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, UsageError
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.storage.session.holder import user_at_host
@@ -43,7 +44,7 @@ _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _NO_SUCH_JOB = re.compile(r"status code 404\b.*\bdoes not exist", re.DOTALL)
 """What Ray's client raises when the head answers that it does not know a job."""
 _WANTS_TOKEN = re.compile("(?i)authentication|RAY_AUTH_MODE")
-"""In what it raises when the head wants another token, or any: it does by default."""
+"""In what it raises when the head wants another token, or any."""
 _LOG_IN_MESSAGE = ", last available logs"
 """Text after which Ray's message repeats the log."""
 
@@ -247,7 +248,6 @@ def _failing(secrets: Iterable[str]) -> Iterator[None]:
             message = message.replace(secret, "…")
         if isinstance(error, ConnectionError):
             raise JobError(f"the cluster cannot be reached: {message}") from None
-        hint = "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to that"
         raise JobError(
-            f"the cluster rejected the job: {message}{hint if _WANTS_TOKEN.search(message) else ''}"
+            f"the cluster rejected the job: {message}{TOKEN_HINT if _WANTS_TOKEN.search(message) else ''}"
         ) from None

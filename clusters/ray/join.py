@@ -10,6 +10,7 @@ checkpoint's folder, whose ``numpy.py`` must not run: see ``job_config``.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -19,16 +20,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError, RayError
 from ray.job_config import JobConfig
 
 from paddle_reshard.clusters import private_ray
 from paddle_reshard.clusters.container import memory_limit
-from paddle_reshard.clusters.ray.head import Head, check_answers, patience_seconds
+from paddle_reshard.clusters.ray.head import (
+    CONNECT_SECONDS,
+    TOKEN_HINT,
+    Head,
+    check_answers,
+    patience_seconds,
+)
 from paddle_reshard.pipeline.core.errors import ClusterError, UsageError
 from paddle_reshard.pipeline.core.shown import one_line
 
 SMALLEST_STORE_BYTES = 75 << 20
 """The smallest object store that Ray starts with."""
+_ASKS = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+"""What Ray itself asks a head first."""
+_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED")
+"""Of gRPC's status codes."""
 _TIMED_OUT = "timed out during startup"
 """What Ray says of a node whose raylet it has started and not heard of again."""
 
@@ -76,17 +88,43 @@ def _existing_ray(address: str) -> Iterator[None]:
         )
     try:
         check_answers(address)
+        _check_admits(address)
         with _sigterm_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, job_config=job_config())
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, RayError) as error:
         kind = UsageError if isinstance(error, ValueError) else ClusterError
-        # Ray does not report a missing token.
-        hint = "" if "RAY_AUTH_MODE" in os.environ else "; if it requires a token, set RAY_AUTH_MODE=token"
+        refused = isinstance(error, PermissionError | AuthenticationError)
+        hint = TOKEN_HINT if refused or "RAY_AUTH_MODE" not in os.environ else ""
         raise kind(f"cannot join Ray at {address!r}: {one_line(error)}{hint}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_admits(address: str) -> None:
+    """Ask a head at ``host:port`` with the token of this process, if it has one.
+
+    Ray asks on and on if its token is refused, and then says that the head cannot be reached.
+
+    Raises
+    ------
+    PermissionError
+        If the head wants another token, or any.
+    """
+    if not address.rpartition(":")[2].isdigit() or importlib.util.find_spec("grpc") is None:
+        return  # Ray alone, without its extra `default`, does not bring gRPC
+    import grpc
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    token = AuthenticationTokenLoader.instance().get_token_for_http_header()
+    metadata = [(name.lower(), value) for name, value in token.items()]
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary(_ASKS)(b"", metadata=metadata, timeout=CONNECT_SECONDS)
+        except grpc.RpcError as error:  # whatever else it is, such as TLS, Ray knows better
+            if error.code().name in _REFUSALS:
+                raise PermissionError(error.details()) from None
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
@@ -83,7 +83,7 @@ class PlannedTarget:
 class ConversionPlan(Shown):
     """A conversion that can be run."""
 
-    store: Source
+    store: Source = field(compare=False)
     """The source's files, as they were when indexed."""
     source: Checkpoint
     targets: tuple[PlannedTarget, ...]

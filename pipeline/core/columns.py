@@ -80,6 +80,14 @@ class Columns:
         layout = "".join(column.dtype.char for column in kept), bytes(map(_is_constant, columns))
         return _unpacked, (type(self), len(self), *layout, b"".join(column.tobytes() for column in kept))
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Columns) or type(self) is not type(other):
+            return NotImplemented
+        return len(self) == len(other) and all(
+            np.array_equal(column, there)
+            for (_, column), (_, there) in zip(self.narrow(), other.narrow(), strict=True)
+        )
+
     def __len__(self) -> int:
         return len(self._columns[self.COLUMNS[0]])
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.numbers import same_fields
 from paddle_reshard.pipeline.core.shown import only_in
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 ROOT_PREFIX = "sha256:"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fingerprints:
     """The fingerprints of the tensors of a checkpoint."""
 
@@ -44,6 +45,9 @@ class Fingerprints:
         """The fingerprints of ``tensors``, which may be in any order."""
         order = tensors.order(np.arange(len(tensors)))
         return cls(Tensors(tensors[number] for number in order.tolist()), checksums[order])
+
+    def __eq__(self, other: object) -> bool:
+        return same_fields(self, other)
 
     def __len__(self) -> int:
         return len(self.tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -11,6 +12,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Ints: TypeAlias = "npt.NDArray[np.int64]"
+
+
+def same_fields(one: Any, other: object) -> bool:
+    """Whether two dataclasses are of one class and have equal fields, arrays by what they hold."""
+    pairs = ((getattr(one, field.name), getattr(other, field.name)) for field in fields(one) if field.compare)
+    return type(one) is type(other) and all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs
+    )
 
 
 def numbered_within(lengths: Ints) -> Ints:

@@ -109,7 +109,7 @@ def without_names(data: Mapping[str, Any]) -> dict[str, Any]:
             key: [columns[0], dtype_of_meta(columns[1], key).name, *columns[2:]]
             for key, columns in entry.get("param_meta", {}).items()
         }
-        owners = {keys.get(name, name): rank for name, rank in (entry.get("param2rank") or {}).items()}
+        owners = {keys.get(name, name): rank for name, rank in entry["param2rank"].items()}
         mapping = {key: keys[name] for key, name in entry["structure_name_mapping"].items()}
         by_key = {"param2rank": owners, "structure_name_mapping": mapping}
         cells[cell] = {**entry, **by_key, "param_meta": described}
@@ -137,7 +137,7 @@ def _parse_cell(entry: Mapping[str, Any], cell: str) -> CellMeta:
     for key, of_key in described.items():
         if isinstance(of_key, list) and len(of_key) != len(columns):
             raise CheckpointError(f"{where}: {key}: {of_key!r} are not values of the columns {columns}")
-    owners = entry.get("param2rank") or {}
+    owners = entry["param2rank"]
     if not isinstance(owners, dict) or not all(_is_int(rank) for rank in owners.values()):
         raise CheckpointError(f"{where}: param2rank is not an object of ranks")
     comm_overlap = entry.get("enable_overlap", False)

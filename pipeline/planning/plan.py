@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError
 from paddle_reshard.pipeline.core.geometry import Ranges, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.numbers import Ints, same_fields
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -87,7 +87,7 @@ class CarriedFile:
     size_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Everything a conversion or comparison will do."""
 
@@ -125,6 +125,9 @@ class Plan:
     stores: number of the master weight → number and dtype of the parameter."""
     measured: Mapping[int, DType] | None = None
     """In a plan that measures differences: dtypes of the second side, where it has others."""
+
+    def __eq__(self, other: object) -> bool:
+        return same_fields(self, other)
 
     @property
     def groups(self) -> int:

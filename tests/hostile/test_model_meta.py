@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
 from tests.conftest import case_directory
+from tests.sampling import exhaustive
 
 Meta = dict[str, Any]
 FLOAT32, FLOAT16, BFLOAT16 = 10, 15, 16
@@ -183,3 +185,83 @@ def test_the_order_of_entries_is_no_difference(tmp_path: Path) -> None:
     report = paddle_reshard.verify(case_directory("sh2_s1v1_meta") / "checkpoint-3", source)
     assert report.equal
     assert not report.remarks
+
+
+# -------------------------------------------------------------------------------------------------- every entry
+
+
+NAMED = {r"tp\d+_pp\d+(_ep\d+)?": "a cell", r".*\.(weight|bias)": "a parameter", r".*\.[wb]_\d+.*": "a name"}
+"""What keys of dicts are called in a description."""
+
+
+NOBODY_READS = {
+    (
+        "states/lora_sh2_s1v2_meta",
+        "sharding_metas / a cell / structure_name_mapping / a parameter changed",
+    ): "the name of a parameter of the base: no file of the checkpoint holds it or a state of it",
+}
+
+
+def _entries(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every entry, of those with entries too."""
+    if at:
+        yield at
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, entry in inner:
+        yield from _entries(entry, (*at, key))
+
+
+def _described(at: tuple[Any, ...]) -> str:
+    words = [next((word for of, word in NAMED.items() if re.fullmatch(of, str(step))), step) for step in at]
+    return " / ".join(map(str, words))
+
+
+def _another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    return f"{value}x" if isinstance(value, str) else None
+
+
+def _at(meta: Meta, at: tuple[Any, ...]) -> Any:
+    for step in at:
+        meta = meta[step]
+    return meta
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "sh2_s1v1_meta",
+        exhaustive("sh2_s1v2_meta"),
+        exhaustive("small-families/qwen2_mp2pp2sh2_s1v2_meta"),
+        exhaustive("small-families/nlp_qwen2_mp2pp2sh2_s1v2_meta"),
+        exhaustive("moe/ep2_sh2_s1v2_meta_ema"),
+        exhaustive("moe/nlp_dsv2_ep_dp2sh2_s1v2_meta"),
+        exhaustive("states/lora_sh2_s1v2_meta"),
+    ],
+)
+def test_no_entry_is_changed_or_removed_unnoticed(case: str, tmp_path: Path) -> None:
+    """One of every kind: ``verify A B`` refuses the other, or names the file."""
+    source = _source(case, tmp_path)
+    meta = json.loads((source / "model_meta.json").read_bytes())
+    one_of_each = {_described(at): at for at in reversed([*_entries(meta)])}
+    unnoticed = []
+    for what, at in one_of_each.items():
+        for deed in ("removed", "changed"):
+            odd = copy.deepcopy(meta)
+            if deed == "removed":
+                del _at(odd, at[:-1])[at[-1]]
+            else:
+                _at(odd, at[:-1])[at[-1]] = _another(_at(odd, at))
+            (source / "model_meta.json").write_text(json.dumps(odd))
+            try:
+                report = paddle_reshard.verify(case_directory(case) / "checkpoint-3", source)
+            except ReshardError:
+                continue
+            found = [*(difference.tensor for difference in report.differences), *report.remarks]
+            if not any(entry.startswith("model_meta.json") for entry in found):
+                unnoticed.append(f"{what} {deed}")
+    assert len(one_of_each) > 15
+    assert unnoticed == [what for of, what in NOBODY_READS if of == case]

@@ -58,6 +58,7 @@ def test_jobs_on_a_real_head(tmp_path: Path, one_card: dict[str, bytes]) -> None
     with running_head() as head:
         check_that_the_end_is_told_again(head, tmp_path / "again", one_card)
         check_that_a_failure_is_told(head, tmp_path / "fails")
+        check_that_a_driver_without_the_token_is_told(head, tmp_path)
         check_that_watch_submits(head, tmp_path / "watch", one_card)
 
 
@@ -162,6 +163,24 @@ def check_that_a_failure_is_told(head: Head, tmp_path: Path) -> None:
     nobody = submit(head, GOLDEN, tmp_path / "out", "--to", "tp=1", **without)
     assert nobody.returncode == 1
     assert "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to that" in nobody.stderr
+
+
+def check_that_a_driver_without_the_token_is_told(head: Head, tmp_path: Path) -> None:
+    """At once: Ray itself asks for minutes, and tells only its log that the token is refused."""
+    for of_driver in (
+        {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""},
+        {"RAY_AUTH_TOKEN": "0" * 64},
+        {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)},
+    ):
+        arguments = ("convert", GOLDEN, tmp_path / "no", "--to", "tp=1", "--cluster", f"ray:{head.cluster}")
+        refused = run(*arguments, env={**head.env, **of_driver})
+        assert refused.returncode == 1
+        assert f"cannot join Ray at '{head.cluster}': " in refused.stderr
+        assert (
+            "; if it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to that [Clust"
+            in refused.stderr
+        )
+        assert "gcs_client" not in refused.stderr
 
 
 def check_that_watch_submits(head: Head, tmp_path: Path, one_card: dict[str, bytes]) -> None:
