@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table lab draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table elastic lab draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -34,6 +34,7 @@ help:
 	@echo "make draws    real jobs drawn by chance, converted, and held against live memory and real files (ARGS='--seed 7 --count 40')"
 	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into tests/parity/losses.md (two hours; can be interrupted)"
+	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (20 minutes)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into benchmarks/disk.md (ARGS=--quick)"
 	@echo "make scaling  how conversions gain from more cores, and where they wait; eight minutes (ARGS=--write: into benchmarks/scaling.md)"
@@ -218,6 +219,9 @@ first-job: $(VENV)/.test
 
 parity-table: $(VENV)/.test
 	$(BIN)/python -m tests.parity.table $(ARGS)
+
+elastic: $(VENV)/.test
+	$(BIN)/python -m tests.elastic.run
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.disk $(ARGS)

@@ -35,8 +35,7 @@ OF_TUNING = {"Full": (2, "--tensor_model_parallel_size 2"), "LoRA": (1, "")}
 ALWAYS = (
     "--stage PT --train_dataset_type erniekit --eval_dataset_type erniekit --train_dataset_prob 1.0 "
     "--continue_training false --_attn_implementation eager --max_seq_len 32 --device cpu --do_train true "
-    "--learning_rate 2e-3 --warmup_steps 0 --per_device_train_batch_size 1 --save_steps 3 --logging_steps 1 "
-    "--report_to none --disable_tqdm true"
+    "--warmup_steps 0 --per_device_train_batch_size 1 --logging_steps 1 --report_to none --disable_tqdm true"
 )
 
 
@@ -69,13 +68,13 @@ def main(wanted: Sequence[str]) -> int:
     """Run the rows; 0 if every job continued where it was stopped."""
     rows = {name: ROWS[name] for name in wanted or ROWS}
     shutil.rmtree(WORK, ignore_errors=True)
-    _inputs(WORK / "in")
+    write_inputs(WORK / "in")
     lab, failed = open_lab(SCRIPTS_MOE), []
     for tuning in dict.fromkeys(row.tuning for row in rows.values()):
         undisturbed = f"before-{tuning}"
         ranks, topology = OF_TUNING[tuning]
         arguments = f"{BEFORE} {topology} --fine_tuning {tuning} --gradient_accumulation_steps {GLOBAL_BATCH}"
-        losses = _train(lab, undisturbed, arguments.split(), ranks, after=STOP)
+        losses = _train(lab, undisturbed, arguments.split(), ranks, after=str(STOP))
         say(f"{undisturbed}: losses {losses}")
         failed += [
             name for name, row in rows.items() if row.tuning == tuning and not _check(lab, name, row, losses)
@@ -96,12 +95,13 @@ def _check(lab: Lab, name: str, row: Row, before: dict[int, float]) -> bool:
         if row.nodes:
             printed = [word.replace(f"{target}-0", f"{target}-{{node}}") for word in printed]
         batch = ["--gradient_accumulation_steps", str(row.accumulation)]
-        after = _train(lab, name, [*printed, *batch], row.ranks, after=0)
+        after = _train(lab, name, [*printed, *batch], row.ranks)
     except (LabError, subprocess.CalledProcessError) as error:
         say(f"{name}: FAILED: {error}\n{getattr(error, 'stderr', None) or ''}")
         return False
     truths = [
-        read_tensors(WORK / job / "state" / "truth.safetensors") for job in (name, f"before-{row.tuning}")
+        read_tensors(WORK / job / "state" / str(STOP) / "truth.safetensors")
+        for job in (name, f"before-{row.tuning}")
     ]
     found = differences(*truths)
     far = [step for step in range(STOP + 1, END + 1) if abs(after.get(step, 0) - before[step]) > CLOSE]
@@ -125,16 +125,19 @@ def _reshard(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=WORK).stdout
 
 
-def _train(lab: Lab, name: str, arguments: Sequence[str], ranks: int, after: int) -> dict[int, float]:
+def _train(lab: Lab, name: str, arguments: Sequence[str], ranks: int, after: str = "") -> dict[int, float]:
     """Start the command line's ranks; step → loss, from the trainer's own lines."""
     out = WORK / name
     given = (
         f"--model_name_or_path {WORK / 'in' / 'model'} --train_dataset_path {WORK / 'in' / 'train.jsonl'} "
     )
-    given += f"--eval_dataset_path {WORK / 'in' / 'eval.jsonl'} --output_dir {out} --max_steps {END} {ALWAYS}"
+    given += (
+        f"--eval_dataset_path {WORK / 'in' / 'eval.jsonl'} --output_dir {out} --max_steps {END} {ALWAYS} "
+    )
+    given += f"--learning_rate 2e-3 --save_steps {STOP}"
     logs = WORK / f"{name}-logs"
     logs.mkdir()
-    environment = {"RUN_NAME": name, "RUN_OUT": str(out / "state"), "DUMP_AFTER": str(after)}
+    environment = {"RUN_NAME": name, "RUN_OUT": str(out / "state"), "DUMP_AFTER": after}
     environment["PYTHONPATH"] = str(REPO / "src")
     texts = run_command(
         [str(lab.python), str(RANK), *given.split(), *arguments],
@@ -147,7 +150,7 @@ def _train(lab: Lab, name: str, arguments: Sequence[str], ranks: int, after: int
     return {int(step): float(loss) for loss, step in LOSS.findall("".join(texts))}
 
 
-def _inputs(folder: Path) -> None:
+def write_inputs(folder: Path, **sizes: int) -> None:
     """A small model, a tokenizer and some sentences."""
     model = folder / "model"
     model.mkdir(parents=True)
@@ -189,6 +192,7 @@ def _inputs(folder: Path) -> None:
         "torch_dtype": "bfloat16",
         "rope_theta": 10000.0,
         "use_cache": False,
+        **sizes,
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 32, **names}
     for path, content in (

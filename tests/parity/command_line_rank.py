@@ -1,11 +1,15 @@
 """One rank of ``paddleformers-cli train``: the command line's own function, and before it only what a CPU needs.
 
-Environment: ``RUN_NAME`` is said at the end; ``RUN_OUT`` is where the state is dumped, after step ``DUMP_AFTER``, or
-right after loading if that is 0.
+Environment: ``RUN_NAME`` is said at the end. The state is dumped in ``RUN_OUT``, in a folder of the step: right after
+loading, and when a step of ``DUMP_AFTER`` is saved. Losses are added to the file ``RUN_LOSSES``, a line each.
+``RUN_TORN`` is a step whose save the last rank does not survive.
+``RUN_WITHOUT=moments`` loses the moments after loading: what a check of losses must see.
 """
 
+import json
 import logging
 import os
+import signal
 import sys
 import time
 import types
@@ -23,9 +27,10 @@ def main() -> None:
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
     import new_models
+    import truth
 
     new_models._patch()
-    dump_state(os.environ["RUN_OUT"], int(os.environ["DUMP_AFTER"]))
+    dump_state(truth)
     rank = os.environ.get("PADDLE_TRAINER_ID", "0")
     sys.argv = ["paddleformers-cli", "train", *(word.replace(NODE, rank) for word in sys.argv[1:])]
     from paddleformers.cli.train.tuner import run_tuner
@@ -33,12 +38,13 @@ def main() -> None:
     run_tuner()
 
 
-def dump_state(out: str, after: int) -> None:
-    """Have the job dump what its ranks hold, in whole tensors, once, and end when it has trained."""
-    import driver
+def dump_state(truth) -> None:
+    """Have the job dump what its ranks hold, in whole tensors, tell its losses, and end when it has trained.
+
+    ``truth`` is the module of the laboratory that gathers the tensors of such a model.
+    """
     import paddle.distributed as dist
-    import truth
-    from paddleformers.trainer import Trainer, TrainerCallback
+    from paddleformers.trainer import Trainer
 
     from paddle_reshard import names_callback
 
@@ -48,21 +54,7 @@ def dump_state(out: str, after: int) -> None:
     train = Trainer.train
 
     def train_and_dump(trainer, *arguments, **options):
-        class Dump(TrainerCallback):
-            def on_train_begin(self, *_, **__) -> None:
-                if not after:
-                    self.dump()
-
-            def on_step_end(self, args, state, control, **_) -> None:
-                if state.global_step == after:
-                    self.dump()
-
-            def dump(self) -> None:
-                lora = "lora" if type(trainer.model).__name__.startswith("LoRA") else ""
-                place = types.SimpleNamespace(out=out, lora=lora, patch="")
-                driver.show_and_gather(truth, truth.gather, trainer, place, trainer.args)
-
-        trainer.add_callback(Dump())
+        trainer.add_callback(_witness(truth, trainer))
         if trainer.args.resume_from_checkpoint:
             names = names_callback(trainer)
             names.check()
@@ -77,6 +69,69 @@ def dump_state(out: str, after: int) -> None:
         os._exit(0)  # gloo sometimes aborts at exit after a clean run
 
     Trainer.train = train_and_dump
+    if torn := os.environ.get("RUN_TORN"):
+        die_in_save(Trainer, int(torn))
 
 
-main()
+def _witness(truth, trainer):
+    import driver
+    from paddleformers.trainer import TrainerCallback
+
+    after = {int(step) for step in os.environ["DUMP_AFTER"].split()}
+
+    class Witness(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_) -> None:
+            if args.resume_from_checkpoint:
+                self.dump(state.global_step)
+            if os.environ.get("RUN_WITHOUT") == "moments":
+                lose_moments(truth._chain(trainer.optimizer)[-1])
+
+        def on_save(self, args, state, control, **_) -> None:
+            # The trainer's average, whose callback comes after this one, counts the step by now.
+            if state.global_step in after:
+                self.dump(state.global_step)
+
+        def on_log(self, args, state, control, logs=None, **_) -> None:
+            if "loss" in (logs or {}):
+                tell_loss(state.global_step, logs["loss"])
+
+        def dump(self, step: int) -> None:
+            lora = "lora" if type(trainer.model).__name__.startswith("LoRA") else ""
+            place = types.SimpleNamespace(out=f"{os.environ['RUN_OUT']}/{step}", lora=lora, patch="")
+            driver.show_and_gather(truth, truth.gather, trainer, place, trainer.args)
+
+    return Witness()
+
+
+def lose_moments(optimizer) -> None:
+    """What is left if a checkpoint's moments are not loaded."""
+    import paddle
+
+    for kind in ("moment1", "moment2"):
+        for moment in optimizer._accumulators[kind].values():
+            paddle.assign(paddle.zeros_like(moment), moment)
+
+
+def die_in_save(of_trainer, step: int) -> None:
+    """Have the last rank die as it begins to save a step, which the others do save."""
+    import paddle.distributed as dist
+
+    save = of_trainer._save_checkpoint
+
+    def save_or_die(trainer, *arguments, **options):
+        if trainer.state.global_step == step and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(trainer, *arguments, **options)
+
+    of_trainer._save_checkpoint = save_or_die
+
+
+def tell_loss(step: int, loss: float) -> None:
+    """Add the loss of a step to what the first rank tells, in all its digits."""
+    if "RUN_LOSSES" in os.environ and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
+        with Path(os.environ["RUN_LOSSES"]).open("a") as told:
+            told.write(json.dumps([step, loss]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

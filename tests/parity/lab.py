@@ -173,7 +173,7 @@ def run_command(
         If a rank fails or the time is over; with the end of the log of a rank that failed.
     """
     logs = [logs_in / f"rank{rank}.log" for rank in range(ranks)]
-    with _mailbox() as box:
+    with mailbox() as box:
         ends = _run_ranks(command, logs, _environments(ranks, box, environment), timeout_seconds)
     texts = [log.read_text(errors="replace") for log in logs]
     done = [end == 0 and f"CASE_OK {name}" in text for end, text in zip(ends, texts, strict=True)]
@@ -189,7 +189,7 @@ def run_command(
 
 
 @contextlib.contextmanager
-def _mailbox() -> Iterator[Path]:
+def mailbox() -> Iterator[Path]:
     """Make the folder through which the ranks pass point-to-point messages."""
     memory = Path("/dev/shm")
     box = tempfile.mkdtemp(prefix="parity_", dir=memory if memory.is_dir() else None)
@@ -199,23 +199,27 @@ def _mailbox() -> Iterator[Path]:
         shutil.rmtree(box, ignore_errors=True)
 
 
-def _environments(ranks: int, box: Path, more: Mapping[str, str]) -> list[dict[str, str]]:
-    """Tell each rank who it is, as a launcher does."""
-    port = _free_ports(ranks)
+def shared_environment(port: int, box: Path) -> dict[str, str]:
+    """What all ranks are told beside who they are, with ``port`` the first of those that are free."""
     shared = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("PADDLE_", "PYTHONPATH", "PYTHONDONTWRITE"))
     }
-    shared |= {
+    return shared | {
         "SHIM_BOX": str(box),
         "SHIM_STORE_PORT": str(port + STORE_OFFSET),
         "OMP_NUM_THREADS": "1",
         "GLOG_v": "0",
         # Compiling the trainer's modules takes a rank most of its time; the environment itself stays as it is.
         "PYTHONPYCACHEPREFIX": str(PARITY / "bytecode"),
-        **more,
     }
+
+
+def _environments(ranks: int, box: Path, more: Mapping[str, str]) -> list[dict[str, str]]:
+    """Tell each rank who it is, as a launcher does."""
+    port = free_ports(ranks)
+    shared = shared_environment(port, box) | dict(more)
     if ranks == 1:
         return [shared | {"FLAGS_selected_gpus": "0"}]
     endpoints = [f"127.0.0.1:{port + rank}" for rank in range(ranks)]
@@ -236,7 +240,7 @@ def _environments(ranks: int, box: Path, more: Mapping[str, str]) -> list[dict[s
     ]
 
 
-def _free_ports(ranks: int) -> int:
+def free_ports(ranks: int) -> int:
     """Find a base at which all the ports are free that a run may listen on."""
     start = os.getpid() % len(PORTS)
     for base in (*PORTS[start:], *PORTS[:start]):
