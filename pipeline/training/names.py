@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.formats.hybrid.names import (
     parse_rank_file,
     rank_file_name,
 )
+from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import WEIGHTS_OF_RANK, hybrid_name
 from paddle_reshard.pipeline.formats.hybrid.source import AUTOMATIC_NAME
 from paddle_reshard.pipeline.formats.jobs.keys import cell_name
 from paddle_reshard.pipeline.formats.model_meta import parse_model_meta
@@ -77,6 +78,7 @@ def check_names(
 
     Every rank checks its own files; nothing is changed and no value is read. Of a FlexCheckpoint, which stores states
     by key, dtypes and master weights are compared, and local shapes with the pieces into which this job cuts the whole.
+    Beside parameters in safetensors files, which hold no names, those of the states and their shapes must be the job's.
     Call it after the model is built and before the trainer loads, which may load into other dtypes and train without a
     word.
 
@@ -125,8 +127,9 @@ def compare_with_job(
     if described := [path for path in sorted(files.sizes) if path.endswith(METADATA)]:
         return _check_flex(files, described, list(_live_names(model)), master_weights, placed, _cuts(rank))
     own = _own_file(files, _own_path(rank))
-    weights = _weights_of(files, own)
-    stored, live = _stored_names(files, own, weights), list(_live_names(model))
+    weights, live = _weights_of(files, own), list(_live_names(model))
+    # Safetensors files hold no names of parameters: those of the states in the optimizer file must all be the job's.
+    stored = _stored_names(files, own, weights) if weights.path in files.sizes else live
     numbered = own.moe is None and weights.kind != LORA_MODEL_STATE
     problems = [*_differences(stored, live, numbered)]
     if not problems:
@@ -291,8 +294,9 @@ def _stored_names(files: SourceFiles, own: RankFile, weights: RankFile) -> list[
 
 
 def _weights_of(files: SourceFiles, own: RankFile) -> RankFile:
-    """The file of this rank's parameters."""
-    ranks = [file for path in sorted(files.sizes) if (file := parse_rank_file(path)) and file.kind in WEIGHTS]
+    """The file of this rank's parameters; under the name of the one whose place a safetensors file takes."""
+    named = (hybrid_name(path) if WEIGHTS_OF_RANK.fullmatch(path) else path for path in sorted(files.sizes))
+    ranks = [file for path in named if (file := parse_rank_file(path)) and file.kind in WEIGHTS]
     topology = Topology(
         tp=1 + max((file.tp or 0 for file in ranks), default=0),
         sharding=1 + (own.shard or 0),

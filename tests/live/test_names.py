@@ -81,6 +81,17 @@ def test_another_shape_is_refused(paddle: Any, tmp_path: Path) -> None:
         check_names(model_of(paddle, width=4), saved)
 
 
+def test_weights_in_safetensors_leave_the_names_of_states(paddle: Any, tmp_path: Path) -> None:
+    """The trainers save parameters so by default (``save_to_hf``): under their keys, without their names."""
+    saved = save(paddle, model_of(paddle), tmp_path)
+    (saved / "model_state.pdparams").rename(saved / "model.safetensors")
+    assert check_names(model_of(paddle), saved) == 5
+    with pytest.raises(
+        CheckpointError, match=r"holds linear_1\.w_0_moment1_\d as \(8, 8\), in this job it is \(8, 4\)"
+    ):
+        check_names(model_of(paddle, width=4), saved)
+
+
 def test_a_parameter_of_one_side_alone_is_refused(paddle: Any, tmp_path: Path) -> None:
     saved = save(paddle, model_of(paddle), tmp_path / "fewer")
     with pytest.raises(CheckpointError, match=r"head\.weight \(linear_2\.w_0\) is only in this job"):

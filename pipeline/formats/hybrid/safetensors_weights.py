@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.model.weights import dtype_of_tag, is_transposed
 from paddle_reshard.storage.files.safetensors import SafetensorsPayload
 
-_WEIGHTS = re.compile(r"model(\.[a-z0-9_]+)?\.safetensors")
+WEIGHTS_OF_RANK = re.compile(r"model(\.[a-z0-9_]+)?\.safetensors")
 
 
 def hybrid_name(path: str) -> str:
@@ -37,7 +37,7 @@ def hybrid_name(path: str) -> str:
     >>> hybrid_name("model.tp00_pp01.safetensors")
     'model_state.tp00_pp01.pdparams'
     """
-    match = _WEIGHTS.fullmatch(path)
+    match = WEIGHTS_OF_RANK.fullmatch(path)
     if match is None:
         raise CheckpointError(f"{path}: not the weights of a rank beside optimizer states (.pdopt) of one")
     return f"model_state{match[1] or ''}.pdparams"
