@@ -7,7 +7,7 @@ Code outside a format's folder never checks which format it deals with: all diff
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -95,6 +95,10 @@ class Format(ABC):
     def lost_to_tp(self, family: str, library: str, recipe: str) -> str:
         """Why a trainer's job with tensor parallelism cannot read it, in a sentence; empty: it can."""
         return ""
+
+    def loads(self, paths: Iterable[str]) -> bool:
+        """Whether the trainers load what they have saved in files of these names."""
+        return True
 
     def rank_of(self, path: str) -> Mapping[str, int] | None:
         """Axis → coordinate of the rank that writes a file, as far as its name tells; ``None``: no rank does."""

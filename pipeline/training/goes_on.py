@@ -158,7 +158,8 @@ class Start:
         location = self.root().at(found.name)
         topology = self.to or self._nearest(location)
         self.node.ranks_of(topology)
-        if is_local(self.run) and reads_as_it_is(found.seen, topology, self.options):
+        loaded = FORMATS[found.seen.format].loads(found.files)
+        if loaded and is_local(self.run) and reads_as_it_is(found.seen, topology, self.options):
             return self._as_it_is(found, location, topology, agree)
         return self._converted(found, location, topology, agree)
 

@@ -71,6 +71,14 @@ def test_a_job_of_the_same_topology_reads_the_checkpoint_itself(run: Path, tmp_p
     assert go_on(start(run, tmp_path / "local", SAVED_WITH + ",dp=2")).path == found.path
 
 
+def test_parameters_that_the_trainer_saves_and_does_not_load_are_made_loadable(tmp_path: Path) -> None:
+    """``save_to_hf``, its default: ``model.safetensors`` beside the optimizer's file, and no ``model_state``."""
+    case = case_directory("single_tohf") / "checkpoint-3"
+    shutil.copytree(case, tmp_path / "run" / "checkpoint-3", copy_function=shutil.copyfile)
+    found = go_on(start(tmp_path / "run", tmp_path / "local", "tp=1"))
+    assert {"model_state.pdparams", "optimizer.pdopt"} <= {path.name for path in Path(found.path).iterdir()}
+
+
 def test_a_job_of_another_topology_reads_what_convert_makes(run: Path, tmp_path: Path) -> None:
     found = go_on(start(run, tmp_path / "local", "pp=2"))
     paddle_reshard.convert(run / "checkpoint-3", tmp_path / "expected", to="pp=2")

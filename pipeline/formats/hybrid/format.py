@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -68,6 +68,15 @@ class HybridFormat(Format):
             if own_part
             else reads
         )
+
+    def loads(self, paths: Iterable[str]) -> bool:
+        """Not parameters in safetensors files, which they save by default and look for as ``model_state`` alone.
+
+        ``_load_from_checkpoint`` in PaddleFormers' ``trainer/trainer.py``: "do not support safetensors".
+        """
+        from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import WEIGHTS_OF_RANK
+
+        return not any(WEIGHTS_OF_RANK.fullmatch(path) for path in paths)
 
     def rank_of(self, path: str) -> Mapping[str, int] | None:
         """Every tensor file is one of a rank; ``ep`` is the expert rank.
