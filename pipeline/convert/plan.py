@@ -28,6 +28,7 @@ from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.portion import Portion, digest_of, files_of_ranks, job_of, portion_of
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import check_nothing_lost, join, lay_out, starts_anew
+from paddle_reshard.pipeline.indexing.detect import check_parts
 from paddle_reshard.pipeline.indexing.small_files import small_files_naming_code
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import without_states_in_words
@@ -256,9 +257,10 @@ def _given_in_words(tensors: Sequence[str], location: str, *further: str) -> str
 
 def source_in_words(source: Checkpoint) -> str:
     """Format, topology and sharding strategy."""
+    described = source.model.table.described_in
     if source.job.topology is None:
-        return source.format
-    return f"{source.format}, {source.job.topology}, {sharding_in_words(source.job.strategy)}"
+        return f"{source.format}{described}"
+    return f"{source.format}, {source.job.topology}, {sharding_in_words(source.job.strategy)}{described}"
 
 
 def plan_checkpoint(
@@ -275,6 +277,8 @@ def plan_checkpoint(
     for asked in request.target_requests:
         altered.source.model.table.check_format(asked.format, altered.source.model.config)
     specs = [asked.target_for(altered.source) for asked in request.target_requests]
+    for spec in specs:
+        check_parts(altered.source, spec.topology.tp if isinstance(spec, HybridJob) else None)
     if _ties_heads(specs, request, altered.source.model):
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted

@@ -31,7 +31,7 @@ _INDEX = (
 _RANDOM_STATE = r"rng_state(?:_\d+)?\.pth"
 _TRAINING = (
     r"(?:scheduler|scaler)\.pdparams|trainer_state\.(?:json|bin)|training_args\.bin|"
-    r"static_name_to_dyg_name\.json|ema\.json"
+    r"static_name_to_dyg_name\.json|ema\.json|paddle_reshard_rules\.json"
 )
 _MARKER = (
     rf"{SIGNAL_PREFIX}\d+|save_signal_TMP_\d+|\.(?:model|optimizer|checkpoint)_done|"

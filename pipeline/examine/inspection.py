@@ -103,6 +103,8 @@ class Inspection(Shown):
     """How the keys in its files become those of the model; empty: they are the same."""
     left_out: tuple[tuple[str, str], ...] = ()
     """``(tensor or file, why it is not read)``."""
+    described: str = ""
+    """Behind the family: in which jobs its model was described, where no table of the package is used."""
     lacking: tuple[str, ...] = ()
     """Small files that an inference engine reads beside a model and that are not there, in words."""
 
@@ -116,7 +118,7 @@ class Inspection(Shown):
         written_by = f"{self.library or self.convention}{f' ({self.recipe})' if self.recipe else ''}"
         facts = [
             ("checkpoint", self.path),
-            ("format", f"{self.format}, written by {written_by}, model family {self.family}"),
+            ("format", f"{self.format}, written by {written_by}, model family {self.family}{self.described}"),
             *self._job_facts(),
             ("tensor files", f"{self.tensor_files}, {readable_bytes(self.tensor_bytes)}"),
             ("other files", f"{len(self.other_files)}"),
@@ -287,6 +289,7 @@ def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
         recipe=checkpoint.model.table.recipe,
         recipe_switches=checkpoint.model.recipe_switches,
         keys_read=checkpoint.keys_read,
+        described=checkpoint.model.table.described_in,
         left_out=(*checkpoint.not_carried, *((name, STRAY) for name in store.folders if is_stray(name))),
         lacking=tuple(lacking_files(checkpoint.model.config, sizes)) if served else (),
     )

@@ -20,18 +20,23 @@ from paddle_reshard.pipeline.core.errors import (
     FormatError,
     PlanError,
     ReshardError,
+    RuleError,
     UnsafePickleError,
+    UsageError,
     of_optimizer,
 )
-from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, MODEL_META, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, MODEL_META, RULES, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, too_large
 from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
 from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.roles import check_roles
 from paddle_reshard.pipeline.indexing.small_files import check_steps
 from paddle_reshard.pipeline.indexing.times import far_apart
 from paddle_reshard.pipeline.model.optimizers import check_known
+from paddle_reshard.pipeline.model.rules.choose import candidates_for, says_the_same
 from paddle_reshard.pipeline.model.rules.entries import with_entry
 from paddle_reshard.pipeline.model.rules.items import mtp_entry
+from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.store import Source
@@ -68,7 +73,26 @@ def index_checkpoint(
     """
     checkpoint = index_source(SourceFiles(store, config, index_here, index_files), tables, missing, pieces)
     check_names(store.location, checkpoint)
+    if not pieces:
+        check_parts(checkpoint, None)
     return checkpoint
+
+
+def check_parts(checkpoint: Checkpoint, tp: int | None) -> None:
+    """Refuse other pieces of tensors of which nobody has said what is fused in them.
+
+    ``tp``: the degree of the job that is to hold them, ``None`` for whole tensors.
+    """
+    held = checkpoint.job.topology.tp if checkpoint.job.topology is not None else None
+    if held == tp or {held, tp} <= {1, None}:
+        return
+    if unknown := next((t for t in checkpoint.model.tensors if t.rule.parts_unknown), None):
+        raise RuleError(
+            unknown.key,
+            f"tp cuts its dim {unknown.rule.split}, and live parameters do not tell what is fused along it; its class "
+            "has no AOA statement that does. Describe the model with fused={KEY: PARTS}, {} if nothing is fused, or "
+            f'write "parts" in place of "parts_unknown" into the row of {unknown.rule.key}',
+        )
 
 
 def check_names(location: str, checkpoint: Checkpoint) -> None:
@@ -164,6 +188,7 @@ def _refuse_portion(files: SourceFiles) -> None:
 
 def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None, pieces: bool) -> Checkpoint:
     _refuse_folder_of_checkpoints(files)
+    tables = tables_beside(files, tables)
     format = format_of(files)
     checkpoint = format.index(files, tables, missing)
     if files.safetensors:
@@ -186,6 +211,31 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
     held = sorted(file.path for file in checkpoint.catalog.files)
     apart = far_apart(held, files.store.modified(), files.sizes)
     return replace(checkpoint, unproven="; ".join(filter(None, (checkpoint.unproven, apart))))
+
+
+def tables_beside(files: SourceFiles, tables: RuleTables) -> RuleTables:
+    """The table that the job has described beside the checkpoint, unless one is given or a shipped one says the same.
+
+    Raises
+    ------
+    FormatError
+        If the file is no rule table.
+    """
+    if tables.for_any_family or RULES not in files.sizes:
+        return tables
+    size = files.sizes[RULES]
+    if size > MAX_CONFIG_BYTES:
+        raise FormatError("too_large", RULES, None, too_large(size, MAX_CONFIG_BYTES))
+    try:
+        table = parse_rule_table(files.store.read(RULES, 0, size).decode(), RULES)
+    except (UsageError, UnicodeDecodeError) as error:
+        raise FormatError(
+            "bad_rules", RULES, None, f"{error}; give another table with --rules FILE"
+        ) from error
+    config = files.config_if_any()
+    if any(says_the_same(table, known, config) for known in candidates_for(tables, config)):
+        return tables
+    return RuleTables([table])
 
 
 _NODE: Final = re.compile(r"(?:node|host|worker|machine|server|trainer|rank|pod)[-_]?\d{1,5}")

@@ -278,7 +278,7 @@ def predict_parameter_names(
     the same cell have the same name.
     """
     named = _NamesOfCell(config, pp, tp, sequence_parallel, ep)
-    for tensor in _in_building_order(tensors):
+    for tensor in in_building_order(tensors):
         named.names[tensor.key] = named.build(tensor)
     return {tensor.key: named.names[tensor.key] for tensor in tensors}
 
@@ -355,7 +355,7 @@ class _NamesOfCell:
         return number
 
 
-def _in_building_order(
+def in_building_order(
     tensors: Sequence[Named],
 ) -> Sequence[Named]:
     """Tensors of a cell in the order in which their parameters are built, according to ``built_after`` in the rows."""

@@ -163,6 +163,10 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from paddle_reshard.pipeline.training.tensors import stage3_state_dict as stage3_state_dict
     from paddle_reshard.pipeline.training.names_callback import names_callback as names_callback
     from paddle_reshard.pipeline.training.within_job import resume as resume
+    from paddle_reshard.pipeline.training.describe import (
+        describe as describe,
+        describe_callback as describe_callback,
+    )
     from paddle_reshard.pipeline.planning.compare import Difference as Difference
     from paddle_reshard.pipeline.planning.plan import (
         CarriedFile as CarriedFile,
@@ -240,6 +244,7 @@ _HOMES = {
     "pipeline.training.names": ("check_names",),
     "pipeline.training.names_callback": ("names_callback",),
     "pipeline.training.within_job": ("resume",),
+    "pipeline.training.describe": ("describe", "describe_callback"),
     "pipeline.training.tensors": ("stage3_state_dict",),
     "pipeline.training.converter": ("CheckpointConverter",),
     # Averages beside training

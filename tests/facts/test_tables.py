@@ -71,9 +71,9 @@ def table_of(build: facts.Build) -> RuleTable:
     return table
 
 
-def differences(build: facts.Build) -> Iterator[str]:
+def differences(build: facts.Build, table: RuleTable | None = None) -> Iterator[str]:
     """What the table says of a rank's tensors, where that is not what its class has built."""
-    table, config = table_of(build), build.saved or {}
+    table, config = table or table_of(build), build.saved or {}
     tp, pp, ep = (2 if build.topology in topologies else 1 for topologies in (TP, PP, EP))
     if refused := table.unsupported_option(config, stages_known=True):
         yield str(refused)

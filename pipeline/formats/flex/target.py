@@ -251,6 +251,7 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
                 f"its parameter name begins with the model's own class {tensor.rule.name_class!r}, which has another "
                 f"name in PaddleNLP's auto-parallel models; {hint}",
             )
+    model.table.check_names(1, 1, 1, False)
     # Not the numbers that nameless buffers had in a process of the source: no other source of this model knows them.
     tensors = [NamedTensor(tensor.key, tensor.rule, tensor.tied_to) for tensor in model.tensors]
     return predict_parameter_names(tensors, model.config, 1, 1, False)

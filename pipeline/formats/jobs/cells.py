@@ -318,6 +318,7 @@ class CellPlanner:
     def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
         if self.target.names is None:
             topology, parallel = self.topology, self.target.sequence_parallel
+            self.model.table.check_names(topology.tp, topology.pp, topology.ep, parallel)
             return predict_parameter_names(
                 tensors, self.model.config, topology.pp, topology.tp, parallel, topology.ep
             )

@@ -11,7 +11,7 @@ from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.libraries import PADDLEFLEET, conventions_of, library_of
-from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule
+from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
@@ -118,7 +118,7 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
     RuleError
         If there are none.
     """
-    if candidates := _candidates(tables, config):
+    if candidates := candidates_for(tables, config):
         return candidates
     known = what_is_known(tables, config)
     if known == NOT_KNOWN:
@@ -132,7 +132,8 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
     )
 
 
-def _candidates(tables: RuleTables, config: Config) -> list[RuleTable]:
+def candidates_for(tables: RuleTables, config: Config) -> list[RuleTable]:
+    """The tables for the model type and the library in the config; none for a family that they do not know."""
     model_type, library = config.get("model_type"), library_of(config)
     return [
         _with_its_head(table, config)
@@ -140,6 +141,25 @@ def _candidates(tables: RuleTables, config: Config) -> list[RuleTable]:
         if (not table.model_types or model_type in table.model_types)
         and (library is None or tables.for_any_family or table.convention in conventions_of(library))
     ]
+
+
+def says_the_same(described: RuleTable, known: RuleTable, config: Config) -> bool:
+    """Whether a table has all that a described one says of the model: keys, shapes, cuts and ties."""
+    rows = {rule.key: rule for rule in known.rules if rule.applies(config)}
+    cut = any(job.tp > 1 for job in described.described or ())
+    for rule in described.rules:
+        row = rows.get(rule.key)
+        if row is None:
+            return False
+        try:
+            same = rule.shape is None or expected_shape(rule, config) == expected_shape(row, config)
+            ties = (rule.twin(config, rule.key), row.twin(config, rule.key))
+        except RuleError:
+            return False
+        parts = rule.parts_unknown or rule.fused_parts == row.fused_parts
+        if not same or (cut and (rule.split != row.split or not parts)) or (ties[0] and ties[0] != ties[1]):
+            return False
+    return True
 
 
 def _with_its_head(table: RuleTable, config: Config) -> RuleTable:
@@ -186,7 +206,7 @@ def is_known(tables: RuleTables, config: Config, format: str | None = None) -> b
     """
     if tables.for_any_family:
         return True
-    return any(format is None or table.is_for(format) for table in _candidates(tables, config))
+    return any(format is None or table.is_for(format) for table in candidates_for(tables, config))
 
 
 def is_beyond(tables: RuleTables, keys: Iterable[str], config: Config, stages_known: bool) -> bool:
@@ -238,7 +258,7 @@ def what_is_known(tables: RuleTables, config: Config) -> str:
 
 def keys_in_model(tables: RuleTables, saved: Iterable[str], config: Config) -> dict[str, str]:
     """Keys in files that the model's class has saved itself → keys in the model; empty if the class renames none."""
-    renaming = [table for table in _candidates(tables, config) if table.saved_prefixes]
+    renaming = [table for table in candidates_for(tables, config) if table.saved_prefixes]
     return {key: renaming[0].key_saved_as(key) for key in saved} if renaming else {}
 
 
@@ -246,7 +266,7 @@ def keys_of_stages(tables: RuleTables, config: Config) -> dict[str, str]:
     """Keys that tensors have in jobs with pipeline stages only → keys in the model."""
     return {
         rule.key_pp: rule.key
-        for table in _candidates(tables, config)
+        for table in candidates_for(tables, config)
         for rule in table.rules
         if rule.key_pp and rule.applies(config) and rule.key_pp not in {row.key for row in table.rules}
     }

@@ -27,11 +27,20 @@ def parse_rule_table(text: str, where: str) -> RuleTable:
         If it is not valid JSON, an entry is unknown, missing or of the wrong type, or entries contradict each other.
     """
     try:
-        table = typed(_renamed(expanded(parse_json(text), where)), RuleTable)
+        entries = expanded(parse_json(text), where)
     except EntryError as error:
         raise UsageError(f"{where}: {error}") from error
     except JsonError as error:
         raise UsageError(f"{where}: not valid JSON: {error}") from error
+    return typed_table(entries, where)
+
+
+def typed_table(entries: Any, where: str = "the table") -> RuleTable:
+    """A table of its entries, as :func:`parse_rule_table` reads them."""
+    try:
+        table = typed(_renamed(entries), RuleTable)
+    except EntryError as error:
+        raise UsageError(f"{where}: {error}") from error
     for fault in _faults(table):
         raise UsageError(f"{where}: {fault}")
     return replace(table, rules=(*table.rules, *_inner_rules(table)))

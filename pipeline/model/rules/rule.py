@@ -92,6 +92,7 @@ class Rule:
     split: Annotated[int, Bounds(0)] | None = None
     parts: Annotated[int, Bounds(1)] = 1
     part_widths: tuple[str, ...] | None = None
+    parts_unknown: bool = False
     split_if_divisible: str | None = None
     must_divide: str | None = None
     shared_out: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paddle_reshard.pipeline.core.errors import RuleError
-from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry
+from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry, derived_sizes
 from paddle_reshard.pipeline.model.rules.items import LAYERS, EmptyLayers, Item, mtp_entry
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule, Rule, form_of
@@ -24,6 +24,43 @@ class Proof:
 
     files: Literal["checkpoints", "classes", "declarations"]
     huggingface: Literal["transformers", "library", "declarations"] | None = None
+
+
+_SHOWN_BY = {
+    "tp": "which dims tp cuts",
+    "pp": "the items of the pipeline and their order",
+    "ep": "how experts are distributed",
+}
+_DESCRIBE = (
+    "call paddle_reshard.describe(model, to=FILE) once in such a job, with the same FILE, which adds it"
+)
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A job in which live parameters were described, by its degrees; ``names``: whether its names follow from rows."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    names: bool = True
+
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """Which axes it has: jobs of one kind have the same layer classes."""
+        return self.tp > 1, self.pp > 1, self.ep > 1, self.sequence_parallel
+
+    @property
+    def words(self) -> str:
+        """The job in messages: ``tp=2, pp=2``."""
+        degrees = ", ".join(f"{axis}={n}" for axis in ("tp", "pp", "ep") if (n := getattr(self, axis)) > 1)
+        return (degrees or "one card") + (", sequence parallelism" if self.sequence_parallel else "")
+
+    def entries(self) -> dict[str, int | bool]:
+        """Its entries in a table."""
+        return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "sequence_parallel": self.sequence_parallel}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +102,7 @@ class RuleTable:
     alternatives: tuple[tuple[tuple[str, ...], ...], ...] | None = None
     proven: Proof | None = field(default=None, compare=False, repr=False)
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
+    described: tuple[Described, ...] | None = None
     # other keys of its tensors
     saved_prefixes: Mapping[str, str] = field(default_factory=dict)
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)
@@ -316,6 +354,60 @@ class RuleTable:
         marked
             What has to be known if the target says of every tensor whether it is distributed.
         """
+        if self.described is None:
+            return
+        for axis in ("tp", "pp", "ep"):
+            shown = {getattr(job, axis) for job in self.described}
+            if degrees[axis] > 1 and max(shown) == 1:
+                raise RuleError(
+                    self.named,
+                    f"{axis}={degrees[axis]}: the model was described in jobs without {axis} "
+                    f"(with {self._jobs}), which do not show {_SHOWN_BY[axis]}; {_DESCRIBE}",
+                )
+        tp, sizes = degrees["tp"], derived_sizes(config)
+        shown = {job.tp for job in self.described if job.tp > 1}
+        heads = {name: sizes[name] for name in _HEADS if name in sizes}
+        if (
+            tp > 1
+            and tp not in shown
+            and (not heads or any(n % t for n in heads.values() for t in (tp, *shown)))
+        ):
+            of_heads = (
+                ", ".join(f"{name}={n}" for name, n in heads.items()) or "no numbers of heads in config.json"
+            )
+            raise RuleError(
+                self.named,
+                f"tp={tp}: the model was described with tp={', '.join(map(str, sorted(shown)))}; what a rank holds "
+                f"with another degree follows only where all of them divide the heads ({of_heads}); {_DESCRIBE}",
+            )
+
+    @property
+    def described_in(self) -> str:
+        """Behind its family in messages: in which jobs the model was described; empty for any other table."""
+        return f", as described in a job with {self._jobs}" if self.described else ""
+
+    @property
+    def _jobs(self) -> str:
+        return " and one with ".join(job.words for job in self.described or ())
+
+    def check_names(self, tp: int, pp: int, ep: int, sequence_parallel: bool) -> None:
+        """Refuse parameter names in a job that is unlike all in which the model was described."""
+        if self.described is None:
+            return
+        wanted = Described(tp, pp, ep, tp > 1 and sequence_parallel)
+        alike = [job for job in self.described if job.kind == wanted.kind]
+        if not alike:
+            raise RuleError(
+                self.named,
+                f"what a job with {wanted.words} calls its parameters is not known: the model was described in "
+                f"a job with {self._jobs}; {_DESCRIBE}, or give its model_meta.json with --target-meta",
+            )
+        if not all(job.names for job in alike):
+            raise RuleError(
+                self.named,
+                f"what a job with {wanted.words} calls its parameters is not known: {self.comment} Give its "
+                "model_meta.json with --target-meta, or take a format that has no parameter names (flex)",
+            )
 
 
 class _Finder:

@@ -1,0 +1,824 @@
+"""Make the rule table of a model from what the ranks of jobs hold of it: keys, shapes, cuts, ties, names.
+
+A rank's entries are facts (:class:`RankFacts`); ``pipeline/training/describe.py`` takes them from a live model. What
+follows from them is the table of a model whose class nobody has described: its rows have this model's own shapes, as
+numbers. A table is believed only as far as it gives every fact back (:func:`_faults`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Final
+
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.tensors import dtype_named
+from paddle_reshard.pipeline.model.model import (
+    AUTOMATIC,
+    Model,
+    ModelTensor,
+    cut_of,
+    in_building_order,
+    model_order,
+    predict_parameter_names,
+)
+from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry, ties_words
+from paddle_reshard.pipeline.model.rules.items import LAYERS, mtp_entry
+from paddle_reshard.pipeline.model.rules.parse import typed_table
+from paddle_reshard.pipeline.model.rules.table import Described, RuleTable
+
+Fused = Mapping[str, int | Sequence[int]]
+"""Key of a row → how many equal parts are fused along the dim that tp cuts, or the extent of each."""
+
+_EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_NAME: Final = re.compile(r"(?P<cls>.+)_(?P<number>\d+)\.(?P<kind>[wb])_(?P<index>\d+)")
+_COPY: Final = re.compile(r"(?P<of>.+)_deepcopy_\d+")
+_UNNAMED: Final = re.compile(r"(?P<cls>_eager_param_base)_(?P<number>\d+)")
+TIED: Final = "tied"
+"""Layer class of what is never built by itself."""
+SOURCE: Final = "described from live parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a rank's ``state_dict``."""
+
+    key: str
+    name: str | None
+    """Parameter name; ``None`` for a buffer."""
+    shape: Shape
+    """What the rank holds."""
+    distributed: bool = False
+    """``is_distributed``."""
+    split: int | None = None
+    """``split_axis``, or ``None`` if the parameter has none."""
+    whole: Shape | None = None
+    """The global shape by ``sharded_state_dict()``; ``None`` if that does not run."""
+    of_expert: bool = False
+    """Whether it is marked as an expert's: ``expert`` or ``no_sync``."""
+    same_as: str | None = None
+    """An earlier key of the same tensor."""
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank of a job holds of a model."""
+
+    job: Described
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    kind: str
+    """The class of the model."""
+    library: str
+    config: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    items: tuple[str, ...] = ()
+    """The class of every item of the pipeline, in order; empty without pipeline stages."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    """Key → number of its pipeline item."""
+    segments: tuple[int, ...] = ()
+    """The number of the first item of every part of the pipeline, and of the end."""
+    statements: tuple[str, ...] | None = None
+    """The AOA statements with which the class reads a Hugging Face checkpoint, if it has any."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is known of all tensors of one pattern."""
+
+    key: str
+    shapes: set[Shape] = field(default_factory=set)
+    split: int | None = None
+    layers: set[int] = field(default_factory=set)
+    name_class: str = ""
+    discards: list[str] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def described_table(ranks: Sequence[RankFacts], fused: Fused | None = None) -> dict[str, Any]:
+    """The rule table, as ``--rules`` takes it, of a model that these ranks of a job hold.
+
+    Parameters
+    ----------
+    ranks
+        At least one rank of every cell (tp, pp, ep) of the job.
+    fused
+        What is fused in tensors that tp cuts. ``None``: nobody has said it, and a conversion that needs it is refused.
+
+    Raises
+    ------
+    UsageError
+        If ranks are missing or contradict each other, or a table cannot say what they hold.
+    """
+    job, config, kind = ranks[0].job, ranks[0].config, ranks[0].kind
+    _check_whole(ranks)
+    prefix = _layer_prefix(ranks)
+    rows = _rows(ranks, prefix)
+    said = parts_said(ranks[0].statements or ())
+    for key in fused or ():
+        if key not in rows:
+            raise UsageError(f"fused: {key} is no key of the model; its keys are {', '.join(rows)}")
+    axis = _expert_axis(ranks)
+    items = _items(ranks, rows)
+    table: dict[str, Any] = {
+        "family": str(config.get("model_type") or kind),
+        "convention": ranks[0].library,
+        "model_types": [str(config["model_type"])] if config.get("model_type") else [],
+        "comment": f"Described from {kind} with {job.words}.",
+        "items": items,
+        "expert_axis": axis,
+        "experts": _experts_entry(rows, ranks),
+        "segmentation": _segmentation(ranks),
+        "alternatives": _alternatives(rows, config),
+    }
+    table = {name: value for name, value in table.items() if value is not None}
+    item_of = _item_of(rows, ranks)
+    for row in rows.values():
+        row.fields |= {"item": item_of[row.key], **_shape_of(row), **_parts_of(row, fused, said)}
+    _tie(rows, ranks)
+    _mark(rows, ranks, prefix, axis)
+    unknown = _name(table, rows, ranks, prefix)
+    if unknown is not None:
+        table["comment"] += f" Parameter names do not follow from the rows: {unknown}."
+    table["described"] = [{**job.entries(), "names": unknown is None}]
+    table["rules"] = [_json_of(row) for row in rows.values()]
+    made = typed_table(table)
+    for rank in ranks:
+        for fault in _faults(made, rank):
+            raise UsageError(f"{job.words}: a rule table cannot say what the model holds: {fault}")
+    return table
+
+
+# ---- keys, shapes, cuts
+
+
+def _check_whole(ranks: Sequence[RankFacts]) -> None:
+    job = ranks[0].job
+    if other := next((rank.job for rank in ranks if rank.job != job), None):
+        raise UsageError(f"ranks of two jobs: {job.words}, and {other.words}")
+    cells = {(rank.tp_rank, rank.pp_rank, rank.ep_rank) for rank in ranks}
+    for cell in ((t, p, e) for t in range(job.tp) for p in range(job.pp) for e in range(job.ep)):
+        if cell not in cells and job.ep in (1, job.tp):
+            raise UsageError(f"no rank with tp, pp, ep = {cell} was described; call describe on every rank")
+
+
+def _layer_prefix(ranks: Sequence[RankFacts]) -> str:
+    """The beginning of the keys of decoder layers: ``model.layers.``."""
+    config = ranks[0].config
+    if count_entry(config, mtp_entry(config)):
+        raise UsageError(
+            f"config.json announces {mtp_entry(config)}={config_entry(config, mtp_entry(config))!r}: layers of "
+            "multi-token prediction cannot be described; write their rows into a table by hand"
+        )
+    numbers: dict[str, set[int]] = {}
+    keys: dict[str, int] = {}
+    for rank in ranks:
+        for entry in rank.entries:
+            if match := re.match(r"(?P<start>(?:[^.]*[^.\d][^.]*\.)*?)(?P<number>\d+)\.", entry.key):
+                numbers.setdefault(match["start"], set()).add(int(match["number"]))
+                keys[match["start"]] = keys.get(match["start"], 0) + 1
+    count = count_entry(config, LAYERS)
+    fitting = [start for start, found in numbers.items() if found == set(range(count))]
+    if not fitting:
+        found_words = ", ".join(f"{start}0 to {max(n)}" for start, n in numbers.items()) or "none"
+        raise UsageError(
+            f"no list of modules has as many numbers as the config has {LAYERS} ({count}); found: {found_words}"
+        )
+    return max(fitting, key=lambda start: keys[start])
+
+
+def _pattern(key: str, prefix: str, marked: bool) -> tuple[str, int | None]:
+    """The row's key of a tensor, and the number of its layer."""
+    if not key.startswith(prefix) or not (number := key.removeprefix(prefix).partition(".")[0]).isdigit():
+        return key, None
+    rest = key.removeprefix(f"{prefix}{number}")
+    experts = re.search(r"\.(?P<list>[^.]*)\.(?P<number>\d+)\.", rest)
+    if experts and (marked or "expert" in experts["list"]):
+        rest = f"{rest[: experts.start('number')]}{{expert}}{rest[experts.end('number') :]}"
+    return f"{prefix}{{layer}}{rest}", int(number)
+
+
+def _rows(ranks: Sequence[RankFacts], prefix: str) -> dict[str, _Row]:
+    """All rows, in an order in which every rank has its own."""
+    rows: dict[str, _Row] = {}
+    order: list[str] = []
+    for rank in ranks:
+        for _, run in groupby(
+            ((*_pattern(entry.key, prefix, entry.of_expert), entry) for entry in _in_order(rank)),
+            key=lambda found: found[1],
+        ):
+            found = list(run)
+            following = next((key for key, _, _ in found if key in rows), None)
+            place = len(order) if following is None else order.index(following)
+            for key, layer, entry in found:
+                if key in rows:
+                    place = order.index(key)
+                else:
+                    rows[key] = _Row(key)
+                    order.insert(place, key)
+                place += 1
+                _add(rows[key], rank, layer, entry)
+    return {key: rows[key] for key in order}
+
+
+def _in_order(rank: RankFacts) -> list[Entry]:
+    """The entries in the order of pipeline items; another key of a parameter is cut as its first (a head that has the
+    words of the embedding is often marked as if it were cut by itself)."""
+    first = {entry.key: entry for entry in rank.entries}
+    entries = [
+        entry
+        if entry.same_as is None
+        else replace(entry, split=first[entry.same_as].split, whole=first[entry.same_as].whole)
+        for entry in rank.entries
+    ]
+    return sorted(entries, key=lambda entry: rank.places.get(entry.key, 0))
+
+
+def _add(row: _Row, rank: RankFacts, layer: int | None, entry: Entry) -> None:
+    split = _cut(entry, rank.job)
+    if rank.job.tp > 1:
+        if row.shapes and row.split != split:
+            raise UsageError(
+                f"{entry.key}: tp cuts dim {split}, but dim {row.split} of another tensor of {row.key}"
+            )
+        row.split = split
+    shape = list(entry.shape)
+    if split is not None:
+        shape[split] *= rank.job.tp
+    row.shapes.add(tuple(shape))
+    if layer is not None:
+        row.layers.add(layer)
+
+
+def _cut(entry: Entry, job: Described) -> int | None:
+    """The dim that tp cuts, by all that the parameter says of it."""
+    if job.tp == 1 or (entry.of_expert and job.ep > 1):
+        return None
+    by_whole = None
+    if entry.whole is not None and entry.whole != entry.shape:
+        cut = [d for d, (n, of) in enumerate(zip(entry.shape, entry.whole, strict=True)) if n != of]
+        if len(cut) != 1 or entry.shape[cut[0]] * job.tp != entry.whole[cut[0]]:
+            raise UsageError(
+                f"{entry.key}: sharded_state_dict says {entry.shape} of {entry.whole}, no cut of one dim by tp={job.tp}"
+            )
+        by_whole = cut[0]
+    said = {dim for dim in (entry.split, by_whole) if dim is not None}
+    if len(said) > 1 or (entry.split is not None and entry.whole == entry.shape):
+        raise UsageError(
+            f"{entry.key}: split_axis says that tp cuts dim {entry.split}, and sharded_state_dict says {entry.shape} "
+            f"of {entry.whole}"
+        )
+    if not said and entry.distributed and entry.whole is None:
+        raise UsageError(
+            f"{entry.key}: is_distributed is set, and neither split_axis nor sharded_state_dict says which dim tp cuts"
+        )
+    return said.pop() if said else None
+
+
+def _shape_of(row: _Row) -> dict[str, Any]:
+    if len(row.shapes) > 1:
+        return {"source": f"{SOURCE}; the layers have different shapes"}
+    return {"shape": [str(extent) for extent in min(row.shapes)], "source": SOURCE}
+
+
+def parts_said(statements: Iterable[str]) -> dict[str, int]:
+    """Key of a row → how many parts its class's AOA statements fuse in it, of which each rank of tp has its piece.
+
+    >>> parts_said(["a.$LAYER_ID.gate^T, a.$LAYER_ID.up^T -> a.$LAYER_ID.both, fused_ffn", "norm -> norm"])
+    {'a.{layer}.both': 2, 'norm': 1}
+    """
+    said = {}
+    for statement in statements:
+        made, _, attributes = statement.partition("->")[2].strip().partition(",")
+        key = (
+            made.strip().removesuffix("^T").replace("$LAYER_ID", "{layer}").replace("$EXPERT_ID", "{expert}")
+        )
+        said[key] = 2 if "fused_ffn" in attributes else 1
+    return said
+
+
+def _parts_of(row: _Row, fused: Fused | None, said: Mapping[str, int]) -> dict[str, Any]:
+    if row.split is None:
+        return {}
+    entries: dict[str, Any] = {"split": row.split}
+    parts = (fused or {}).get(row.key, said.get(row.key, 1))
+    if isinstance(parts, int):
+        if parts > 1:
+            entries["parts"] = parts
+    else:
+        entries["part_widths"] = [str(width) for width in parts]
+    if (
+        fused is None and row.key not in said and row.split == len(min(row.shapes)) - 1
+    ):  # a row cut has nothing beside it that is fused
+        entries["parts_unknown"] = True
+    return entries
+
+
+# ---- experts, ties, marks
+
+
+def _expert_axis(ranks: Sequence[RankFacts]) -> str | None:
+    """``ep`` if its ranks have experts of their own, under global numbers."""
+    for rank in ranks:
+        for other in ranks:
+            if rank.job == other.job and (rank.tp_rank, rank.pp_rank) == (other.tp_rank, other.pp_rank):
+                mine, theirs = (
+                    {entry.key for entry in of.entries if entry.of_expert} for of in (rank, other)
+                )
+                if rank.ep_rank == other.ep_rank or not mine:
+                    continue
+                if not mine & theirs:
+                    return "ep"
+                raise UsageError(
+                    f"{min(mine & theirs)}: marked as an expert of one rank of ep, and {other.ep_rank} has the key "
+                    "too: experts with local numbers, or stacked ones, cannot be described"
+                )
+    return None
+
+
+def _experts_entry(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> str | None:
+    config = ranks[0].config
+    numbers: set[int] = set()
+    for row in rows.values():
+        if "{expert}" in row.key:
+            pattern = re.compile(
+                re.escape(row.key).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)")
+            )
+            numbers |= {int(m[1]) for rank in ranks for e in rank.entries if (m := pattern.fullmatch(e.key))}
+    if not numbers:
+        return None
+    return next((n for n in _EXPERTS if config_entry(config, n) == len(numbers) == max(numbers) + 1), None)
+
+
+def _tie(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> None:
+    """Tie rows whose keys are those of one parameter."""
+    for rank in ranks:
+        for entry in rank.entries:
+            if entry.same_as is None:
+                continue
+            if entry.key not in rows or entry.same_as not in rows:
+                raise UsageError(
+                    f"{entry.key}: the same parameter as {entry.same_as}; ties of layers cannot be described"
+                )
+            fields = rows[entry.key].fields
+            fields["tied_to"] = entry.same_as
+            if not ties_words(rank.config):
+                fields["always_tied"] = True
+
+
+def _mark(rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefix: str, axis: str | None) -> None:
+    """Say where ``is_distributed`` is not what the cut tells."""
+    job = ranks[0].job
+    if job.tp == job.ep == 1:
+        return
+    for rank in ranks:
+        for entry in rank.entries:
+            row = rows[_pattern(entry.key, prefix, entry.of_expert)[0]]
+            of_rank = axis is not None and "{expert}" in row.key
+            told = of_rank or row.split is not None
+            if told and not entry.distributed:
+                row.fields["is_distributed"] = "never"
+            elif entry.distributed and not told:
+                row.fields["is_distributed"] = "ep" if job.tp == 1 else "always"
+
+
+def _alternatives(rows: Mapping[str, _Row], config: Mapping[str, Any]) -> list[list[list[str]]] | None:
+    """What layers have instead of what, where the kinds of layers share out all layers."""
+    every = set(range(count_entry(config, LAYERS)))
+    kinds: dict[frozenset[int], list[str]] = {}
+    for row in rows.values():
+        if "{layer}" in row.key and row.layers != every:
+            rest = row.key.partition("{layer}.")[2]
+            kinds.setdefault(frozenset(row.layers), []).append(rest)
+    if sum(map(len, kinds)) == len(every) and set().union(*kinds) == every:
+        return [list(kinds.values())] if kinds else []
+    return None
+
+
+# ---- the pipeline
+
+
+def _items(ranks: Sequence[RankFacts], rows: Mapping[str, _Row]) -> list[dict[str, Any]]:
+    staged = next((rank for rank in ranks if rank.items), None)
+    if staged is None:
+        found = [_part(key, rows) for key in rows]
+        return [
+            {"name": name, "layer_class": "", "repeated": name == "layer"}
+            for name in ("before", "layer", "after")
+            if name in found
+        ]
+    repeated = _layer_class(ranks, staged)
+    items: list[dict[str, Any]] = []
+    for number, kind in enumerate(staged.items):
+        if kind == repeated:
+            if not any(item.get("repeated") for item in items):
+                items.append({"name": "layer", "layer_class": kind, "repeated": True})
+        else:
+            items.append({"name": f"{kind} {number}", "layer_class": kind})
+    return items
+
+
+def _layer_class(ranks: Sequence[RankFacts], staged: RankFacts) -> str:
+    prefix = _layer_prefix(ranks)
+    kinds = {
+        staged.items[place]
+        for rank in ranks
+        for key, place in rank.places.items()
+        if _pattern(key, prefix, False)[1] is not None
+    }
+    if len(kinds) != 1:
+        raise UsageError(f"the decoder layers are of several pipeline classes: {', '.join(sorted(kinds))}")
+    return kinds.pop()
+
+
+def _item_of(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> dict[str, str]:
+    places = {key: place for rank in ranks for key, place in rank.places.items()}
+    kinds = next((rank.items for rank in ranks if rank.items), ())
+    found = {}
+    for key in rows:
+        if "{layer}" in key:
+            found[key] = "layer"
+        elif kinds and key not in places:
+            raise UsageError(f"{key}: in no item of the pipeline that was described")
+        else:
+            found[key] = f"{kinds[places[key]]} {places[key]}" if kinds else _part(key, rows)
+    return found
+
+
+def _part(key: str, rows: Mapping[str, _Row]) -> str:
+    if "{layer}" in key:
+        return "layer"
+    keys = list(rows)
+    first = next(n for n, other in enumerate(keys) if "{layer}" in other)
+    return "before" if keys.index(key) < first else "after"
+
+
+def _segmentation(ranks: Sequence[RankFacts]) -> str | None:
+    """How the pipeline distributes its items, found among the ways that there are."""
+    staged = [rank for rank in ranks if rank.items and rank.segments]
+    if not staged:
+        return None
+    rank = staged[0]
+    repeated = _layer_class(ranks, rank)
+    parts = len(rank.segments) - 1
+    layers = [n for n, kind in enumerate(rank.items) if kind == repeated]
+    if len(layers) % parts == 0:
+        each = len(layers) // parts
+        by_layer = (0, *(layers[each * part] for part in range(1, parts)), len(rank.items))
+        if by_layer == rank.segments:
+            return f"layer:{repeated}"
+    each, more = divmod(len(rank.items), parts)
+    uniform = [0]
+    for part in range(parts):
+        uniform.append(uniform[-1] + each + (part >= parts - more))
+    if tuple(uniform) == rank.segments:
+        return "uniform"
+    raise UsageError(
+        f"the pipeline begins its parts at items {', '.join(map(str, rank.segments))} of {len(rank.items)}, neither by "
+        f"the layers {repeated} nor evenly; such a pipeline cannot be described"
+    )
+
+
+# ---- names
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A parameter name, taken apart."""
+
+    layer_class: str
+    number: int
+    kind: str
+    index: int
+    copied: bool = False
+
+
+def _parsed(name: str) -> _Name | None:
+    copied = _COPY.fullmatch(name)
+    base = copied["of"] if copied else name
+    if match := _NAME.fullmatch(base):
+        return _Name(match["cls"], int(match["number"]), match["kind"], int(match["index"]), bool(copied))
+    if match := _UNNAMED.fullmatch(base):
+        return _Name(match["cls"], int(match["number"]), "", 0, bool(copied))
+    return None
+
+
+def _name(
+    table: Mapping[str, Any], rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefix: str
+) -> str | None:
+    """Give rows what makes their parameter names; returns why names do not follow from them, if so."""
+    _set_whole_names(rows, ranks, prefix)
+    for rank in ranks:
+        for entry in rank.entries:
+            if why := _add_class(rows[_pattern(entry.key, prefix, entry.of_expert)[0]], entry):
+                return why
+    for rank in ranks:
+        _order(rows, rank, prefix)
+    for rank in ranks:
+        _discard(table, rows, rank, prefix)
+    made = typed_table({**table, "rules": [_json_of(row) for row in rows.values()]})
+    return next((why for rank in ranks for why in _name_faults(made, rank)), None)
+
+
+def _add_class(row: _Row, entry: Entry) -> str | None:
+    if entry.name is None:
+        row.name_class = AUTOMATIC
+        return None
+    if entry.same_as is not None:  # its name is that of the other key
+        row.name_class = row.name_class or TIED
+        return None
+    if "parameter_name" in row.fields:
+        row.name_class = re.sub(r"_?\{.*", "", row.fields["parameter_name"])
+        return None
+    parsed = _parsed(entry.name)
+    if parsed is None:
+        return f"{entry.key} is called {entry.name}"
+    if row.name_class not in ("", parsed.layer_class):
+        return f"{entry.key} is called {entry.name}, others of its row {row.name_class}"
+    row.name_class = parsed.layer_class
+    if parsed.copied:
+        row.fields["copied"] = True
+    if row.key.endswith(".bias") and parsed.kind == "w" and parsed.layer_class != "create_parameter":
+        row.fields["created_as_weight"] = True
+    return None
+
+
+def _set_whole_names(rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefix: str) -> None:
+    """Give rows whose names a class sets itself the form of them: ``moe_gate_{n}``, ``mm_layer_{layer}_bias_0``."""
+    named: dict[str, list[list[tuple[int | None, str]]]] = {}
+    for rank in ranks:
+        of_rank: dict[str, list[tuple[int | None, str]]] = {}
+        for entry in rank.entries:
+            if entry.name is not None and entry.same_as is None and _parsed(entry.name) is None:
+                key, layer = _pattern(entry.key, prefix, entry.of_expert)
+                of_rank.setdefault(key, []).append((layer, entry.name))
+        for key, names in of_rank.items():
+            named.setdefault(key, []).append(names)
+    for key, by_rank in named.items():
+        texts = re.split(r"(\d+)", by_rank[0][0][1])
+        numbers = range(1, len(texts), 2)
+        forms = [
+            "".join(mark if n == place else text for n, text in enumerate(texts))
+            for place in numbers
+            for mark in ("{layer}", "{n}")
+        ]
+        for form in [*forms, by_rank[0][0][1]] if "{layer}" in key else [by_rank[0][0][1]]:
+            if all(
+                form.format(layer=layer, n=n) == name
+                for names in by_rank
+                for n, (layer, name) in enumerate(names)
+            ):
+                rows[key].fields["parameter_name"] = form
+                break
+
+
+def _order(rows: Mapping[str, _Row], rank: RankFacts, prefix: str) -> None:
+    """Say which rows are built after which, where counters tell another order than the files."""
+    position = {key: n for n, key in enumerate(rows)}
+    counted: dict[tuple[int | None, int | None, str], list[tuple[int, int, str]]] = {}
+    for entry in rank.entries:
+        parsed = _parsed(entry.name) if entry.name is not None and entry.same_as is None else None
+        if parsed is None or parsed.copied:
+            continue
+        key, layer = _pattern(entry.key, prefix, entry.of_expert)
+        expert = int(entry.key.split(".")[key.split(".").index("{expert}")]) if "{expert}" in key else None
+        counted.setdefault((layer, expert, parsed.layer_class), []).append(
+            (parsed.number, position[key], key)
+        )
+    for (layer, _, _), found in counted.items():
+        if layer is None:
+            continue
+        found.sort()
+        last, before = -1, None
+        for _, _, key in found:
+            if position[key] < last and before is not None:
+                rows[key].fields.setdefault("built_after", before)
+            last, before = max(last, position[key]), key
+
+
+def _discard(table: Mapping[str, Any], rows: Mapping[str, _Row], rank: RankFacts, prefix: str) -> None:
+    """Say what is built and given up before a tensor, where a counter leaves numbers out."""
+    made = typed_table({**table, "rules": [_json_of(row) for row in rows.values()]})
+    entries = {entry.key: entry for entry in rank.entries}
+    counters: dict[str, int] = {}
+    for tensor in in_building_order(_built(made, rank)):
+        entry = entries[tensor.key]
+        parsed = _parsed(entry.name) if entry.name is not None and entry.same_as is None else None
+        if parsed is None or parsed.copied or not parsed.kind:
+            continue
+        following = counters.get(parsed.layer_class, 0)
+        gap = parsed.number - following
+        counters[parsed.layer_class] = max(following, parsed.number + 1)
+        if gap > 0:
+            row = rows[_pattern(entry.key, prefix, entry.of_expert)[0]]
+            row.discards = row.discards or [parsed.layer_class] * gap
+
+
+def _json_of(row: _Row) -> dict[str, Any]:
+    fields = {"key": row.key, "item": row.fields["item"], "name_class": row.name_class, **row.fields}
+    if row.discards:
+        fields["discards"] = [{"name_class": name} for name in row.discards]
+    return {**fields, "source": fields.pop("source")}
+
+
+# ---- several jobs
+
+
+_OF_NAMES: Final = ("built_after", "discards", "copied", "created_as_weight", "parameter_name")
+_OF_CUTS: Final = ("split", "parts", "part_widths", "parts_unknown")
+_CLASSES: Final = (
+    "name_class",
+    "name_class_pp",
+    "name_class_sp",
+    "name_class_tp",
+    "name_class_ep",
+    "name_class_ep_sp",
+)
+
+
+def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """One table of two that describe the same model in different jobs.
+
+    Raises
+    ------
+    UsageError
+        If they contradict each other.
+    """
+    tables = [typed_table(dict(entries)) for entries in (a, b)]
+    jobs = [table.described for table in tables]
+    if jobs[0] is None or jobs[1] is None:
+        raise UsageError(
+            "the file holds a rule table that was not described from live parameters; give another FILE"
+        )
+    kinds = {job.kind for job in jobs[1]}
+    earlier = [job for job in jobs[0] if job.kind not in kinds]
+    described = sorted([*earlier, *jobs[1]], key=lambda job: job.kind)
+    staged = 1 if any(job.pp > 1 for job in jobs[1]) else 0
+    base = 0 if staged == 1 and all(job.pp == 1 for job in earlier) and earlier else 1
+    whole: dict[str, Any] = {**a, **b}
+    for name in ("items", "segmentation"):
+        whole |= {name: (a, b)[staged][name]} if name in (a, b)[staged] else {}
+    rows = [{row["key"]: row for row in entries["rules"]} for entries in (a, b)]
+    if differing := sorted(rows[0].keys() ^ rows[1].keys()):
+        raise UsageError(
+            f"{differing[0]}: only one of the two descriptions has it; they are of other models, or a stage has a head "
+            "of its own"
+        )
+    item_of = {key: row["item"] for key, row in rows[staged].items()}
+    position = {item["name"]: n for n, item in enumerate(whole["items"])}
+    if any(item["layer_class"] for item in whole["items"]):
+        if (order := list(rows[base])) != sorted(order, key=lambda key: position[item_of[key]]):
+            raise UsageError(
+                "without stages the model has its tensors in another order than the items of its pipeline; such a "
+                "model cannot be described"
+            )
+        rows = [dict(sorted(of.items(), key=lambda row: position[item_of[row[0]]])) for of in rows]
+    same_names = list(rows[0]) == list(rows[1])
+    rules = []
+    for key in rows[base]:
+        joined, alike = _joined_row(rows[0][key], rows[1][key], tables, (earlier, jobs[1]))
+        same_names &= alike
+        rules.append({**joined, "item": item_of[key]})
+    if not earlier:
+        whole["comment"] = b["comment"]
+    else:
+        whole["comment"] = f"{a['comment']} {b['comment']}"
+    if not same_names and earlier:
+        given_up = jobs[1] if base == 0 else earlier
+        described = [replace(job, names=job.names and job not in given_up) for job in described]
+        words = "; ".join(job.words for job in given_up)
+        whole["comment"] += f" Names with {words} were given up: the rows are built in another order there."
+    whole["described"] = [{**job.entries(), "names": job.names} for job in described]
+    del whole["rules"]
+    whole["rules"] = rules
+    typed_table(whole)
+    return whole
+
+
+def _joined_row(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    tables: Sequence[RuleTable],
+    jobs: tuple[Sequence[Described], Sequence[Described]],
+) -> tuple[dict[str, Any], bool]:
+    """A row of two descriptions, and whether both have the same of what makes names beside the class."""
+    key = b["key"]
+    if a.get("shape") != b.get("shape"):
+        raise UsageError(
+            f"{key}: of the shape {a.get('shape')} in one description, {b.get('shape')} in the other"
+        )
+    joined = {name: value for name, value in b.items() if name not in (*_CLASSES, *_OF_CUTS)}
+    cuts = [{name: row[name] for name in _OF_CUTS if name in row} for row in (a, b)]
+    cut_in = [any(job.tp > 1 for job in of) for of in jobs]
+    if all(cut_in) and cuts[0] != cuts[1]:
+        raise UsageError(f"{key}: tp cuts it as {cuts[0]} in one description, as {cuts[1]} in the other")
+    joined |= cuts[1] if cut_in[1] else cuts[0]
+    marks = {row["is_distributed"] for row in (a, b) if "is_distributed" in row}
+    if marks:
+        joined["is_distributed"] = marks.pop() if len(marks) == 1 else "always"
+    known = []
+    for table, of in zip(tables, jobs, strict=True):
+        [rule] = [rule for rule in table.rules if rule.key == key]
+        known += [
+            (job, rule.class_for(job.pp, job.tp, job.sequence_parallel, job.ep))
+            for job in of
+            if job.names and rule.name_class != TIED
+        ]
+    joined |= (
+        _class_fields(sorted(known, key=lambda of: of[0].kind)) if known else {"name_class": b["name_class"]}
+    )
+    for name in ("tied_to", "always_tied"):
+        if name in a:
+            joined.setdefault(name, a[name])
+    if ("tied_to" in a) != ("tied_to" in b):
+        own = jobs[0] if "tied_to" in b else jobs[1]
+        tied = jobs[1] if "tied_to" in b else jobs[0]
+        if {job.pp > 1 for job in own} & {job.pp > 1 for job in tied}:
+            raise UsageError(f"{key}: tied to another key in one description, and not in the other")
+        joined["own_in_stages" if own[0].pp > 1 else "own_without_stages"] = True
+    alike = all(a.get(name) == b.get(name) for name in _OF_NAMES)
+    return joined, alike
+
+
+def _class_fields(known: Sequence[tuple[Described, str]]) -> dict[str, str]:
+    """The class and its exceptions, so that each job has the class that was seen in it."""
+    fields = {"name_class": known[0][1]}
+    for job, name in known:
+        axes = (
+            ("name_class_tp", job.tp > 1 and not job.sequence_parallel),
+            ("name_class_sp", job.sequence_parallel),
+            ("name_class_ep", job.ep > 1),
+            ("name_class_pp", job.pp > 1),
+        )
+        if name != fields["name_class"]:
+            axis = next((axis for axis, has in axes if has and fields.get(axis, name) == name), None)
+            if axis is not None:
+                fields[axis] = name
+    return fields
+
+
+# ---- what a table gives back
+
+
+def _built(table: RuleTable, rank: RankFacts) -> list[ModelTensor]:
+    """The tensors of a rank in the order in which the job builds them, by the table."""
+    held = {entry.key: entry for entry in rank.entries}
+    job, tensors = rank.job, []
+    for key, entry in held.items():
+        rule, layer = table.find(key, rank.config)
+        axis = table.expert_axis if rule.of_expert_rank and job.ep > 1 else None
+        cut = cut_of(rule, rank.config, key, job.tp, axis, job.ep)
+        whole = cut.global_shape(key, entry.shape)
+        twin = None if rule.is_own(job.pp) else rule.twin(rank.config, key)
+        tied_to = twin if twin in held else None
+        tensors.append(ModelTensor(key, rule, layer, whole, dtype_named("bfloat16"), (), False, tied_to))
+    ordered = sorted(tensors, key=model_order(table))
+    return Model(tuple(ordered), table, rank.config).as_built(job.pp)
+
+
+def _name_faults(table: RuleTable, rank: RankFacts) -> Iterator[str]:
+    job = rank.job
+    try:
+        names = predict_parameter_names(
+            _built(table, rank), rank.config, job.pp, job.tp, job.sequence_parallel, job.ep
+        )
+    except RuleError as error:
+        yield str(error)
+        return
+    for entry in rank.entries:
+        if entry.name is not None and names[entry.key] != entry.name:
+            yield f"{entry.key} is called {entry.name}, and {names[entry.key]} by the counters"
+
+
+def _faults(table: RuleTable, rank: RankFacts) -> Iterator[str]:
+    """The facts of a rank that a table does not give back, but for names."""
+    job, held = rank.job, {entry.key: entry for entry in rank.entries}
+    tensors = {tensor.key: tensor for tensor in _built(table, rank)}
+    for key, entry in held.items():
+        rule = tensors[key].rule
+        of_rank = table.expert_axis == "ep" and rule.of_expert_rank and job.ep > 1
+        cut = job.tp > 1 and rule.split is not None and not of_rank
+        distributed = rule.marked_distributed(cut, job.ep, of_rank=of_rank)
+        if (job.tp > 1 or job.ep > 1) and distributed != entry.distributed:
+            yield f"{key}: is_distributed is {entry.distributed}"
+        if tensors[key].tied_to != entry.same_as:
+            yield f"{key}: the same parameter as {entry.same_as}, and by the table as {tensors[key].tied_to}"
+    if job.pp == 1 and list(held) != list(tensors):
+        yield f"{next(a for a, b in zip(held, tensors, strict=True) if a != b)}: its place among the entries"
+
+
+def facts_of_job(ranks: Iterable[RankFacts]) -> list[RankFacts]:
+    """One rank of every cell; further ranks of a cell, which only share states, must hold the same."""
+    cells: dict[tuple[Described, int, int, int], RankFacts] = {}
+    for rank in ranks:
+        first = cells.setdefault((rank.job, rank.tp_rank, rank.pp_rank, rank.ep_rank), rank)
+        if first.entries != rank.entries:
+            mine = {e.key: e for e in first.entries}
+            other = next((e.key for e in rank.entries if mine.get(e.key) != e), "their keys")
+            raise UsageError(f"{other}: two ranks of the same tp, pp and ep hold something else")
+    return list(cells.values())

@@ -1,0 +1,270 @@
+"""Describe the model of a running job: its rule table, from the live parameters.
+
+Works on Paddle's own objects without importing Paddle: what is not initialised yet is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.file_names import RULES
+from paddle_reshard.pipeline.core.units import PathLike
+from paddle_reshard.pipeline.model.described import (
+    Entry,
+    Fused,
+    RankFacts,
+    described_table,
+    facts_of_job,
+    joined_tables,
+)
+from paddle_reshard.pipeline.model.rules.table import Described
+from paddle_reshard.pipeline.training.names_callback import library_of
+from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
+from paddle_reshard.storage.listing import LocalRoot
+
+_LIBRARIES = ("paddleformers", "paddlenlp")
+
+
+def describe(
+    model: Any,
+    *,
+    to: PathLike | None = None,
+    fused: Fused | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The rule table of a model, from its live parameters, as ``--rules FILE`` takes it.
+
+    Every rank of the job calls it, and gets the same table. It tells keys, shapes, the dims that tp cuts, ties,
+    experts, pipeline items and parameter names, all as they are in this job; what a job of another kind would have is
+    not in it, and a conversion that needs it is refused.
+
+    Parameters
+    ----------
+    model
+        The model, wrapped or not, of any class.
+    to
+        A file for the table, which the first rank writes. One that describes the same model in another job is joined
+        with what this one shows. Beside a checkpoint, under the name
+        ``paddle_reshard_rules.json``, it is used by itself.
+    fused
+        What is fused in tensors that tp cuts, where the class has no AOA statements that say it: key of the row →
+        number of equal parts, or the extent of each. All others are one part each: ``{}`` says that of every tensor.
+    config
+        The entries of ``config.json``, for a model without a ``config``.
+
+    Raises
+    ------
+    UsageError
+        If what the ranks hold contradicts itself or cannot be said in a table.
+    """
+    facts = [facts_of(model, config)]
+    distributed = sys.modules.get("paddle.distributed")
+    first = True
+    if distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1:
+        gathered: list[RankFacts] = []
+        distributed.all_gather_object(gathered, facts[0])
+        facts, first = gathered, distributed.get_rank() == 0
+    table = described_table(facts_of_job(facts), fused)
+    if to is not None and first:
+        path = Path(to)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            table = joined_tables(parse_json(path.read_text("utf-8")), table)
+        LocalRoot(path.parent).replace(path.name, written(table))
+    return table
+
+
+def written(table: Mapping[str, Any]) -> bytes:
+    """The text of a table: a line for each row."""
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "rules"]
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in table["rules"])
+    return ("{\n" + ",\n".join([*lines, f' "rules": [\n{rows}\n ]']) + "\n}\n").encode()
+
+
+def describe_callback(trainer: Any, *, fused: Fused | None = None) -> Any:
+    """A callback that writes the rule table of the model into every checkpoint that the trainer saves.
+
+    ``trainer.add_callback(describe_callback(trainer))``. The model is described once, before the first step; a class
+    that cannot be described stops the job there. What other jobs have shown of it, in the checkpoint from which this
+    one resumes, stays in the table.
+
+    Parameters
+    ----------
+    trainer
+        A ``Trainer`` of PaddleFormers or PaddleNLP.
+    fused
+        As in :func:`describe`.
+    """
+    base = import_module(f"{library_of(trainer)}.trainer").TrainerCallback
+    return type("DescribeCallback", (_DescribeCallback, base), {})(trainer, fused)
+
+
+class _DescribeCallback:
+    """Describes once, and writes with every save; combined with the trainer's callback base class at creation."""
+
+    def __init__(self, trainer: Any, fused: Fused | None) -> None:
+        self.trainer, self.fused = trainer, fused
+        self.text = b""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        table = describe(self.trainer.model, fused=self.fused)
+        earlier = Path(args.resume_from_checkpoint or "") / RULES
+        if args.resume_from_checkpoint and earlier.is_file():
+            table = joined_tables(parse_json(earlier.read_text("utf-8")), table)
+        self.text = written(table)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            LocalRoot(folder).replace(RULES, self.text)
+
+
+def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
+    """What this rank holds of a model."""
+    model = _unwrapped(model)
+    entries = config if config is not None else _config(model)
+    degrees, ranks = _place()
+    in_sequence = degrees[0] > 1 and bool(entries.get("sequence_parallel") or _in_sequence(model))
+    statements, said = _statements(model)
+    state = model.state_dict()
+    places = _places(model)
+    return RankFacts(
+        Described(*degrees, sequence_parallel=in_sequence),
+        *ranks,
+        type(model).__name__,
+        next(
+            (of for cls in type(model).__mro__ if (of := cls.__module__.partition(".")[0]) in _LIBRARIES), ""
+        )
+        or _LIBRARIES[0],
+        entries,
+        tuple(_entries(model, state)),
+        tuple(_item_class(item) for item in getattr(model, "_layers_desc", ())),
+        {key: places[id(tensor)] for key, tensor in state.items() if id(tensor) in places},
+        tuple(int(first) for first in getattr(model, "segment_parts", ())),
+        statements if said else None,
+    )
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside Paddle's own wrappers for distributed training."""
+    while type(model).__module__.startswith("paddle.") and not hasattr(model, "_layers_desc"):
+        inner = next(
+            (model._sub_layers[name] for name in ("_layers", "_layer") if name in model._sub_layers), None
+        )
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """The entries of the model's config that JSON can say."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        raise UsageError(
+            f"{type(model).__name__} has no config; pass the entries of its config.json as config="
+        )
+    entries = {}
+    for name, value in config.to_dict().items():
+        try:
+            entries[name] = parse_json(json.dumps(value))
+        except (TypeError, ValueError, JsonError):
+            continue
+    return entries
+
+
+def _place() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The degrees of tp, pp and ep, and this rank in them."""
+    fleet = sys.modules.get("paddle.distributed.fleet")
+    group = None
+    if fleet is not None:
+        topology = import_module("paddle.distributed.fleet.base.topology")
+        group = topology._HYBRID_PARALLEL_GROUP
+    if group is None:
+        return (1, 1, 1), (0, 0, 0)
+    ep, ep_rank = 1, 0
+    if getattr(group, "_ep_degree", None):
+        ep, ep_rank = group.get_expert_parallel_world_size(), group.get_expert_parallel_rank()
+    degrees = (int(group.get_model_parallel_world_size()), int(group.get_pipe_parallel_world_size()), int(ep))
+    return degrees, (int(group.get_model_parallel_rank()), int(group.get_stage_id()), int(ep_rank))
+
+
+def _in_sequence(model: Any) -> bool:
+    return any("SequenceParallelLinear" in type(layer).__name__ for layer in model.sublayers())
+
+
+def _entries(model: Any, state: Mapping[str, Any]) -> Iterator[Entry]:
+    parameters = {id(parameter) for parameter in model.parameters()}
+    whole = _global_shapes(model)
+    first: dict[int, str] = {}
+    for key, tensor in state.items():
+        same = first.setdefault(id(tensor), key)
+        split = getattr(tensor, "split_axis", None)
+        if split is None:
+            split = getattr(tensor, "split_dim", None)
+        yield Entry(
+            key,
+            tensor.name if id(tensor) in parameters else None,
+            tuple(int(extent) for extent in tensor.shape),
+            bool(getattr(tensor, "is_distributed", False)),
+            None if split is None else int(split),
+            whole.get(key),
+            bool(getattr(tensor, "no_sync", False) or getattr(tensor, "expert", False)),
+            None if same == key else same,
+        )
+
+
+def _global_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Key → global shape, as ``sharded_state_dict()`` says it; empty where it does not run."""
+    try:
+        sharded = model.sharded_state_dict()
+        return {key: tuple(int(extent) for extent in weight.global_shape) for key, weight in sharded.items()}
+    except Exception:  # noqa: BLE001 - of a class that nobody has tried; split_axis tells the cuts as well
+        return {}
+
+
+def _statements(model: Any) -> tuple[tuple[str, ...], bool]:
+    """The AOA statements that make the model of a Hugging Face checkpoint, and whether the class has any."""
+    make = getattr(type(model), "_gen_aoa_config", None)
+    if make is None:
+        return (), False
+    try:
+        return tuple(map(str, make(model.config)["aoa_statements"])), True
+    except Exception:  # noqa: BLE001 - of a class that nobody has tried; then nobody says what is fused
+        return (), False
+
+
+def _item_class(item: Any) -> str:
+    """The class of an item of a pipeline, as a segmentation ``layer:Regex`` matches it."""
+    made = getattr(item, "layer_func", None)
+    return str(getattr(made, "__name__", None) or type(item).__name__)
+
+
+def _places(model: Any) -> dict[int, int]:
+    """Parameter or buffer → number of its item in the pipeline; empty without one."""
+    items = getattr(model, "_layers_desc", None)
+    if items is None:
+        return {}
+    layers: list[tuple[int, Any]] = []
+    for number, item in enumerate(items):
+        shared = getattr(item, "layer_name", None)
+        if shared is not None and shared in model.shared_layers:
+            layers.append((number, model.shared_layers[shared]))
+        elif str(number) in model._sub_layers:
+            layers.append((number, model._sub_layers[str(number)]))
+    for chunk, start in zip(
+        getattr(model, "_model_chunks", ()), getattr(model, "_start_poss", ()), strict=False
+    ):
+        layers += [(start + int(name), layer) for name, layer in chunk._sub_layers.items() if name.isdigit()]
+    places: dict[int, int] = {}
+    for number, layer in layers:
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            places.setdefault(id(tensor), number)
+    return places

@@ -1,0 +1,211 @@
+"""A table that is described from what ranks hold says the same of every rank as the shipped table, which is written."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paddle_reshard
+from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
+from paddle_reshard.pipeline.model.described import Entry, RankFacts, described_table, joined_tables
+from paddle_reshard.pipeline.model.rules.parse import typed_table
+from paddle_reshard.pipeline.model.rules.rule import evaluate_sizes, expected_shape
+from paddle_reshard.pipeline.model.rules.table import Described, RuleTable
+from paddle_reshard.pipeline.training.describe import written
+from tests import facts
+from tests.conftest import case_directory
+from tests.facts.test_tables import EP, PP, SEQUENCE_PARALLEL, TP, differences, table_of
+from tests.oracle import assert_same_tensors, read_checkpoint, read_truth, shapes_of
+
+
+def rank_facts(build: facts.Build) -> RankFacts:
+    tp, pp, ep = (2 if build.topology in topologies else 1 for topologies in (TP, PP, EP))
+    whole = (
+        {s.structured: tuple(s.global_shape) for s in build.sharded}
+        if isinstance(build.sharded, list)
+        else {}
+    )
+    return RankFacts(
+        Described(tp, pp, ep, build.topology in SEQUENCE_PARALLEL),
+        build.rank if tp > 1 else 0,
+        build.rank if pp > 1 else 0,
+        build.rank if ep > 1 else 0,
+        str(build.kind),
+        "paddleformers",
+        build.saved or {},
+        tuple(
+            Entry(
+                e.key,
+                e.name if e.is_parameter else None,
+                tuple(e.shape),
+                e.is_distributed,
+                e.split_axis,
+                whole.get(e.key),
+                e.expert or e.no_sync,
+                e.same_as,
+                e.trainable,
+            )
+            for e in build.entries or ()
+        ),
+    )
+
+
+@cache
+def bases(family: str) -> list[facts.Build]:
+    return [
+        build
+        for build in facts.builds()
+        if build.family == family
+        and not build.config
+        and build.entries
+        and not build.topology.startswith("case ")
+    ]
+
+
+def fused(family: str, table: RuleTable) -> dict[str, int | Sequence[int]]:
+    """What the table says to be fused: live parameters do not tell it."""
+    config = bases(family)[0].saved or {}
+    held = {
+        key
+        for build in bases(family)
+        for key in (table.find(e.key, config)[0].key for e in build.entries or ())
+    }
+    return {
+        rule.key: rule.parts
+        if rule.part_widths is None
+        else evaluate_sizes(rule.part_widths, config, rule.key)
+        for rule in table.rules
+        if rule.fused_parts > 1 and rule.applies(config) and rule.key in held
+    }
+
+
+LISTED = {
+    "gpt_oss": "self_attn.sinks: of the shape",
+    # the file has no pipeline items, and a shared layer comes first in the entries of its stage
+    "gemma3_text": "Names with pp=2 were given up",
+    # a number that counts all parameters that the process has created
+    "qwen3_next": "Parameter names do not follow from the rows: model.layers.0.linear_attn.dt_bias",
+}
+"""Family → what a description says that it does not tell."""
+
+
+def described(family: str, topology: str, parts: dict[str, int | Sequence[int]]) -> dict[str, Any]:
+    return described_table([rank_facts(b) for b in bases(family) if b.topology == topology], parts)
+
+
+@pytest.mark.parametrize("family", sorted({build.family for build in facts.builds()}))
+def test_a_table_described_in_every_topology_says_what_the_shipped_one_says(family: str) -> None:
+    builds = bases(family)
+    shipped, config = table_of(builds[0]), builds[0].saved or {}
+    parts = fused(family, shipped)
+    tables = [described(family, t, parts) for t in dict.fromkeys(build.topology for build in builds)]
+    if family == "gpt_oss":
+        with pytest.raises(UsageError, match=LISTED[family]):
+            reduce(joined_tables, tables)
+        return
+
+    made = typed_table(reduce(joined_tables, tables))
+
+    named = {job.kind for job in made.described or () if job.names}
+    if family in LISTED:
+        assert LISTED[family] in str(made.comment)
+    else:
+        assert len(named) == len(tables)
+    for build in builds:
+        known = rank_facts(build).job.kind in named
+        assert not [d for d in differences(build, made) if known or ": named " not in d]
+    for rule in made.rules:
+        [row] = [row for row in shipped.rules if row.key == rule.key and row.applies(config)]
+        assert expected_shape(row, config) in (None, expected_shape(rule, config)), rule.key
+        assert (rule.split, rule.shares(config)) == (row.split, row.shares(config)), rule.key
+
+
+def own_checkpoint(folder: Path, table: Mapping[str, Any]) -> Path:
+    """A real checkpoint of tp=2 as that of a class that no shipped table knows, with a description beside it."""
+    [source] = case_directory("dense/mp2").glob("checkpoint-*")
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "architectures": ["Own"]}))
+    (folder / "paddle_reshard_rules.json").write_bytes(written(table))
+    return folder
+
+
+@cache
+def own_table() -> dict[str, Any]:
+    return own_of("tp1", "tp2")
+
+
+def own_of(*jobs: str) -> dict[str, Any]:
+    """What these jobs describe of the class."""
+    return {**reduce(joined_tables, [described("llama", job, {}) for job in jobs]), "model_types": ["own"]}
+
+
+def test_a_description_beside_a_checkpoint_is_used_and_said(tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "own", own_table())
+
+    assert "as described in a job with one card and one with tp=2" in str(
+        dict(paddle_reshard.inspect(source).facts())
+    )
+    for target in ("tp=1", "sharding=2"):
+        paddle_reshard.convert(source, tmp_path / target, to=target, allow_replica_drift=True)
+        truth = read_truth(case_directory("dense/mp2") / "truth.safetensors")
+        assert_same_tensors(read_checkpoint(tmp_path / target, shapes_of(truth)), truth)
+
+
+def altered(key: str, **entries: object) -> dict[str, Any]:
+    rows = [
+        {
+            name: value
+            for name, value in {**row, **(entries if row["key"] == key else {})}.items()
+            if value is not None
+        }
+        for row in own_table()["rules"]
+    ]
+    return {**own_table(), "rules": rows}
+
+
+LAYER = "model.layers.{layer}."
+WRONG = {
+    "the other dim": (altered(f"{LAYER}self_attn.o_proj.weight", split=1), "shape"),
+    "no dim": (altered(f"{LAYER}self_attn.o_proj.weight", split=None), "shape"),
+    "a cut of what is whole": (altered("model.norm.weight", split=0), "shape"),
+    "exchanged names": (
+        altered(f"{LAYER}self_attn.q_proj.weight", built_after=f"{LAYER}self_attn.o_proj.weight"),
+        "name",
+    ),
+    "another layer class": (altered("lm_head.weight", name_class="head"), "name"),
+    "a tie": (altered("lm_head.weight", tied_to="model.embed_tokens.weight", always_tied=True), "lm_head"),
+    "another shape": (altered("model.norm.weight", shape=["63"]), "shape"),
+    "a row less": ({**own_table(), "rules": own_table()["rules"][:-1]}, "no row"),
+    "nobody said what is fused": (altered(f"{LAYER}mlp.gate_proj.weight", parts_unknown=True), "fused"),
+    "no entry of a table": ({**own_table(), "run": "me"}, "run"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_description_is_not_believed(wrong: str, tmp_path: Path) -> None:
+    table, words = WRONG[wrong]
+    source = own_checkpoint(tmp_path / "own", table)
+
+    with pytest.raises(ReshardError, match=words):
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", allow_replica_drift=True)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "to", "words"),
+    [
+        (["tp2"], "tp=1", "what a job with one card calls its parameters is not known"),
+        (["tp1", "tp2"], "tp=4", "what a rank holds with another degree"),
+        (["tp1", "tp2"], "pp=2", "jobs without pp"),
+    ],
+)
+def test_what_no_job_has_shown_is_refused(jobs: list[str], to: str, words: str, tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "own", own_of(*jobs))
+
+    with pytest.raises(ReshardError, match=words):
+        paddle_reshard.convert(source, tmp_path / "target", to=to, allow_replica_drift=True)
