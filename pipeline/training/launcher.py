@@ -206,7 +206,8 @@ class TrainerCommand:
 def _expected(arguments: Arguments, topology: Topology, library: str) -> Arguments:
     """Arguments that decide how ranks read their files, also those at their default."""
     by_rank = arguments.get("load_checkpoint_format") not in ("flex_checkpoint", "unified_checkpoint")
-    names = {"sequence_parallel": False} if by_rank and not arguments.get("unified_checkpoint") else {}
+    by_rank = by_rank and not arguments.get("unified_checkpoint")
+    names = {"sequence_parallel": False, "load_sharded_model": False} if by_rank else {}
     sharded = {} if "sharding" in arguments else {"sharding": ""}
     own = {name: value for name, value in arguments.items() if name not in _OF_SAVING}
     own.pop("resume_from_checkpoint", None)

@@ -55,7 +55,7 @@ PP2 = "--pipeline_model_parallel_size 2"
 PP3 = "--pipeline_model_parallel_size 3"
 EP2 = "--use_expert_parallel true --expert_model_parallel_size 2"
 EP4 = "--use_expert_parallel true --expert_model_parallel_size 4"
-STAGE1 = "--sharding stage1 --split_param true --load_sharded_model true --load_checkpoint_format sharding_io"
+STAGE1 = "--sharding stage1 --split_param true"
 SHARDING2 = f"{STAGE1} --sharding_parallel_size 2"
 SHARDING4 = f"{STAGE1} --sharding_parallel_size 4"
 
@@ -104,9 +104,8 @@ class Job:
 ON_4 = Cards(4, "tp=2,pp=2", f"{TP2} {PP2}")
 ON_2 = Cards(2, "sharding=2", SHARDING2, 2)
 ON_6 = Cards(6, "pp=3,sharding=2", f"{PP3} {SHARDING2}", 2)
-EXPERTS_ON_4 = Cards(4, "pp=2,ep=2,sharding=2", f"{PP2} {EP2} {SHARDING2}", 2)
+EXPERTS_ON_4 = Cards(4, "ep=4,sharding=4", f"{EP4} {SHARDING4}", 4)
 EXPERTS_ON_2 = Cards(2, "ep=2,sharding=2", f"{EP2} {SHARDING2}", 2)
-EXPERTS_ON_4_WIDE = Cards(4, "ep=4,sharding=4", f"{EP4} {SHARDING4}", 4)
 # The command line trains an adapter where nothing says otherwise. At this rate, losses show a few steps' updates.
 OF_TRAINER = "--fine_tuning Full --learning_rate 1e-2 --save_checkpoint_format sharding_io"
 JOBS = {
@@ -121,7 +120,6 @@ JOBS = {
             Start(ON_4, killed=5),
             Start(ON_2, killed=7),
             Start(ON_6, killed=9),
-            Start(ON_4, torn=10),
             Start(ON_4),
         ),
         again=2,
@@ -130,11 +128,10 @@ JOBS = {
     "ernie_pretrain, experts": Job(
         Path(__file__).with_name("recipe_rank.py"),
         "--logging_steps 1000 --zcc_save_ema_coef 0.9 --use_moe true --moe_group ep",
-        6,
+        4,
         (
             Start(EXPERTS_ON_4, killed=3),
-            Start(EXPERTS_ON_2, killed=5),
-            Start(EXPERTS_ON_4_WIDE),
+            Start(EXPERTS_ON_2),
         ),
         again=1,
         close=2e-3,

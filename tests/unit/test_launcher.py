@@ -87,6 +87,7 @@ def test_nodes_have_consecutive_ranks() -> None:
         "--tensor-model-parallel-size=4",
         "--sequence_parallel",
         "--split_param false",
+        "--load_sharded_model true",  # of files without model_meta.json, which it would look for
         "--fp16_opt_level O1",
         "--resume_from_checkpoint /local/c",
     ],
