@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape, padded
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor, dtype_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,8 +36,9 @@ class Numbered(Generic[Value]):
 
     def number(self, value: Value) -> int:
         """The number of a value, which is added if it is new."""
-        number = self.numbers.setdefault(value, len(self.values))
-        if number == len(self.values):
+        number = self.numbers.get(value)
+        if number is None:
+            number = self.numbers[value] = len(self.values)
             self.values.append(value)
         return number
 
@@ -53,15 +54,23 @@ class Identities:
         self._key, self._state = array("i"), array("h")
         self._numbers: list[array[int]] = []  # by state, then key: number of the pair, or -1
 
+    def number(self, key: str, state: str) -> int:
+        """The number of a pair, which is added if it is new: its number is then how many there were."""
+        number = self.find(key, state)
+        return self.add_identity(key, state) if number is None else number
+
     def add_identity(self, key: str, state: str) -> int:
         """Add a pair and return its number."""
-        number = len(self)
+        number = len(self._key)
         of_key, of_state = self._keys.number(key), self._states.number(state)
         if of_state == len(self._numbers):
             self._numbers.append(array("i"))
         numbers = self._numbers[of_state]
-        numbers.extend([-1] * (of_key + 1 - len(numbers)))
-        numbers[of_key] = number
+        if of_key < len(numbers):
+            numbers[of_key] = number
+        else:
+            numbers.extend([-1] * (of_key - len(numbers)))
+            numbers.append(number)
         self._key.append(of_key)
         self._state.append(of_state)
         return number
@@ -80,7 +89,13 @@ class Identities:
 
     def find(self, key: str, state: str) -> int | None:
         """The number of a pair, or ``None``."""
-        return self.finder(state)(key)
+        of_state, of_key = self._states.numbers.get(state), self._keys.numbers.get(key)
+        if of_state is None or of_key is None:
+            return None
+        numbers = self._numbers[of_state]
+        if of_key >= len(numbers) or (number := numbers[of_key]) < 0:
+            return None
+        return number
 
     def finder(self, state: str) -> Callable[[str], int | None]:
         """The same for one state and many keys; pairs that are added later may be missing."""
@@ -131,11 +146,18 @@ class Tensors(Identities, Sequence[Tensor]):
 
     def add(self, tensor: Tensor) -> int:
         """Add a tensor and return its number."""
-        number = self.add_identity(tensor.key, tensor.state)
-        self._dtype.append(DTYPES.index(tensor.dtype))
-        self._shape.append(self._shapes.number(tensor.global_shape))
-        if tensor.aliases:
-            self._aliases[number] = tensor.aliases
+        return self.add_as(tensor.key, tensor.state, tensor.dtype, tensor.global_shape, tensor.aliases)
+
+    def add_as(self, key: str, state: str, dtype: DType, shape: Shape, aliases: tuple[str, ...] = ()) -> int:
+        """Add the tensor with these fields; faster than to make it."""
+        of_shape = self._shapes.numbers.get(shape)
+        if of_shape is None:
+            of_shape = self._shapes.number(Tensor(key, state, dtype, shape).global_shape)
+        number = self.add_identity(key, state)
+        self._dtype.append(dtype_number(dtype))
+        self._shape.append(of_shape)
+        if aliases:
+            self._aliases[number] = aliases
         return number
 
     @overload

@@ -118,6 +118,7 @@ DTYPES: tuple[DType, ...] = (
 )
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES}
+_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 
 # int(tensor.dtype) as written into model_meta.json: phi codes since Paddle 3.0, VarType codes before.
 # Seen by running paddlepaddle 3.3.1 and 2.6.2. The two ranges overlap only in codes of integers.
@@ -127,6 +128,11 @@ _PHI_CODES = {
 }  # fmt: skip
 _PHI_CODE_OF = {name: code for code, name in _PHI_CODES.items()}
 _VARTYPE_CODES = {4: "float16", 6: "float64", 22: "bfloat16"}
+
+
+def dtype_number(dtype: DType) -> int:
+    """Index into ``DTYPES``."""
+    return _NUMBERS[dtype.name]
 
 
 def dtype_named(name: str) -> DType:

@@ -9,7 +9,7 @@ from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType, Tensor
+from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
 from paddle_reshard.pipeline.model.placement import ArrayKind, Placements
 
 
@@ -25,7 +25,7 @@ class TensorCollector:
         self.placements = Placements()
         self._file = {file.path: number for number, file in enumerate(self.files)}
         self._aliases = aliases or {}
-        self._ranks = ranks
+        self._ranks, self._none = ranks, array("i", [0] * ranks)
         self._copies = array("i")  # that a rank has contributed to, at index ``tensor * ranks + rank``
 
     def tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str = "") -> int:
@@ -36,9 +36,9 @@ class TensorCollector:
         number = self.tensors.find(key, state)
         if number is None:
             aliases = self._aliases.get(key, ()) if state in (PARAM, EMA_PARAM) else ()
-            self._copies.extend([0] * self._ranks)
-            return self.tensors.add(Tensor(key, state, dtype, shape, aliases))
-        if (self.tensors.dtype(number), self.tensors.shape(number)) != (dtype, shape):
+            self._copies.extend(self._none)
+            return self.tensors.add_as(key, state, dtype, shape, aliases)
+        if self.tensors.dtype(number) != dtype or self.tensors.shape(number) != shape:
             tensor = self.tensors[number]
             raise CoverageError(
                 tensor.label,
@@ -60,8 +60,13 @@ class TensorCollector:
         self, tensor: int, kind: ArrayKind, dtype: DType, rank: int, copy: int, path: str, byte_offset: int
     ) -> None:
         """Add an array of a rank's piece of a tensor."""
-        number = self.placements.kind(kind)
-        self.placements.add(number, rank, tensor, self._file[path], byte_offset, dtype, copy)
+        self.place_as(tensor, self.placements.kind(kind), dtype, rank, copy, path, byte_offset)
+
+    def place_as(
+        self, tensor: int, kind: int, dtype: DType, rank: int, copy: int, path: str, byte_offset: int
+    ) -> None:
+        """The same, by the number that ``placements`` has for the kind."""
+        self.placements.add(kind, rank, tensor, self._file[path], byte_offset, dtype, copy)
 
     def catalog(self, implied: Mapping[int, int] | None = None) -> Catalog:
         """All that was added."""

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.geometry import (
     strides_in_order,
 )
 from paddle_reshard.pipeline.core.numbers import Ints, numbered_within
-from paddle_reshard.pipeline.core.tensors import DTYPES, DType
+from paddle_reshard.pipeline.core.tensors import DType, dtype_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Placements:
         self, kind: int, rank: int, tensor: int, file: int, byte_offset: int, dtype: DType, replica: int
     ) -> None:
         """Add an array of a kind, stored by tp rank ``rank`` at ``byte_offset``."""
-        self._arrays.extend((kind, rank, tensor, file, byte_offset, DTYPES.index(dtype), replica))
+        self._arrays.extend((kind, rank, tensor, file, byte_offset, dtype_number(dtype), replica))
 
     def add_file(self, arrays: Ints, rank: int, file: int) -> None:
         """Add all arrays of a file of tp rank ``rank``; rows are (kind, tensor, byte offset, index of the dtype).

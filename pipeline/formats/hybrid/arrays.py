@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array as numbers_of
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Identities, Identity, Numbered
@@ -15,9 +14,8 @@ from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 Array = ArrayRef | SplitArray
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """One array of one rank's file."""
+class StoredArray(NamedTuple):
+    """One array of one rank's file; a tuple, because very many are made."""
 
     shard: int
     path: str
@@ -74,26 +72,24 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         self._place = numbers_of("i")
         self._arrays = ArrayColumns()
 
-    def add(self, key: str, state: str, stored: StoredArray) -> None:
-        """Add one more array of a tensor."""
-        number = self._identities.find(key, state)
-        if number is None:
-            number = self._identities.add_identity(key, state)
-            self._last.append(-1)
-        self._before.append(self._last[number])
-        self._last[number] = len(self._arrays)
-        self._place.append(self._places.number((stored.copy, stored.shard, stored.path)))
-        self._arrays.append(stored.array)
-
-    def path_of_last(self, key: str, state: str) -> str | None:
-        """The file of the array of a tensor that was added last."""
-        number = self._identities.find(key, state)
-        return None if number is None else self._places.values[self._place[self._last[number]]][2]
+    def add(self, key: str, state: str, stored: StoredArray) -> str | None:
+        """Add one more array of a tensor; returns the file of the one that was added before it, if there is one."""
+        shard, path, array, copy = stored
+        row, before = len(self._place), -1
+        number = self._identities.number(key, state)
+        if number == len(self._last):
+            self._last.append(row)
+        else:
+            before, self._last[number] = self._last[number], row
+        self._before.append(before)
+        self._place.append(self._places.number((copy, shard, path)))
+        self._arrays.append(array)
+        return None if before < 0 else self._places.values[self._place[before]][2]
 
     def renamed(self, keys: Mapping[str, str], states: Mapping[str, str]) -> StoredArrays:
         """The same arrays under other structured keys, or as other states."""
         renamed = StoredArrays()
-        for (key, state), arrays in self.items():
+        for (key, state), arrays in self.entries():
             for stored in arrays:
                 renamed.add(keys.get(key, key), states.get(state, state), stored)
         return renamed
@@ -102,13 +98,23 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         number = self._identities.find(*identity)
         if number is None:
             raise KeyError(identity)
+        return self._of(number)
+
+    def entries(self) -> Iterator[tuple[Identity, list[StoredArray]]]:
+        """All items; faster than one by one."""
+        for number, identity in enumerate(self._identities.identities()):
+            yield identity, self._of(number)
+
+    def _of(self, number: int) -> list[StoredArray]:
         arrays = []
         row = self._last[number]
         while row >= 0:
             copy, shard, path = self._places.values[self._place[row]]
             arrays.append(StoredArray(shard, path, self._arrays.get(row), copy))
             row = self._before[row]
-        return sorted(reversed(arrays), key=lambda stored: (stored.copy, stored.shard))
+        if len(arrays) > 1:
+            arrays = sorted(reversed(arrays), key=lambda stored: (stored.copy, stored.shard))
+        return arrays
 
     def __contains__(self, identity: object) -> bool:
         return (

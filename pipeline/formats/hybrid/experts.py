@@ -46,7 +46,7 @@ def _join(cells: Sequence[StoredCell], topology: Topology, shared_out: Callable[
                     )
         joined.sliced |= cell.sliced
         joined.master_spellings |= cell.master_spellings
-        for (key, state), arrays in cell.arrays.items():
+        for (key, state), arrays in cell.arrays.entries():
             for stored in arrays:
                 alike = key in in_all and key not in pieces
                 joined.arrays.add(key, state, _joined_array(stored, cell, state, alike, topology))

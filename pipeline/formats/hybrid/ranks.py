@@ -662,16 +662,18 @@ def _names_from_model_state(
 
 
 def _add(cell: StoredCell, key: str, state: str, file: RankFile, value: object) -> None:
-    value = _array_of(value)
-    if value is None:
+    array = _array_of(value)
+    if array is None:
         raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
-    if cell.arrays.path_of_last(key, state) == file.path:  # files are read one after the other
+    before = cell.arrays.add(key, state, StoredArray(file.shard or 0, file.path, array))
+    if before == file.path:  # files are read one after the other
         raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
-    cell.arrays.add(key, state, StoredArray(file.shard or 0, file.path, value))
 
 
 def _array_of(value: object) -> Array | None:
     """The array in an entry; the entry may be a ``(name, array)`` tuple, which ``paddle.load`` accepts too."""
+    if type(value) is ArrayRef:  # as nearly all are
+        return value
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return value if isinstance(value, ArrayRef | SplitArray) else None

@@ -53,8 +53,10 @@ class ShardingGroup:
         self, cell: StoredCell, key: str, state: str, arrays: list[StoredArray]
     ) -> Iterator[list[LocatedArray]]:
         """The located arrays of each copy of a tensor, which must be those of a group with this strategy."""
-        for _, of_copy in groupby(arrays, key=lambda stored: stored.copy):
-            of_group = list(of_copy)
+        copies = [arrays]
+        if len(arrays) > 1:
+            copies = [list(of_copy) for _, of_copy in groupby(arrays, key=lambda stored: stored.copy)]
+        for of_group in copies:
             if key in self.slices and not whole_in_model_state(state):
                 yield list(self._located_slices(key, state, of_group, self.slices[key]))
                 continue

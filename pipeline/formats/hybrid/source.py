@@ -283,6 +283,7 @@ class _Source:
     def __init__(self, ranks: Ranks, table: RuleTable, config: Config) -> None:
         self.ranks, self.table, self.config = ranks, table, config
         self.find = table.finder(config)
+        self._alike: dict[int, tuple[Rule, TensorCut, Shape | None]] = {}
         self.cells = join_cells(ranks, lambda key: self.find(key)[0].shared_out)
         """Of each stage and tp rank, all cells joined into one."""
         self.expert_axis = expert_axis_of(ranks)
@@ -315,7 +316,7 @@ class _Source:
         shapes = {
             (cell.shapes[key], tuple(stored.array.shape for stored in arrays))
             for cell in self.cells
-            for (key, state), arrays in cell.arrays.items()
+            for (key, state), arrays in cell.arrays.entries()
             if not whole_in_model_state(state) and not is_per_parameter(state)
         }
         several_dims = any(len(shape) > 1 for _, array_shapes in shapes for shape in array_shapes)
@@ -372,17 +373,15 @@ class _Source:
     def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
         topology = self.ranks.topology
         rule, layer = self.find(key)
-        expert_axis = self.expert_axis if rule.of_expert_rank else None
-        cut = cut_of(rule, self.config, key, topology.tp, expert_axis, topology.ep)
+        cut, expected = self.cut_and_shape(rule, key)
         shape = cut.global_shape(key, cell.shapes[key])
-        expected = expected_shape(rule, self.config, key)
         if expected is not None and expected != shape:
             raise RuleError(
                 key,
                 f"config.json and the rule table expect the shape {expected}, but the files of tp={topology.tp} ranks "
                 f"add up to {shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
             )
-        self._check_marks(cell, key, rule, cut, expert_axis)
+        self._check_marks(cell, key, rule, cut)
         holder, name = cell.holders[key], cell.names[key]
         states = tuple(state for state in ACCUMULATORS if (holder, state) in cell.arrays)
         return ModelTensor(
@@ -408,14 +407,20 @@ class _Source:
             return holder
         return rule.twin(self.config, key)
 
-    def _check_marks(
-        self, cell: StoredCell, key: str, rule: Rule, cut: TensorCut, expert_axis: str | None
-    ) -> None:
-        """Check the flags of a tensor in ``model_meta.json`` against the rules.
+    def cut_and_shape(self, rule: Rule, key: str) -> tuple[TensorCut, Shape | None]:
+        """How the job cuts a tensor of a row, and the shape that it has by the config: one object for the whole row."""
+        known = self._alike.get(id(rule))
+        if known is None:
+            topology = self.ranks.topology
+            axis = self.expert_axis if rule.of_expert_rank else None
+            cut = cut_of(rule, self.config, key, topology.tp, axis, topology.ep)
+            known = self._alike[id(rule)] = rule, cut, expected_shape(rule, self.config, key)
+        return known[1:]
 
-        ``expert_axis`` is the axis over which experts are distributed, or ``None`` if the tensor is not an expert's.
-        """
+    def _check_marks(self, cell: StoredCell, key: str, rule: Rule, cut: TensorCut) -> None:
+        """Check the flags of a tensor in ``model_meta.json`` against the rules."""
         topology = self.ranks.topology
+        expert_axis = self.expert_axis if rule.of_expert_rank else None
         distributed = topology.tp > 1 and cut.dim is not None
         expected = rule.marked_distributed(distributed, topology.ep, of_rank=expert_axis in ("ep", "tp"))
         mark = cell.distributed.get(key, expected)
@@ -645,12 +650,13 @@ class _HybridCatalogBuilder:
         self.rank_files = RankFiles()
         self.missing: set[str] = set()
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
-        self.cuts: dict[str, TensorCut] = {}  # the same for all states of a tensor
+        self.kinds: dict[tuple[Shape, int, int, tuple[int, int] | None, Shape | None], int] = {}
+        """What an array's :class:`ArrayKind` is made of, with the id of its cut, → the number of the kind."""
         self.stored = TensorCollector(files, model.aliases, max(self.topology.tp, self.topology.ep))
 
     def catalog(self) -> Catalog:
         for cell, group in zip(self.source.cells, self.groups, strict=True):
-            for (key, state), arrays in cell.arrays.items():
+            for (key, state), arrays in cell.arrays.entries():
                 self._add(cell, group, key, state, arrays)
             cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
@@ -663,19 +669,17 @@ class _HybridCatalogBuilder:
     def _add(
         self, cell: StoredCell, group: ShardingGroup, key: str, state: str, arrays: list[StoredArray]
     ) -> None:
-        dtype = common_dtype(key, state, [(array.dtype(), array.path) for array in arrays])
+        dtype = arrays[0].dtype()
+        if len(arrays) > 1:
+            common_dtype(key, state, [(array.dtype(), array.path) for array in arrays])
         if is_per_parameter(state):
             self._add_per_parameter(key, state, dtype, arrays)
             return
         tensor = self.by_key[key]
-        if key not in self.cuts:
-            self.cuts[key] = self.model.cut(
-                tensor, self.topology.tp, self.source.expert_axis, self.topology.ep
-            )
-        cut = self.cuts[key]
+        cut, _ = self.source.cut_and_shape(tensor.rule, key)
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
-        shown = _shown(cell, tensor, state)
+        shown, local_shape = _shown(cell, tensor, state), cell.shapes[key]
         for number, copy in enumerate(group.copies(cell, key, state, arrays)):
             rank = number if tensor.rule.shared_out and self.topology.ep > 1 else rank
             replica = self.stored.copy(index, rank)
@@ -683,15 +687,19 @@ class _HybridCatalogBuilder:
                 start, stop = flat or (0, 0)
                 seen = start if shown == key else stop - start
                 self.rank_files.add(path, (state, shown, seen), (state, key, start, rank))
-                kind = ArrayKind(cell.shapes[key], cut, dtype.itemsize, flat, axes)
-                self.stored.place(index, kind, dtype, rank, replica, path, byte_offset)
+                alike = local_shape, id(cut), dtype.itemsize, flat, axes
+                kind = self.kinds.get(alike)
+                if kind is None:
+                    kind = self.stored.placements.kind(ArrayKind(local_shape, cut, *alike[2:]))
+                    self.kinds[alike] = kind
+                self.stored.place_as(index, kind, dtype, rank, replica, path, byte_offset)
 
     def _add_per_parameter(self, key: str, state: str, dtype: DType, arrays: list[StoredArray]) -> None:
-        kind = ArrayKind((1,), UNCUT, dtype.itemsize)
+        kind = self.stored.placements.kind(ArrayKind((1,), UNCUT, dtype.itemsize))
         for array in arrays:
             byte_offset = one_number(key, state, array).byte_offset
             index = self._tensor(key, state, dtype, (1,), array.path)
-            self.stored.place(index, kind, dtype, 0, self.stored.copy(index, 0), array.path, byte_offset)
+            self.stored.place_as(index, kind, dtype, 0, self.stored.copy(index, 0), array.path, byte_offset)
 
     def _imply(self) -> dict[int, int]:
         """Tensors that no file holds → their source: the format defines such parameters as casts of master weights."""
