@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -69,7 +70,7 @@ class ModelTensor:
         return self.rule.item, self.layer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """All tensors in the order of ``model.parameters()`` of a job without pipeline stages."""
 
@@ -100,7 +101,7 @@ class Model:
             if tensor.tied_to is not None and tensor.is_alias and not tensor.rule.always_tied
         }
 
-    @property
+    @cached_property
     def has_lora(self) -> bool:
         """Whether it contains LoRA matrices."""
         return any(isinstance(tensor.rule, LoraRule) for tensor in self.tensors)

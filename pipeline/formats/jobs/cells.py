@@ -114,8 +114,10 @@ class CellPlanner:
 
     def _own_number(self, key: str) -> str:
         """The key with the number that a rank gives the expert, if it numbers its own from 0 on."""
+        if self.target.expert_axis != "ep" or not self.model.table.local_experts:
+            return key
         expert = expert_of(key)
-        if expert is None or self.target.expert_axis != "ep" or not self.model.table.local_experts:
+        if expert is None:
             return key
         return shift_expert(key, expert % (self.experts // self.topology.ep) - expert)
 
@@ -249,14 +251,12 @@ class CellPlanner:
             # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
             tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
             names = {t.key: names[t.key] for t in tensors}
-        over, topology = self.target.expert_axis, self.topology
-        cuts = {t.key: self.model.cut(t, topology.tp, over, topology.ep) for t in tensors}
-        local = {t.key: cuts[t.key].local_shape(t.key, t.global_shape) for t in tensors}
+        cuts, local = self._cut(tensors)
         listed = _optimizer_list(tensors, names)
         parameters = list({tensor.key: tensor for tensor in listed}.values())
         # A chunk of a virtual pipeline lists a shared layer where it lies in the chunk (pp_layers.py:1045), and the
         # engine makes buffers of each chunk.
-        by_chunk = self.target.sharding.comm_overlap and topology.vpp > 1
+        by_chunk = self.target.sharding.comm_overlap and self.topology.vpp > 1
         shares = self._shares(_optimizer_list(built, names) if by_chunk else listed, local, turn)
         apart = self.topology.dense_sharding
         held: dict[int, list[ModelTensor]] = {
@@ -274,6 +274,19 @@ class CellPlanner:
         cell = Cell(tp, pp, ep, tensors, names, local, cuts, parameters, shares, held, {})
         cell.model_state = self._model_state_tensors(cell, listed)
         return cell
+
+    def _cut(self, tensors: Sequence[ModelTensor]) -> tuple[dict[str, TensorCut], dict[str, Shape]]:
+        """How tp cuts each tensor, and the shape of a piece; those of one row and shape are found once."""
+        over, topology = self.target.expert_axis, self.topology
+        of_alike: dict[tuple[int, Shape], tuple[TensorCut, Shape]] = {}
+        cuts, local = {}, {}
+        for tensor in tensors:
+            alike = id(tensor.rule), tensor.global_shape
+            if alike not in of_alike:
+                cut = self.model.cut(tensor, topology.tp, over, topology.ep)
+                of_alike[alike] = cut, cut.local_shape(tensor.key, tensor.global_shape)
+            cuts[tensor.key], local[tensor.key] = of_alike[alike]
+        return cuts, local
 
     def _of_rank(self, tensors: list[ModelTensor], tp: int, ep: int) -> list[ModelTensor]:
         """The tensors of a stage that a rank holds.

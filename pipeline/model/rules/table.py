@@ -164,8 +164,10 @@ class RuleTable:
 
     def place(self, item: str, layer: int | None) -> tuple[str, int | None]:
         """The pipeline item with a tensor of a layer: its kind, and its number unless it has all layers of its kind."""
-        whole = any(known.whole for known in self.items if known.name == item)
-        return item, None if whole else layer
+        for known in self.items:
+            if known.whole and known.name == item:
+                return item, None
+        return item, layer
 
     def first_mtp_layer(self, item: Item, config: Config) -> int:
         """Number of the first MTP layer in the keys of its item."""
