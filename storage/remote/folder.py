@@ -65,10 +65,14 @@ _SENTENCES = {
     "InvalidBucketName": "the bucket has no valid name",
     "InvalidRange": "has become shorter since it was indexed",
     "InvalidToken": "the session token is not valid",
+    "405": "the store has no such request",
+    "501": "the store has no such request",
+    "MethodNotAllowed": "the store has no such request",
     "NoCredentialsError": "no credentials were found",
     "NoSuchBucket": "no such bucket",
     "NoSuchKey": "not found",
     "NoSuchUpload": "the upload no longer exists; did another program abort it?",
+    "NotImplemented": "the store has no such request",
     "PermanentRedirect": "the bucket is in a different region; set it in client_kwargs",
     "PermissionError": "access denied",
     "PreconditionFailed": "changed while it was read",
@@ -79,6 +83,8 @@ _SENTENCES = {
     "SlowDown": "the store is throttling requests",
 }
 _DENIED = ("AccessDenied", "AllAccessDisabled")
+_UNKNOWN = ("NotImplemented", "MethodNotAllowed", "501", "405")
+"""Codes for a request that the store does not have."""
 _CHANGED = ("404", "412", "FileNotFoundError", "InvalidRange", "NoSuchKey", "PreconditionFailed")
 """Codes for a listed file that has changed or no longer exists. The store has not failed, so there is no retry."""
 
@@ -299,11 +305,11 @@ class FsspecFolder:
         code = retry.code_of(error)
         told = "the response body was corrupted" if code == "DamagedBody" else code
         sentence = _SENTENCES.get(code) or f"{told}: {self.redacted(error)}"
-        if code in _DENIED and (operation := retry.operation_of(error)):
+        if code in (*_DENIED, *_UNKNOWN) and (operation := retry.operation_of(error)):
             sentence = f"{sentence} ({operation})"
         location = f"{self.location}/{name}" if name else self.location
         explained = self.failure(f"{location}: {sentence}{attempts}")
-        explained.retryable = code not in _CHANGED
+        explained.retryable = code not in (*_CHANGED, *_UNKNOWN)
         return explained
 
     def redacted(self, error: BaseException) -> str:

@@ -161,7 +161,7 @@ class S3Target(FsspecTarget):
             )
             self.session = session
         self.uploads = dict(session.record.uploads)
-        if self.permission.resume:
+        if session.resumed:  # some stores have no ListMultipartUploads, which nothing else needs
             self._abort_strays()
         begins = session.phase is Phase.MOVE and not any(self.uploads.values())
         check = PartCheck.MD5

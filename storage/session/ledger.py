@@ -322,7 +322,8 @@ def acquire_lock(store: SessionStore, location: str, permission: Permission) -> 
 
 
 class Session:
-    """A session that this run holds. ``records``: the finished units of earlier runs."""
+    """A session that this run holds. ``records``: the finished units of earlier runs; ``resumed``: whether there was
+    one."""
 
     running: ClassVar[set[str]] = set()
     """Nonces of the runs of this process in progress: on a full disk, a run that ended cannot record it."""
@@ -334,8 +335,10 @@ class Session:
         record: SessionRecord,
         version: str,
         records: Sequence[Record],
+        resumed: bool = False,
     ) -> None:
         self.session_store, self.location = store, location
+        self.resumed = resumed
         self.record, self.version = record, version
         self.records = list(records)
         self.recorded = len(self.records)
@@ -388,7 +391,7 @@ class Session:
             store.clear()
         else:
             records = list({record.unit: record for record in store.ledger()}.values())
-        return cls(store, location, record, taken, records)
+        return cls(store, location, record, taken, records, stored is not None)
 
     @property
     def phase(self) -> Phase:

@@ -227,15 +227,26 @@ def test_buffers_of_older_classes_are_left_out_and_named(model: Path, tmp_path: 
     assert {key for key, _ in paddle_reshard.inspect(folder).left_out} == buffers.keys()
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_layers.", "_orig_mod.", "model."])
+@pytest.mark.parametrize("prefix", ["module.", "_layers.", "_orig_mod.", "model.", "language_model."])
 def test_a_prefix_that_all_keys_have_is_recognised_and_said(model: Path, tmp_path: Path, prefix: str) -> None:
     held = tensors_of(model)
     folder = saved(tmp_path / "model", {prefix + key: tensor for key, tensor in held.items()}, model)
     assert exported(folder, tmp_path) == held
     assert f"read without {prefix}," in dict(paddle_reshard.inspect(folder).facts())["keys"]
     mixed = {(prefix if n else "other.") + key: tensor for n, (key, tensor) in enumerate(held.items())}
-    with pytest.raises(ReshardError, match="no row of"):
+    with pytest.raises(ReshardError, match="are none of llama"):
         paddle_reshard.inspect(saved(tmp_path / "mixed", mixed, model))
+
+
+def test_a_language_model_out_of_files_for_images_and_text_is_read(model: Path, tmp_path: Path) -> None:
+    held = tensors_of(model)
+    inside = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in held.items()}
+    folder = saved(tmp_path / "model", inside, model)
+    assert exported(folder, tmp_path) == held
+    assert "out of files for images and text" in dict(paddle_reshard.inspect(folder).facts())["keys"]
+    tower = {"model.vision_tower.norm.weight": held["model.norm.weight"]}
+    with pytest.raises(ReshardError, match="are none of llama"):
+        paddle_reshard.inspect(saved(tmp_path / "with a tower", {**inside, **tower}, model))
 
 
 def test_tied_words_may_lie_under_the_key_of_the_head(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ Fault = Callable[[str, str], str | None]
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 INTERNAL = b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"
 CHANGED = b"<Error><Code>PreconditionFailed</Code><Message>A condition did not hold.</Message></Error>"
+UNKNOWN = b"<Error><Code>NotImplemented</Code><Message>Not implemented.</Message></Error>"
 DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 ALTERED = (
     b"<Error><Code>XAmzContentSHA256Mismatch</Code><Message>The digest does not match.</Message></Error>"
@@ -158,6 +159,7 @@ ANSWERS = {
     "changed": (412, CHANGED),
     "altered": (400, ALTERED),
     "denied": (403, DENIED),
+    "unknown": (501, UNKNOWN),
     "bad_digest": (400, BAD_DIGEST),
     "mismatch": (400, MISMATCH),
 }

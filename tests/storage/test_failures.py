@@ -18,7 +18,7 @@ from paddle_reshard.storage.locate import Access, open_source, open_target
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3.folder import S3Folder
-from paddle_reshard.storage.store import CopyRange, Identity, NewFile
+from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Permission, TargetStore
 from tests.conftest import REPO
 from tests.sampling import exhaustive
 from tests.storage.contents import (
@@ -415,3 +415,29 @@ def test_killed_at_any_moment_nothing_looks_finished_and_it_can_be_run_again(
     paddle_reshard.convert(**again)
     assert uploads(store, bucket) == []
     assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
+
+
+def test_a_store_without_a_list_of_uploads_serves_where_nothing_is_resumed(
+    proxy: Proxy, store: Store, bucket: str
+) -> None:
+    proxy.fault = lambda method, path: "unknown" if method == "GET" and "uploads" in path else None
+    options, place = _through(proxy, store), f"s3://{bucket}/there"
+    asked = Identity("plan", "version", "source", {})
+    new = [NewFile("config.json", 2, (0,))]
+
+    def begin() -> TargetStore:
+        return open_target(place, Access(options), Permission(resume=True))
+
+    session = {"Bucket": bucket, "Key": "there/.paddle_reshard_session.json"}
+    with begin() as target:
+        target.begin(new, asked)
+        left = store.client.get_object(**session)["Body"].read()
+    store.client.put_object(**session, Body=left)  # as after a kill
+    with pytest.raises(TargetError, match=r"no such request \(ListMultipartUploads\)"), begin() as target:
+        target.begin(new, asked)
+    proxy.fault = lambda method, path: None
+    with begin() as target:
+        writer, _ = target.begin(new, asked)
+        target.finish([writer.write_part("config.json", 0, memoryview(b"{}"))])
+        target.publish("paddle_reshard.json", b"{}")
+    assert in_bucket(store, bucket, "there/")["config.json"] == b"{}"

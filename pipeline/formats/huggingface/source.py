@@ -50,8 +50,15 @@ BUFFERS: Final = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq\Z")
 _BUFFER: Final = "a buffer that every class computes from config.json; none loads it"
 _UNINDEXED: Final = f"beside the files that {WEIGHT_INDEX} names, which are the model"
 _SINGLE: Final = "model.safetensors"
-_WRAPPERS: Final = ("module.", "_layers.", "_orig_mod.", "base_model.model.", "model.", "_layers.module.")
-"""What wrappers of a model put before all keys that they save: data parallelism, ``torch.compile``, a second model."""
+_WRAPPERS: Final = (
+    *("module.", "_layers.", "_orig_mod.", "base_model.model.", "model.", "_layers.module."),
+    "language_model.",
+)
+"""What wrappers of a model put before all keys that they save: data parallelism, ``torch.compile``, a second model, one
+for images and text before transformers 4.52 (``language_model.model.layers…``, ``language_model.lm_head``)."""
+_LANGUAGE_MODEL: Final = "model.language_model."
+"""The same since 4.52, with the head outside; ``transformers`` reads it as ``model.`` (``conversion_mapping.py``:
+``qwen3_5_text``)."""
 
 
 class StoredTensor(NamedTuple):
@@ -257,6 +264,10 @@ def _readings(keys: Collection[str], table: RuleTable, config: Config) -> Iterat
         names = {key: renamed_prefix(key, newer) for key in keys}
         listed = ", ".join(f"{there}… as {here}…" for there, here in newer.items())
         yield _head_as_words(Reading(names, f"read {listed} (two layouts of one model)"), table, config)
+    if all(key.startswith((_LANGUAGE_MODEL, "lm_head.")) for key in keys):
+        names = {key: key.replace(_LANGUAGE_MODEL, "model.", 1) for key in keys}
+        said = f"read {_LANGUAGE_MODEL} as model.: the language model out of files for images and text"
+        yield _head_as_words(Reading(names, said), table, config)
     if not any(key.startswith("model.") for key in keys):
         names = {key: key if key.startswith("lm_head.") else f"model.{key}" for key in keys}
         yield _head_as_words(Reading(names, "read with model. before them, which none has"), table, config)
