@@ -82,9 +82,10 @@ class LoadOptions(ReadOptions, total=False):
     ]
 
 
-class ResumeOptions(InspectOptions, total=False):
+class ResumeOptions(ReadOptions, total=False):
     """Options of ``resume``."""
 
+    config: PathLike | None
     format: Annotated[
         FormatName | None,
         "Format of the files that ranks read, if they have to be made. Default: that of the checkpoint, or flex if its "

@@ -125,11 +125,12 @@ class Meeting:
     def of(cls, start: Start, wait_seconds: float = WAIT_SECONDS) -> Meeting:
         """The meeting of the nodes of ``start``."""
         said: set[str] = set()
+        tell = start.say
 
         def once(message: str) -> None:
             if message not in said:
                 said.add(message)
-                start.say(message)
+                tell(message)
 
         start = replace(start, say=once)
         return cls(start, Records(start.root()), wait_seconds)

@@ -52,13 +52,15 @@ def saved(run: Path, step: int) -> Path:
     return run
 
 
-def meeting(run: Path | str, node: int, to: str = SAVED_WITH, nodes: int = 2, wait: float = 300) -> Meeting:
+def meeting(
+    run: Path, node: int, to: str = SAVED_WITH, wait: float = 300, say: Callable[[str], Any] = lambda _: None
+) -> Meeting:
     """One that moves nothing, unless another topology is asked for."""
-    local = Path(run).parent / f"local-{node}" if "://" not in str(run) else Path()
+    local = run.parent / f"local-{node}"
     start = Start(
-        *(str(run), str(local), Node(node, nodes), Topology.parse(to), None, {}),
+        *(str(run), str(local), Node(node, 2), Topology.parse(to), None, {}),
         check=lambda *_: None,
-        say=lambda _: None,
+        say=say,
     )
     return Meeting.of(start, wait)
 
@@ -206,12 +208,13 @@ def following(run: Path) -> Path:
 
 
 def test_a_node_that_does_not_see_the_newest_yet_waits_for_it(run: Path) -> None:
-    late = following(run)
+    late, told = following(run), list[str]()
     saved(run, 6)
-    other, first = Elsewhere(meeting(late, 1)), Elsewhere(meeting(run, 0))
+    other, first = Elsewhere(meeting(late, 1, say=told.append)), Elsewhere(meeting(run, 0))
     answer = until(run, 1, Answer, lambda answer: bool(answer.waits))
     assert (answer.sees, answer.waits) == ("checkpoint-3", "sees checkpoint-3, node 0 checkpoint-6")
     assert not answer.ready and first.is_alive() and other.is_alive()
+    assert told.count(f"{answer.waits}; looking again until both see the same") == 1
     shutil.copytree(run / "checkpoint-6", late.parent / "coming")
     (late.parent / "coming").rename(late / "checkpoint-6")
     assert other.result().checkpoint == first.result().checkpoint == "checkpoint-6"

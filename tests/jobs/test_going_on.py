@@ -249,6 +249,11 @@ def test_contradictions_are_wrong_usage(run: Path, trainer: Path, tmp_path: Path
     assert not (tmp_path / "local").exists()
 
 
+def test_a_forgotten_mark_before_the_command_is_told(run: Path, tmp_path: Path) -> None:
+    done = resume(run, "--to", "tp=2", "--local", tmp_path / "local", "python", "--seed", "1")
+    assert done.returncode == 2 and "-- is missing before COMMAND" in done.stderr
+
+
 def test_auto_takes_the_nearest_topology_of_the_launchers_cards(
     run: Path, trainer: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.cli.options import (
     Words,
     all_of,
     declared,
+    execution_option,
     given,
     outcome_option,
     quiet_option,
@@ -41,8 +42,23 @@ def read_cards(text: str) -> int | str:
     return int(text)
 
 
+class BeforeCommand(SectionedCommand):
+    """A command whose arguments end with those of another, after ``--``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; of an option that is likely the other command's, say what is missing."""
+        marked = "--" in args
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if marked:
+                raise
+            message = f"{error.message} If it is one of COMMAND, -- is missing before COMMAND."
+            raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
+
+
 @click.command(
-    cls=SectionedCommand,
+    cls=BeforeCommand,
     examples=(
         "run-7 --to tp=2,sharding=4 --local /local/run-7 -- python train.py …",
         "s3://bucket/run-7 --cards auto --local /local/run-7 -- \\\n"
@@ -59,26 +75,26 @@ def read_cards(text: str) -> int | str:
     help="In place of --to: the nearest topology of N cards, as plan --cards calls it; auto: of those that the "
     "launcher reports, on all nodes.",
 )
-@click.option(
+@execution_option(
     "--local",
     required=True,
     type=LOCATION,
     metavar="DIR",
     help="Folder on a disk, or in memory, of this node: for the files of its ranks.",
 )
-@click.option(
+@execution_option(
     "--nodes",
     type=click.IntRange(1),
     metavar="N",
     help="Number of nodes. Default: what the launcher is told (PADDLE_NNODES, --nnodes in COMMAND), or 1.",
 )
-@click.option(
+@execution_option(
     "--node",
     type=click.IntRange(0),
     metavar="I",
     help="Number of this node, from 0. Default: what the launcher is told (PADDLE_RANK, --rank in COMMAND).",
 )
-@click.option(
+@execution_option(
     "--wait",
     type=read_duration,
     default="30m",
@@ -86,7 +102,7 @@ def read_cards(text: str) -> int | str:
     metavar="DURATION",
     help="How long a node waits for the others, which find the checkpoint and make their files: 90s, 30m, 2h.",
 )
-@click.option(
+@execution_option(
     "--without",
     multiple=True,
     metavar="NAME",
