@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.conftest import REPO
-from tests.lab.draws.chance import FAMILIES, draw
+from tests.lab.draws.chance import EVERY_FAMILY, draw
 from tests.lab.draws.check import Draw, Outcome, check, draw_of, shrink
 from tests.lab.draws.keep import keep
 from tests.lab.draws.laboratory import Laboratory
@@ -28,12 +28,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make draws", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first number; draws are numbered from it")
     parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=EVERY_FAMILY, default=EVERY_FAMILY)
     parser.add_argument("--again", metavar="FOLDER", help="run the draw that was kept in FOLDER again")
     parser.add_argument(
         "--keep", nargs=2, metavar=("FOLDER", "NAME"), help="add a kept draw to tests/golden/draws"
     )
-    parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--no-shrink", action="store_true", help="leave a draw that fails as large as it is")
+    parser.add_argument(
+        "--all", action="store_true", help="keep the folders of all draws, not of those that fail"
+    )
     given = parser.parse_args()
     if given.keep:
         say(f"added {keep(Path(given.keep[0]), given.keep[1])}")
@@ -48,7 +51,7 @@ def main() -> int:
                 numbers = range(given.seed, given.seed + given.count)
                 draws = {FOLDER / str(number): draw(number, given.families) for number in numbers}
             shrinks = not (given.no_shrink or given.again)
-            outcomes = [_report(one, folder, lab, shrinks) for folder, one in draws.items()]
+            outcomes = [_report(one, folder, lab, shrinks, given.all) for folder, one in draws.items()]
     except LabError as error:
         say(f"draws: {error}")
         return 2
@@ -56,7 +59,7 @@ def main() -> int:
     return 1 if any(outcome.wrong for outcome in outcomes) else 0
 
 
-def _report(draw: Draw, folder: Path, lab: Laboratory, shrinks: bool) -> Outcome:
+def _report(draw: Draw, folder: Path, lab: Laboratory, shrinks: bool, keeps: bool) -> Outcome:
     started = time.monotonic()
     outcome = check(draw, lab, folder)
     status = "WRONG" if outcome.wrong else "refused" if "source" in outcome.refused else "equal"
@@ -69,7 +72,8 @@ def _report(draw: Draw, folder: Path, lab: Laboratory, shrinks: bool) -> Outcome
     for line in outcome.wrong[:6]:
         say(f"    {line[:700]}")
     if not outcome.wrong:
-        shutil.rmtree(folder)
+        if not keeps:
+            shutil.rmtree(folder)
     elif shrinks:
         kept = folder.with_name(f"{folder.name}-smaller")
         smaller = shrink(outcome, lab, kept)
@@ -80,7 +84,7 @@ def _report(draw: Draw, folder: Path, lab: Laboratory, shrinks: bool) -> Outcome
 
 def table(outcomes: list[Outcome]) -> str:
     """One row a family: draws, how many the trainer refused, what was compared, what is wrong."""
-    rows = {family: Counter[str]() for family in FAMILIES}
+    rows = {family: Counter[str]() for family in EVERY_FAMILY}
     for outcome in outcomes:
         rows[outcome.draw.source.family].update(
             draws=1,

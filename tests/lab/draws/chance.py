@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.lab.draws.check import Draw
 from tests.lab.draws.job import Job, Topology
+from tests.lab.draws.recipes import RECIPES, job_of_recipe, placed_recipe
 
 HEADS = ((4, 2), (4, 4), (6, 3), (6, 6), (8, 4), (12, 3), (8, 2), (4, 1), (12, 6))
 """Attention heads, and those of keys and values."""
@@ -38,13 +39,25 @@ FAMILIES = {
     "ernie4_5_moe": Family("tp", bias="use_bias", free_head_dim=True),
     "gpt_oss": Family("tp", free_head_dim=True),
     "qwen3_next": Family("tpe"),
+    "qwen2_5_vl": Family("t"),
+    "qwen3_vl": Family("t"),
+    "qwen3_vl_moe": Family("t"),
+    "glm4v_moe": Family(""),
+    "glm_ocr": Family(""),
 }
+EVERY_FAMILY = (*FAMILIES, *RECIPES)
+OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr")
+"""Drawn in the sizes of the laboratory's tiny model."""
 
 
 def draw(number: int, families: Sequence[str]) -> Draw:
     """Two jobs of one model in different topologies, and a third target."""
     chance = random.Random(990_000 + number)
     family = families[number % len(families)]
+    if family in RECIPES:
+        recipe = job_of_recipe(family, chance)
+        jobs = (placed_recipe(recipe, chance) for _ in range(3))
+        return Draw(number, *jobs, resumes=number % 5 == 0)
     model = model_of(family, chance)
     precision = chance.choice(["bfloat16"] * 6 + ["float16", "float32"])
     tied = family == "gemma3_text" or (FAMILIES[family].ties and chance.random() < 0.35)
@@ -55,7 +68,7 @@ def draw(number: int, families: Sequence[str]) -> Draw:
         tied,
         precision=precision,
         steps=chance.randint(1, 3),
-        lora=chance.choice([2, 3, 4, 8]) if special < 0.12 and family not in EXPERTS else 0,
+        lora=chance.choice([2, 3, 4, 8]) if special < 0.12 and family not in (*EXPERTS, *OF_IMAGES) else 0,
         frozen=chance.choice(["embed_tokens", r"layers\.0\.", r"\.mlp\.", "norm"]) if special > 0.88 else "",
     )
     # The truth has no averages of what float16 jobs average beside their master weights.
@@ -70,10 +83,12 @@ def draw(number: int, families: Sequence[str]) -> Draw:
 
 def model_of(family: str, chance: random.Random) -> dict[str, Any]:
     """Sizes that few degrees divide, and the options that the family's classes have."""
+    if family in OF_IMAGES:
+        return {}
     of, (heads, kv) = FAMILIES[family], chance.choice(HEADS)
     each = chance.choice([8, 16]) if heads < 8 else 8
     model: dict[str, Any] = {
-        "vocab_size": 12 * chance.randint(8, 14),
+        "vocab_size": 12 * chance.randint(3, 12),
         "num_hidden_layers": chance.choice([2, 3, 4, 5, 6, 6] if "v" in of.axes else [2, 3, 4]),
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
@@ -95,7 +110,7 @@ def model_of(family: str, chance: random.Random) -> dict[str, Any]:
         model |= EXPERTS[family](chance, model["num_hidden_layers"])
     if family == "deepseek_v3":
         model["num_key_value_heads"] = heads
-    if family == "ernie4_5":
+    if family in ("ernie4_5", "gpt_oss"):
         model["pp_seg_method"] = "layer:DecoderLayer"  # the class's own pattern matches no layer
     return model
 
@@ -238,7 +253,9 @@ def formats_of(job: Job, at: Topology, strategy: str, with_average: bool) -> lis
     if job.lora and at.tp > 1 and at.pp == 1:
         return ["flex", "flex by rank"]
     if with_average:
-        return ["hybrid", "hybrid", "flex", "flex by rank"]
+        return ["flex", "flex by rank", *(["hybrid"] * 2 if at.sharding > 1 else ())]
+    if at.tp > 1 and job.family in OF_IMAGES:
+        return ["hybrid", "hybrid-plain", "flex", "flex by rank"]
     of_ranks = ["hybrid"] * 3 if strategy.startswith("stage1") else ["hybrid-plain"]
     return [*of_ranks, "hybrid-plain", "flex", "flex by rank", *(() if job.lora else ("unified",))]
 
@@ -246,7 +263,7 @@ def formats_of(job: Job, at: Topology, strategy: str, with_average: bool) -> lis
 def topology_of(job: Job, chance: random.Random) -> Topology:
     """Degrees that the sizes of the model allow, with 3 among them."""
     axes, model = FAMILIES[job.family].axes, job.model
-    kv, layers = model["num_key_value_heads"], model["num_hidden_layers"]
+    kv, layers = model.get("num_key_value_heads", 2), model.get("num_hidden_layers", 2)
     while True:
         ranks = chance.choice([1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8])
         tp = chance.choice([n for n in (1, 2, 3, 4) if kv % n == 0]) if "t" in axes else 1

@@ -48,6 +48,8 @@ def memory_of(folder: Path, job: Job) -> dict[str, Tensor]:
 def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: bool) -> list[str]:
     """Name every tensor of a one-card checkpoint that is not, bit for bit, what the job had."""
     found = read_one_card(one_card)
+    if any(key.startswith("model.language_model.") for key in memory):
+        found = {_in_memory(key): data for key, data in found.items()}
     copies: dict[str, list[bytes]] = {}
     for key, tensor in memory.items():
         copies.setdefault(key.partition("@")[0], []).append(tensor.data)
@@ -62,6 +64,13 @@ def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: 
     return sorted(wrong)
 
 
+def _in_memory(key: str) -> str:
+    """A model of images has other keys in memory than in files."""
+    if "language_model." in key:
+        return key
+    return re.sub(r"^visual\.", "model.visual.", re.sub(r"^model\.(?!visual)", "model.language_model.", key))
+
+
 def _differing(mine: bytes, real: bytes) -> str:
     if len(mine) != len(real):
         return f"{len(mine)} bytes, not {len(real)}"
@@ -71,39 +80,35 @@ def _differing(mine: bytes, real: bytes) -> str:
 
 def stored_parameters(checkpoint: Path) -> set[str]:
     """Keys of the parameters that lie in files of their own, not only as master weights."""
-    return {
-        key
-        for path in checkpoint.glob("*.pdparams")
-        for key in load(path)
-        if path.name != "scheduler.pdparams"
-    }
+    files = [path for path in checkpoint.glob("*.pdparams") if not NOT_COMPARED.match(path.name)]
+    return {name for path in files for key in load(path) for name in (key, _in_memory(key))}
 
 
 def structure_of(checkpoint: Path, job: Job) -> Structure:
     """Each file's entries in order: paths of keys, with parameter names, dtypes and shapes.
 
-    What a format lets the writer choose, such as the number of files of whole tensors, is left out: of it the logical
-    tensors are listed.
+    What the writer may choose is left out, so that only the logical tensors are listed: of a format in how many files
+    whole tensors are, and of files by rank how many ranks have a copy of an average, or of what no rank reads.
     """
     if job.format == "unified":
         return {kind: sorted(entries) for kind, entries in _of_unified(checkpoint)}
     found: Structure = {}
+    copies_vary = {"ema_state"} | ({"model_state"} if job.strategy == "stage1v2" else set())
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
         if NOT_COMPARED.match(path.name) or not path.is_file():
             continue
-        if path.name.endswith(".metadata"):
-            found[name] = sorted(_of_metadata(read_metadata(path), job.by_rank))
+        if job.format == "flex":
+            by_rank = job.by_rank and path.parent.name not in copies_vary
+            if path.name.endswith(".metadata"):
+                found[name] = sorted(_of_metadata(read_metadata(path), by_rank))
+            elif by_rank and path.name.endswith(".distcp"):
+                found[name] = list(_entries(load(path), "", False))
         elif path.name.endswith(".json"):
             found[name] = list(_entries(json.loads(path.read_bytes()), "", True))
-        elif path.name.endswith((".pdparams", ".pdopt")) or job.by_rank:
-            found[name] = [
-                entry
-                for entry in _entries(load(path), "", job.format != "flex")
-                if "LR_Scheduler" not in entry[0]
-            ]
-        elif job.format != "flex":
-            found[name] = []
+        else:
+            entries = _entries(load(path), "", True) if path.suffix in (".pdparams", ".pdopt") else ()
+            found[name] = [entry for entry in entries if "LR_Scheduler" not in entry[0]]
     return found
 
 
@@ -159,7 +164,10 @@ def differences_of_structure(mine: Structure, real: Structure, except_keys: set[
     wrong = [f"{name}: only in the conversion" for name in sorted(mine.keys() - real.keys())]
     wrong += [f"{name}: only in the job's checkpoint" for name in sorted(real.keys() - mine.keys())]
     for name in sorted(mine.keys() & real.keys()):
-        a, b = ([e for e in of[name] if e[0].rpartition("/")[2] not in except_keys] for of in (mine, real))
+        a, b = (
+            [e for e in of[name] if e[0].rpartition("/")[2] not in except_keys and e[1] != "empty"]
+            for of in (mine, real)
+        )
         if a == b:
             continue
         keys_of_a, keys_of_b = dict(a), dict(b)

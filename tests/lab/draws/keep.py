@@ -14,9 +14,7 @@ def keep(folder: Path, name: str) -> Path:
     packed = CASES / f"{name}.tar.xz"
     with tarfile.open(packed, "x:xz", preset=9) as archive:
         for path in sorted(_wanted(folder)):
-            member = archive.gettarinfo(
-                path, f"{name}/{path.name if path.parent == folder else path.relative_to(folder / 'source')}"
-            )
+            member = archive.gettarinfo(path, f"{name}/{path.relative_to(folder)}")
             member.mtime = member.uid = member.gid = 0
             member.uname = member.gname = ""
             archive.addfile(member, io.BytesIO(path.read_bytes()))
@@ -27,7 +25,7 @@ def _wanted(folder: Path) -> list[Path]:
     source = folder / "source"
     return [
         folder / "draw.json",
-        *folder.glob("fill.safetensors"),
+        *folder.glob("structure.json"),
         *source.glob("truth*.safetensors"),
         source / "config.json",
         *(path for path in source.glob("checkpoint-*/**/*") if path.is_file()),

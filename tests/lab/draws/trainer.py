@@ -8,6 +8,7 @@ stdout is its answer, the words with which the trainer refused, or none. A job l
 import json
 import os
 import re
+import runpy
 import shutil
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "GLOG_v": "0"}
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS / folder) for folder in ("lab/draws", "lab/models", "lab", "parity", "../src")]
+RECIPES = {"ernie_pretrain": "train_ernie.py", "deepseek_v3_pretrain": "train_dsv3.py"}
 SEQUENCE = 12
 VOCABULARY_OF_IMAGES = 112
 EVERY_JOB: dict[str, Any] = {
@@ -99,7 +101,8 @@ def prepare(family: str) -> None:
     """Import the family's module before the ranks are forked."""
     import new_models
 
-    new_models.get(family, SEQUENCE)
+    if family not in RECIPES:
+        new_models.get(family, SEQUENCE)
 
 
 def ranks_of(job: Mapping[str, Any]) -> int:
@@ -136,6 +139,8 @@ def be_rank(entries: Mapping[str, Any], out: Path, resume: str | None) -> None:
     from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 
     job = job_of(entries)
+    if job.family in RECIPES:
+        run_recipe(job, out, resume)
     # Multi-token prediction takes a sample's last tokens for itself.
     length = SEQUENCE + (job.model.get("num_nextn_predict_layers") or 0)
     asked = types.SimpleNamespace(out=str(out), seq=length, lora="", patch=job.patches())
@@ -144,7 +149,10 @@ def be_rank(entries: Mapping[str, Any], out: Path, resume: str | None) -> None:
         cut_from(job.segment)
     state_patches.early(asked)
     given = {**EVERY_JOB, "output_dir": str(out), "max_steps": job.steps, "save_steps": job.steps}
-    args = TrainingArguments(**{**given, **job.trainer_arguments()})
+    given |= job.trainer_arguments()
+    if resume and job.format == "hybrid":
+        given |= {"load_checkpoint_format": "sharding_io", "load_sharded_model": True}
+    args = TrainingArguments(**given)
     args.decay_steps = 100
     shares = args.dataset_world_size if args.world_size > 1 else 1
     args.gradient_accumulation_steps = BATCH // shares
@@ -154,10 +162,7 @@ def be_rank(entries: Mapping[str, Any], out: Path, resume: str | None) -> None:
         strategy.pipeline_configs = {**strategy.pipeline_configs, "accumulate_steps": BATCH // shares}
     config, model = build(job, args, pipe, asked)
     start_values(job, config, model, args)
-    for key, parameter in model.named_parameters():
-        single = (getattr(model, "_pp_to_single_mapping", None) or {}).get(key, key)
-        if job.frozen and re.search(job.frozen, single):
-            parameter.stop_gradient = True
+    freeze(model, job.frozen)
     if job.lora:
         model = state_patches.make_lora(model, asked, args, str(config.dtype).removeprefix("paddle."))
     data, collate = samples(job, config, pipe, asked)
@@ -183,6 +188,34 @@ def be_rank(entries: Mapping[str, Any], out: Path, resume: str | None) -> None:
     np.random.seed(20)
     trainer.train(resume_from_checkpoint=resume)
     leave(job, trainer, asked, args)
+
+
+def freeze(model: Any, pattern: str) -> None:
+    """Leave the parameters untrained whose keys, those of a model without stages, match."""
+    of_single = getattr(model, "_pp_to_single_mapping", None) or {}
+    for key, parameter in model.named_parameters():
+        if pattern and re.search(pattern, of_single.get(key, key)):
+            parameter.stop_gradient = True
+
+
+def run_recipe(job: Any, out: Path, resume: str | None) -> None:
+    """Let the recipe's own entry function run, under the laboratory's script for it, which ends the process."""
+    import driver
+    from job import BATCH
+
+    script = TESTS / "lab" / "recipes" / RECIPES[job.family]
+    given = {
+        k: v for k, v in job.trainer_arguments().items() if v != "" and not k.endswith("checkpoint_format")
+    }
+    options: dict[str, Any] = {"case": "draw", "out": out, "args": json.dumps(given)}
+    options |= {"model": json.dumps(job.model), "global_batch": BATCH, "seq": SEQUENCE, "steps": job.steps}
+    sys.argv = [str(script), *(str(part) for name, of in options.items() for part in (f"--{name}", of))]
+    sys.argv += ["--export", "0"]
+    sys.path.insert(0, str(script.parent))
+    if resume:
+        sys.argv += ["--resume", resume]
+        driver.resume_recipe()
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def leave(job: Any, trainer: Any, asked: Any, args: Any) -> None:
