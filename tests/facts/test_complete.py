@@ -24,9 +24,6 @@ LISTED = {
     "{'fd_fallback': True} qwen3_next": "the table has no rows for stacked experts",
     "{'num_nextn_predict_layers': 2} ernie4_5_moe": "the table has no rows for its experts",
     "{'num_nextn_predict_layers': 3} ernie4_5_moe": "the table has no rows for its experts",
-    "{'decoder_sparse_step': 2} qwen3_next": "the table has no rows for dense layers",
-    "{'decoder_sparse_step': 3} qwen3_next": "the table has no rows for dense layers",
-    "{'num_experts': 0} qwen3_next": "the table has no rows for dense layers",
 }
 """What the tables cannot say of a class yet → why. Such models are refused."""
 GAPS = {

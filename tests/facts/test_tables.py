@@ -32,9 +32,6 @@ LISTED: dict[str, str] = {
     'qwen3_next {"fd_fallback": true}': "experts.gate_up_proj: no row",
     'ernie4_5_moe {"num_nextn_predict_layers": 2}': "mtp_block.1.mlp.gate.weight: no row",
     'ernie4_5_moe {"num_nextn_predict_layers": 3}': "mtp_block.1.mlp.gate.weight: no row",
-    'qwen3_next {"decoder_sparse_step": 2}': "mlp.gate_proj.weight: no row",
-    'qwen3_next {"decoder_sparse_step": 3}': "mlp.gate_proj.weight: no row",
-    'qwen3_next {"num_experts": 0}': "mlp.gate_proj.weight: no row",
 }
 """Family and entries of the config → how the tables refuse a model that they do not describe."""
 

@@ -49,7 +49,9 @@ def main() -> int:
                 draws = {kept: draw_of(json.loads((kept / "draw.json").read_text()))}
             else:
                 numbers = range(given.seed, given.seed + given.count)
-                draws = {FOLDER / str(number): draw(number, given.families) for number in numbers}
+                draws = {
+                    FOLDER / str(number): draw(number, given.families, given.small) for number in numbers
+                }
             shrinks = not (given.no_shrink or given.again)
             outcomes = [_report(one, folder, lab, shrinks, given.all) for folder, one in draws.items()]
     except LabError as error:

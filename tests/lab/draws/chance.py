@@ -50,8 +50,8 @@ OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr")
 """Drawn in the sizes of the laboratory's tiny model."""
 
 
-def draw(number: int, families: Sequence[str]) -> Draw:
-    """Two jobs of one model in different topologies, and a third target."""
+def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
+    """Two jobs of one model in different topologies, and a third target; ``small``: fit for a case of the tests."""
     chance = random.Random(990_000 + number)
     family = families[number % len(families)]
     if family in RECIPES:
@@ -59,6 +59,8 @@ def draw(number: int, families: Sequence[str]) -> Draw:
         jobs = (placed_recipe(recipe, chance) for _ in range(3))
         return Draw(number, *jobs, resumes=number % 5 == 0)
     model = model_of(family, chance)
+    if small:
+        model = smaller(model)
     precision = chance.choice(["bfloat16"] * 6 + ["float16", "float32"])
     tied = family == "gemma3_text" or (FAMILIES[family].ties and chance.random() < 0.35)
     special = chance.random()
@@ -113,6 +115,34 @@ def model_of(family: str, chance: random.Random) -> dict[str, Any]:
     if family in ("ernie4_5", "gpt_oss"):
         model["pp_seg_method"] = "layer:DecoderLayer"  # the class's own pattern matches no layer
     return model
+
+
+def smaller(model: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of a model with some thousand parameters, the ratios and options left."""
+    if not model:
+        return model
+    heads, kv = model["num_attention_heads"], model["num_key_value_heads"]
+    heads, kv = (6, 3) if kv % 3 == 0 and kv != heads else (4, 2) if kv != heads else (4, 4)
+    layers = min(model["num_hidden_layers"], 3)
+    found = {name: 12 for name in model if name.endswith("intermediate_size")}
+    found |= {
+        name: min(model[name], 4) for name in model if name.endswith("experts") and "shared" not in name
+    }
+    found |= {name: model[name][:layers] for name in ("layer_types",) if name in model}
+    found |= {"mlp_only_layers": [0]} if "mlp_only_layers" in model else {}
+    found |= {"head_dim": 4} if "head_dim" in model else {}
+    found |= {"query_pre_attn_scalar": 4} if "query_pre_attn_scalar" in model else {}
+    return (
+        model
+        | found
+        | {
+            "vocab_size": 24,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "hidden_size": 4 * heads,
+        }
+    )
 
 
 def _of_qwen_moe(chance: random.Random, layers: int) -> dict[str, Any]:
