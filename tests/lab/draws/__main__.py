@@ -28,12 +28,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make draws", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first number; draws are numbered from it")
     parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--families", nargs="+", choices=EVERY_FAMILY, default=EVERY_FAMILY)
+    parser.add_argument("--families", nargs="+", metavar="FAMILY", choices=EVERY_FAMILY, default=EVERY_FAMILY)
     parser.add_argument("--again", metavar="FOLDER", help="run the draw that was kept in FOLDER again")
     parser.add_argument(
         "--keep", nargs=2, metavar=("FOLDER", "NAME"), help="add a kept draw to tests/golden/draws"
     )
     parser.add_argument("--no-shrink", action="store_true", help="leave a draw that fails as large as it is")
+    parser.add_argument("--small", action="store_true", help="models of some thousand parameters")
     parser.add_argument(
         "--all", action="store_true", help="keep the folders of all draws, not of those that fail"
     )
