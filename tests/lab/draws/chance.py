@@ -73,8 +73,8 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         lora=chance.choice([2, 3, 4, 8]) if special < 0.12 and family not in (*EXPERTS, *OF_IMAGES) else 0,
         frozen=chance.choice(["embed_tokens", r"layers\.0\.", r"\.mlp\.", "norm"]) if special > 0.88 else "",
     )
-    # The truth has no averages of what float16 jobs average beside their master weights.
-    with_average = chance.random() < 0.25 and not common.lora and precision != "float16"
+    # The trainer averages master weights, which float32 lacks, and of float16 jobs what the truth does not have.
+    with_average = chance.random() < 0.25 and not common.lora and precision == "bfloat16"
     source, target, third = (placed(common, chance, with_average) for _ in range(3))
     for _ in range(20):
         if str(target.topology) != str(source.topology):
