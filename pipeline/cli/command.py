@@ -100,9 +100,8 @@ def running(
     """The current command while it runs, with the observers that its options ask for.
 
     It draws on a terminal and prints lines elsewhere, unless it is ``silent`` or ``--quiet`` or ``--json`` is given.
-    With ``--progress lines`` it prints lines in any case, and with ``--progress json`` events; ``--events`` writes
-    those to a file. ``--metrics-port`` serves figures, ``--report`` writes a page, also if the block fails after it has
-    planned a conversion.
+    ``--events`` writes events to a file, or prints them in place of all that. ``--metrics-port`` serves figures,
+    ``--report`` writes a page, also if the block fails after it has planned a conversion.
 
     ``step`` is what the command begins with; short ones are not shown. ``figures`` are what ``--metrics-port`` serves,
     and an observer too; by default they are those of a run.
@@ -120,11 +119,9 @@ def running(
         if figures is not None:
             stream.observers.append(figures)
         _write_events(stream, context.obj, stack)
-        if (
-            not (silent or options.get("quiet") or options.get("as_json"))
-            or options.get("progress") == "lines"
-        ):
-            stack.enter_context(_shown(stream, options.get("progress", "auto")))
+        only_events = getattr(context.obj, "replaces_stderr", False)
+        if not (silent or only_events or options.get("quiet") or options.get("as_json")):
+            stack.enter_context(_shown(stream))
         stack.enter_context(stream.ticking())
         if (path := options.get("report_path")) is not None:
             from paddle_reshard.pipeline.report.html_report import HtmlReport
@@ -159,12 +156,9 @@ def _write_events(stream: Stream, log: EventLog | None, stack: ExitStack) -> Non
 
 
 @contextmanager
-def _shown(stream: Stream, progress: str) -> Iterator[None]:
-    """Show progress: a live view on a terminal, lines elsewhere or as asked, and events where they are printed."""
-    if progress == "json":
-        yield
-        return
-    if progress == "auto" and sys.stderr and sys.stderr.isatty():
+def _shown(stream: Stream) -> Iterator[None]:
+    """Show progress: a live view on a terminal, lines elsewhere."""
+    if sys.stderr and sys.stderr.isatty():
         screen = console(err=True)
         if screen.is_interactive:
             with _live(stream, screen):

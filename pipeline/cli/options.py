@@ -290,9 +290,13 @@ compare_options = all_of(
 """How commands that compare two checkpoints access and interpret them."""
 
 
+ON_STDERR = Path("-")
+"""What ``--events`` names in place of a file."""
+
+
 def _open_events(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Begin to append events to the file that the option names."""
-    if path is not None and isinstance(context.obj, EventLog):
+    """Begin to append events to the file that the option names; those on stderr have begun already."""
+    if path is not None and path != ON_STDERR and isinstance(context.obj, EventLog):
         try:
             context.obj.append_to(path)
         except OSError as error:
@@ -303,23 +307,16 @@ def _open_events(context: click.Context, parameter: click.Parameter, path: Path 
 events_option = execution_option(
     "--events",
     type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    metavar="FILE|-",
     is_eager=True,
     callback=_open_events,
-    help="Append the events of --progress json to this file, whatever is printed.",
+    help="Append events to this file, one JSON object a line, whatever is printed. -: print them on stderr, in place "
+    "of all else there.",
 )
 answer_options = all_of(
     json_option,
     quiet_option,
     events_option,
-    execution_option(
-        "--progress",
-        type=click.Choice(("auto", "lines", "json")),
-        default="auto",
-        show_default=True,
-        help="auto: a live view on a terminal, lines elsewhere, nothing with --quiet or --json. lines: lines on "
-        "stderr, also on a terminal. json: events on stderr, one JSON object a line. Both, whatever else is printed.",
-    ),
 )
 """How a command prints its answer and its progress."""
 report_option = execution_option(

@@ -197,10 +197,10 @@ def _flags(command: click.Command) -> set[str]:
 def _asks_for_events(arguments: Sequence[str]) -> bool:
     """Whether events replace what is printed on stderr; also if the command line has mistakes.
 
-    >>> _asks_for_events(["convert", "a", "b", "--progress", "json"]), _asks_for_events(["convert", "--progress=auto"])
+    >>> _asks_for_events(["convert", "a", "b", "--events", "-"]), _asks_for_events(["convert", "--events=run.jsonl"])
     (True, False)
     """
-    return "--progress=json" in arguments or ("--progress", "json") in pairwise(arguments)
+    return "--events=-" in arguments or ("--events", "-") in pairwise(arguments)
 
 
 def _status(code: object) -> int:

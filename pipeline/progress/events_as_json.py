@@ -1,4 +1,4 @@
-"""The stream of events as JSON objects, one a line: ``--progress json`` on stderr, ``--events FILE`` in a file.
+"""The stream of events as JSON objects, one a line: ``--events FILE`` in a file, ``--events -`` on stderr.
 
 docs/schemas/progress-1.json describes them. The last line of a command is the ``ended`` event with its exit status,
 whatever else happened.

@@ -67,7 +67,7 @@ DECIDES = {
         "label_selector": "zone=a", "device": "gpu", "allow_reread": True,
         "check": "full", "verify": True, "no_space_check": True, "fingerprint": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
-        "progress": "json", "report_path": "page.html",
+        "report_path": "page.html",
     },
     Decides.ACCESS: {
         "storage_options": '{"key": "k"}', "source_storage_options": '{"key": "k"}',

@@ -47,7 +47,6 @@ OF_COMMANDS = {
     "report_path",
     "as_json",
     "quiet",
-    "progress",
     "events",
     "metrics_port",
 }
@@ -121,6 +120,7 @@ def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> No
         "launch",
         "load_into",
         "plan",
+        "resume",
         "verify",
     }
     assert TAKE_OPTIONS.keys() == functions

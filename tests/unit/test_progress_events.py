@@ -1,4 +1,4 @@
-"""``--progress json``: one event a line on stderr, from the first step to the exit status."""
+"""``--events -``: one event a line on stderr, from the first step to the exit status."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def commands_of(text: str) -> list[list[dict[str, Any]]]:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
     """A target, the events of its conversion, and what it printed."""
     target = tmp_path_factory.mktemp("progress") / "tp1"
-    done = run_here("convert", DEMO, target, "--to", "tp=1", "--json", "--progress", "json")
+    done = run_here("convert", DEMO, target, "--to", "tp=1", "--json", "--events", "-")
     assert done.returncode == 0, done.stderr
     return target, events_of(done.stderr), json.loads(done.stdout)
 
@@ -83,7 +83,7 @@ def test_other_commands_report_too_whatever_else_they_print(
         "plan": ("plan", DEMO, "--to", "tp=1"),
         "ema": ("ema", target, target, tmp_path / "mean", "--uniform", "--to", "tp=1"),
     }
-    done = run_here(*arguments[command], "--progress=json", "--quiet")
+    done = run_here(*arguments[command], "--events=-", "--quiet")
     events = events_of(done.stderr)
     assert (done.returncode, done.stdout) == (0, "")
     assert events[0]["event"] == "step_started"
@@ -109,7 +109,7 @@ def test_other_commands_report_too_whatever_else_they_print(
 def test_the_last_event_tells_why_a_command_failed(
     arguments: tuple[object, ...], status: int, kind: str
 ) -> None:
-    done = run_here(*arguments, "--progress", "json")
+    done = run_here(*arguments, "--events", "-")
     last = events_of(done.stderr)[-1]
     assert (last["status"], last["kind"]) == (done.returncode, kind) == (status, kind)
     assert last["error"]

@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.cli.json_output import coverage_data, plan_data, si
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     OF_ONE_SOURCE,
+    ON_STDERR,
     SectionedCommand,
     all_of,
     declared,
@@ -254,7 +255,7 @@ def _nearest(context: click.Context, source: str, cards: int, options: Mapping[s
     describing = {name: options[name] for name in options if name in ConversionOptions.__annotations__}
     found = paddle_reshard.plan(source, cards=cards, **describing)
     topology = found.chosen().topology
-    if not context.params["quiet"] and context.params["progress"] != "json":
+    if not context.params["quiet"] and context.params["events"] != ON_STDERR:
         of = counted(len(found.alternatives), "possible topology")
         say(f"{topology}, the nearest of {of} for {cards} cards: {NEAREST}", err=True)
     return topology

@@ -33,7 +33,7 @@ DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
     *("a", "source"),
-    *("report_path", "as_json", "quiet", "progress", "events", "metrics_port"),
+    *("report_path", "as_json", "quiet", "events", "metrics_port"),
     *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""

@@ -23,7 +23,13 @@ from paddle_reshard.pipeline.cli.commands.elsewhere import (
     absolute,
     job_options,
 )
-from paddle_reshard.pipeline.cli.options import LOCATION, events_option, metrics_option, read_duration
+from paddle_reshard.pipeline.cli.options import (
+    LOCATION,
+    ON_STDERR,
+    events_option,
+    metrics_option,
+    read_duration,
+)
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say
 from paddle_reshard.pipeline.core.answer import Answer
@@ -132,6 +138,8 @@ def watch(
             forget_before=time.time() if retry_failed else 0.0,
             stale_seconds=settings["stale"],
         )
+        if settings["events"] == ON_STDERR:
+            raise UsageError("--events - prints on stderr, and watch writes a log there; give a file")
         with running(figures=CheckpointFigures(), silent=True) as run:
             conversion = _conversion(request)
             job = {name: settings[name] for name in OF_A_JOB}
@@ -155,8 +163,6 @@ def _conversion(request: ConvertArguments) -> Conversion:
     for name in request.given:
         if reason := declarations()[name].not_scheduled:
             raise UsageError(f"{flag_of(name)} {reason}")
-    if request.values["progress"] != "auto":
-        raise UsageError("watch does not take --progress: it writes a log")
     if request.values[REPORT] is not None:
         raise UsageError(
             "--report is the page of one conversion; watch writes one for each with --report-dir DIR"
