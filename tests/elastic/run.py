@@ -78,8 +78,6 @@ class Start:
     cards: Cards
     killed: int | None = None
     """The step after which every process is killed; without, the job trains to its end."""
-    torn: int | None = None
-    """The step whose save the last rank does not survive."""
     moments: bool = True
     """Whether the job keeps the moments that it loads: if not, its losses must show that."""
 
@@ -248,13 +246,10 @@ class Bench:
         for number, start in enumerate(job.starts):
             done = self.start(f"start-{number}", run, start, saved)
             what = f"goes on from step {saved}" if saved else "starts"
-            alike = [one for one in made if (one.start.cards, one.since) == (start.cards, saved)]
             unchanged = all(earlier.cards == first for earlier in job.starts[: number + 1])
-            yield self.compare(
-                done, alike[-1] if alike else whole, what, 0 if alike or unchanged else job.close
-            )
+            yield self.compare(done, whole, what, 0 if unchanged else job.close)
             made.append(done)
-            saved = max(saved, _last(start, job.end, started=True) // SAVE * SAVE)
+            saved = (start.killed or job.end) // SAVE * SAVE
         again = made[job.again]
         self.upload(Path(run), again.since)
         run = f"s3://{BUCKET}/{self.work.name}"
@@ -266,7 +261,7 @@ class Bench:
     def compare(self, done: Done, other: Done, what: str, allowed: float) -> Row:
         """Compare steps, losses, and the tensors that the ranks held after loading."""
         start, found = done.start, []
-        steps = list(range(done.since + 1, _last(start, self.job.end) + 1))
+        steps = list(range(done.since + 1, (start.killed or self.job.end) + 1))
         # A job that is killed may have trained another step by then.
         extra = 0 if start.killed is None else 1
         if steps != list(done.losses)[: len(steps)] or len(done.losses) > len(steps) + extra:
@@ -290,7 +285,7 @@ class Bench:
     def saver(self, done: Done) -> Path:
         """The folder of the start that saved the checkpoint which this one loaded."""
         for number, start in enumerate(self.job.starts):
-            if _last(start, self.job.end) > done.since:
+            if (start.killed or self.job.end) > done.since:
                 return self.work / f"start-{number}"
         raise AssertionError(f"nobody saved step {done.since}")
 
@@ -323,7 +318,6 @@ class Bench:
                 "RUN_OUT": str(folder / "state"),
                 "RUN_LOSSES": str(losses),
                 "RUN_WITHOUT": "" if start.moments else "moments",
-                "RUN_TORN": str(start.torn or ""),
                 "RUN_MODEL": json.dumps(self.job.model),
                 "DUMP_AFTER": " ".join(map(str, range(SAVE, self.job.end + 1, SAVE))),
                 "PYTHONPATH": str(REPO / "src"),
@@ -348,13 +342,6 @@ class Bench:
             raise LabError(f"{folder}: {ended}\n{logs}")
         seconds.write_text(str(time.monotonic() - began))
         return Done(name, start, since, _losses(losses), float(seconds.read_text()))
-
-
-def _last(start: Start, end: int, started: bool = False) -> int:
-    """The last step of a start whose loss must be there; of which a save could be complete, if ``started``."""
-    if start.torn:
-        return start.torn - 1 if started else start.torn
-    return start.killed or end
 
 
 def _steps(done: Done) -> str:
@@ -391,7 +378,7 @@ def _run_nodes(
             if start.killed in _losses(losses):
                 return ""
             if any(ends) or None not in ends:
-                as_wanted = any(ends) if start.torn else ends == [0] * NODES and start.killed is None
+                as_wanted = ends == [0] * NODES and start.killed is None
                 return "" if as_wanted else f"the nodes ended with {ends}"
             time.sleep(0.1)
         return f"not done after {TIMEOUT_SECONDS} s"
@@ -420,7 +407,7 @@ def _end_of(log: Path) -> str:
 
 def _cells(row: Row) -> list[str]:
     start, losses = row.done.start, " ".join(f"{loss:.8f}" for loss in row.done.losses.values())
-    ends = "killed" if start.killed else "dies in its save" if start.torn else "done"
+    ends = "killed" if start.killed else "done"
     apart = "0" if row.apart == 0 else f"{row.apart:.1e}"
     limit = ("0" if row.allowed == 0 else f"{row.allowed:.0e}") if start.moments else f"> {row.allowed:.0e}"
     counts = [str(number) if row.done.since else "–" for number in (row.tensors, row.averages)]

@@ -2,14 +2,12 @@
 
 Environment: ``RUN_NAME`` is said at the end. The state is dumped in ``RUN_OUT``, in a folder of the step: right after
 loading, and when a step of ``DUMP_AFTER`` is saved. Losses are added to the file ``RUN_LOSSES``, a line each.
-``RUN_TORN`` is a step whose save the last rank does not survive.
 ``RUN_WITHOUT=moments`` loses the moments after loading: what a check of losses must see.
 """
 
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import types
@@ -69,8 +67,6 @@ def dump_state(truth) -> None:
         os._exit(0)  # gloo sometimes aborts at exit after a clean run
 
     Trainer.train = train_and_dump
-    if torn := os.environ.get("RUN_TORN"):
-        die_in_save(Trainer, int(torn))
 
 
 def _witness(truth, trainer):
@@ -110,20 +106,6 @@ def lose_moments(optimizer) -> None:
     for kind in ("moment1", "moment2"):
         for moment in optimizer._accumulators[kind].values():
             paddle.assign(paddle.zeros_like(moment), moment)
-
-
-def die_in_save(of_trainer, step: int) -> None:
-    """Have the last rank die as it begins to save a step, which the others do save."""
-    import paddle.distributed as dist
-
-    save = of_trainer._save_checkpoint
-
-    def save_or_die(trainer, *arguments, **options):
-        if trainer.state.global_step == step and dist.get_rank() == dist.get_world_size() - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return save(trainer, *arguments, **options)
-
-    of_trainer._save_checkpoint = save_or_die
 
 
 def tell_loss(step: int, loss: float) -> None:

@@ -2,8 +2,7 @@
 
 ``python -m tests.parity.first_job``: the wheel is built and installed into an empty environment, a job of four ranks
 trains and is stopped, ``paddle-reshard`` converts its checkpoint, and the job continues on two ranks with exactly the
-arguments that ``launch`` prints. The same job also continues without a stop, for its losses. The wheel is installed
-beside the trainer too, with the newest ``datasets`` that it allows.
+arguments that ``launch`` prints. The same job also continues without a stop, for its losses.
 """
 
 import contextlib
@@ -28,8 +27,6 @@ SHARDED_FILES = (
     "--save_checkpoint_format sharding_io --load_checkpoint_format sharding_io --load_sharded_model true"
 )
 TO = "pp=2"
-DATASETS = "datasets==4.0.0"
-"""Allows no newer fsspec than 2025.3."""
 RANKS_BEFORE, RANKS_AFTER = 4, 2
 # The global batch is four samples: two data-parallel ranks before, one after.
 ACCUMULATION_BEFORE, ACCUMULATION_AFTER = 2, 4
@@ -70,8 +67,6 @@ def main() -> int:
             wheel = _wheel()
         with clock.step("python -m venv env; pip install paddle_reshard-*.whl"):
             _install(wheel)
-        with clock.step(f"pip install paddle_reshard-*.whl {DATASETS} beside the trainer; pip check"):
-            _install_beside(lab, wheel)
         with clock.step(f"train {END} steps on {RANKS_BEFORE} ranks without a stop, for comparison"):
             undisturbed = _losses(_train(lab, "undisturbed", BEFORE_ARGUMENTS, RANKS_BEFORE, END))
         checkpoint = WORK / "undisturbed" / f"checkpoint-{STOP}"
@@ -118,30 +113,6 @@ def _wheel() -> Path:
 def _install(wheel: Path) -> None:
     _run(sys.executable, "-m", "venv", str(WORK / "env"))
     _run(str(WORK / "env" / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", str(wheel))
-
-
-def _install_beside(lab: Lab, wheel: Path) -> None:
-    """Install into an environment over the trainer's, which stays as it is; nothing may then contradict.
-
-    Code that runs in training jobs is imported, and ``inspect`` run, with the ``fsspec`` that the trainer has.
-    """
-    _run(str(lab.python), "-m", "venv", str(WORK / "beside"))
-    python = str(WORK / "beside" / "bin" / "python")
-    own, trainers = (
-        Path(_run(of, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-        for of in (python, str(lab.python))
-    )
-    (own / "trainer.pth").write_text(f"{trainers}\n")
-    wanted = (str(wheel), DATASETS)
-    _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted)
-    say(_run(python, "-m", "pip", "check").strip())
-    names = "ema_callback, load_into, names_callback"
-    told = f"import fsspec, datasets, paddleformers; from paddle_reshard import {names}"
-    say(
-        _run(
-            python, "-c", f"{told}; print('fsspec', fsspec.__version__, 'datasets', datasets.__version__)"
-        ).strip()
-    )
 
 
 def _reshard(*arguments: str) -> str:
