@@ -287,6 +287,8 @@ def test_both_layouts_of_a_published_model_are_read(
     assert len(renamed) == len(held) and renamed != held
     folder = saved(tmp_path / "newer", renamed, tmp_path / "model")
     assert exported(folder, tmp_path) == held
+    alone = {key.removeprefix("model."): tensor for key, tensor in renamed.items()}  # as AutoModel saves it
+    assert exported(saved(tmp_path / "alone", alone, tmp_path / "model"), tmp_path / "of it") == held
 
 
 def renamed_in(path: Path, old: bytes, new: bytes) -> None:

@@ -264,13 +264,22 @@ def _readings(keys: Collection[str], table: RuleTable, config: Config) -> Iterat
         names = {key: renamed_prefix(key, newer) for key in keys}
         listed = ", ".join(f"{there}… as {here}…" for there, here in newer.items())
         yield _head_as_words(Reading(names, f"read {listed} (two layouts of one model)"), table, config)
+        if not any(
+            key.startswith("model.") for key in keys
+        ):  # of the base class alone, as AutoModel saves it
+            names = {key: renamed_prefix(_in_model(key), newer) for key in keys}
+            yield _head_as_words(Reading(names, f"read with model. before them, and {listed}"), table, config)
     if all(key.startswith((_LANGUAGE_MODEL, "lm_head.")) for key in keys):
         names = {key: key.replace(_LANGUAGE_MODEL, "model.", 1) for key in keys}
         said = f"read {_LANGUAGE_MODEL} as model.: the language model out of files for images and text"
         yield _head_as_words(Reading(names, said), table, config)
     if not any(key.startswith("model.") for key in keys):
-        names = {key: key if key.startswith("lm_head.") else f"model.{key}" for key in keys}
+        names = {key: _in_model(key) for key in keys}
         yield _head_as_words(Reading(names, "read with model. before them, which none has"), table, config)
+
+
+def _in_model(key: str) -> str:
+    return key if key.startswith("lm_head.") else f"model.{key}"
 
 
 def _head_as_words(reading: Reading, table: RuleTable, config: Config) -> Reading:

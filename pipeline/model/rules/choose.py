@@ -97,6 +97,12 @@ def of_another_model(
             f"{len(unknown)} of {len(keys)} tensors are none of {table.named}, which {CONFIG} names (model_type "
             f"{config.get('model_type')!r}): it must be that of the model in the files",
         )
+    if _SCORE in unknown and table.convention != _WITH_CLASSIFIERS:
+        return RuleError(
+            _SCORE,
+            f"the classifiers of {table.convention} are not known, only those of {_WITH_CLASSIFIERS}: a model of the "
+            f"hub is read as one of these with --convention {_WITH_CLASSIFIERS}",
+        )
     if _SCORE in unknown:
         return RuleError(
             _SCORE,
