@@ -521,6 +521,7 @@ SECTIONS = (
     "driver",
     "planning",
     "metadata",
+    "tensors",
     "shares",
 )
 
@@ -583,6 +584,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
             "Reading large metadata",
             partial(alone, "metadata", "--rounds", str(bench.rounds), *quick),
         ),
+        "tensors": ("Many tensors", partial(alone, "tensors", "--rounds", str(bench.rounds), *quick)),
         "shares": ("Bytes that an object store moves by itself", partial(alone, "shares")),
     }
     parts = []

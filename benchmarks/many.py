@@ -31,9 +31,12 @@ def many(layers: int) -> Dims:
     return Dims(8, 8, layers, 2, 2, 32, experts=256)
 
 
-def write_many(dims: Dims, directory: Path) -> None:
-    """The files of a single-card job, all values zero."""
-    laid_out = files_of(dims, HybridTarget(Topology(), "none", sharded_saving=False))
+SINGLE_CARD = HybridTarget(Topology(), "none", sharded_saving=False)
+
+
+def write_many(dims: Dims, directory: Path, job: HybridTarget = SINGLE_CARD) -> None:
+    """The files of a job, all values zero."""
+    laid_out = files_of(dims, job)
     directory.mkdir(parents=True)
     contents = [bytearray(file.size_bytes) for file in laid_out.files]
     for file, offset, literal in laid_out.literals:

@@ -1,0 +1,115 @@
+"""How long does a model of many tensors take before a byte moves, beside ``pickle.load`` of its files?
+
+    python -m benchmarks.tensors [--rounds 3] [--quick]
+
+The models have 256 experts in every layer and a few numbers in every tensor (`benchmarks.many`), so that their files
+hold little but names and shapes. Every contender is a process of its own; seconds include imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.many import SINGLE_CARD, many, write_many
+from benchmarks.measure import Verdict, alternate, median, print_result, ratio_of_rounds, run, spread, table
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
+
+MIB = 1 << 20
+QUICK = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and what is asked of it."""
+
+    name: str
+    layers: int
+    job: HybridTarget
+    arguments: tuple[str, ...] = ("inspect",)
+    goal_seconds: float | None = None
+    limit_seconds: float | None = None
+    """The most that has been measured, where the goal is not reached."""
+
+
+SHARDED = HybridTarget(Topology(sharding=512), "stage1v1", sharded_saving=False)
+CASES = (
+    Case("one card, 60 layers: `inspect`", 60, SINGLE_CARD, goal_seconds=3, limit_seconds=6),
+    Case("the same: `plan --cards 4`", 60, SINGLE_CARD, ("plan", "--cards", "4")),
+    Case("512 files of 2,000 arrays, and the parameters: `inspect`", 400, SHARDED),
+)
+
+
+UNPICKLE = """
+import pathlib, pickle, sys
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.pd*")):
+    with path.open("rb") as file:
+        pickle.load(file)
+"""
+"""All files, one after the other, as Paddle loads them, and nothing else."""
+
+
+def row(case: Case, share: float, rounds: int, folder: Path, verdicts: list[Verdict]) -> tuple[str, ...]:
+    """Write the checkpoint of one case with a share of its layers, let it be read in turns, and judge the whole one."""
+    layers = max(1, round(case.layers * share))
+    place = folder / f"{layers}-{case.job.topology}"
+    if not place.exists():
+        write_many(many(layers), place, case.job)
+    command, *options = case.arguments
+    found = alternate(
+        {
+            "ours": partial(run, [sys.executable, "-m", "paddle_reshard", command, str(place), *options]),
+            "pickle": partial(run, [sys.executable, "-c", UNPICKLE, str(place)]),
+        },
+        rounds,
+        partial(print, file=sys.stderr),
+    )
+    ours, theirs = found["ours"], found["pickle"]
+    if case.goal_seconds and share == 1:
+        what = f"many tensors, {case.name}: seconds"
+        verdicts.append(Verdict.at_most(what, case.goal_seconds, median(ours), limit=case.limit_seconds))
+    size = sum(path.stat().st_size for path in place.iterdir())
+    return (
+        case.name,
+        f"{size / MIB:.0f}",
+        spread(ours),
+        f"{median(ours, 'cpu_seconds'):.2f}",
+        f"{median(ours, 'private_bytes') / MIB:,.0f}",
+        spread(theirs),
+        f"{median(theirs, 'private_bytes') / MIB:,.0f}",
+        f"{ratio_of_rounds(ours, theirs, 'cpu_seconds'):.1f}",
+    )
+
+
+HEAD = (
+    "checkpoint",
+    "MiB",
+    "ours (s)",
+    "CPU s",
+    "private MiB",
+    "pickle.load (s)",
+    "its private MiB",
+    "CPU ÷ its",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the layers, once")
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    rounds, share = (1, QUICK) if given.quick else (given.rounds, 1.0)
+    verdicts: list[Verdict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row(case, share, rounds, Path(folder), verdicts) for case in CASES]
+    print_result(table(HEAD, rows), verdicts, given.json)
+
+
+if __name__ == "__main__":
+    main()
