@@ -1,0 +1,86 @@
+"""A class of our own, built and trained by Paddle, describes itself; its checkpoint is converted with nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import paddle_reshard
+from tests.oracle import load_with_paddle
+
+TRAIN = """
+import sys
+from pathlib import Path
+import paddle
+from paddle import nn
+import paddle_reshard
+
+class Attention(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.wqkv = nn.Linear(8, 24, bias_attr=False)
+        self.out = nn.Linear(8, 8)
+        self.scale = self.create_parameter([1])
+
+    def forward(self, x):
+        q, k, v = self.wqkv(x).chunk(3, -1)
+        return self.out(q * k * self.scale + v)
+
+class Block(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = Attention()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return x + self.mlp(x + self.attention(self.norm(x)))
+
+class Own(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(32, 8)
+        self.blocks = nn.LayerList([Block() for _ in range(2)])
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.score(x)
+
+paddle.set_device("cpu")
+model = Own()
+folder = Path(sys.argv[1])
+paddle_reshard.describe(
+    model, to=folder / "paddle_reshard_rules.json", config={"model_type": "own", "num_hidden_layers": 2}
+)
+optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), learning_rate=0.1)
+model(paddle.arange(6)).sum().backward()
+optimizer.step()
+paddle.save(model.state_dict(), str(folder / "model_state.pdparams"))
+paddle.save(optimizer.state_dict(), str(folder / "optimizer.pdopt"))
+"""
+
+
+def test_a_class_of_ones_own_is_converted_by_what_it_says_of_itself(tmp_path: Path) -> None:
+    source = tmp_path / "own"
+    source.mkdir()
+    subprocess.run([sys.executable, "-c", TRAIN, str(source)], check=True, capture_output=True, timeout=300)
+    config = {"model_type": "own", "num_hidden_layers": 2, "paddleformers_version": "1.2.0"}
+    (source / "config.json").write_text(json.dumps(config))
+
+    assert "as described in a job with one card" in str(paddle_reshard.inspect(source).facts())
+    paddle_reshard.convert(source, tmp_path / "two", to="sharding=2")
+    paddle_reshard.convert(tmp_path / "two", tmp_path / "one", to="tp=1")
+
+    for file in ("model_state.pdparams", "optimizer.pdopt"):
+        before, after = (load_with_paddle(folder / file) for folder in (source, tmp_path / "one"))
+        arrays = {name: value for name, value in before.items() if isinstance(value, np.ndarray)}
+        assert len(arrays) > 20
+        for name, value in arrays.items():
+            assert value.tobytes() == after[name].tobytes(), name
