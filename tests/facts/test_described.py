@@ -124,12 +124,12 @@ def test_a_table_described_in_every_topology_says_what_the_shipped_one_says(fami
         assert (rule.split, rule.shares(config)) == (row.split, row.shares(config)), rule.key
 
 
-def own_checkpoint(folder: Path, table: Mapping[str, Any]) -> Path:
+def own_checkpoint(folder: Path, table: Mapping[str, Any], model_type: str = "own") -> Path:
     """A real checkpoint of tp=2 as that of a class that no shipped table knows, with a description beside it."""
     [source] = case_directory("dense/mp2").glob("checkpoint-*")
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "architectures": ["Own"]}))
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     (folder / "paddle_reshard_rules.json").write_bytes(written(table))
     return folder
 
@@ -154,6 +154,15 @@ def test_a_description_beside_a_checkpoint_is_used_and_said(tmp_path: Path) -> N
         paddle_reshard.convert(source, tmp_path / target, to=target, allow_replica_drift=True)
         truth = read_truth(case_directory("dense/mp2") / "truth.safetensors")
         assert_same_tensors(read_checkpoint(tmp_path / target, shapes_of(truth)), truth)
+
+
+def test_beside_a_shipped_table_a_description_counts_where_it_says_something_else(tmp_path: Path) -> None:
+    same = own_checkpoint(tmp_path / "same", {**own_table(), "model_types": ["llama"]}, "llama")
+    assert "described" not in str(paddle_reshard.inspect(same).facts())
+
+    other = {**altered("model.norm.weight", shape=["63"]), "model_types": ["llama"]}
+    with pytest.raises(ReshardError, match=r"model\.norm\.weight"):
+        paddle_reshard.inspect(own_checkpoint(tmp_path / "other", other, "llama"))
 
 
 def altered(key: str, **entries: object) -> dict[str, Any]:
