@@ -37,7 +37,16 @@ CASES = {
     "qwen3_moe": "exports/qwen3_moe",
     "glm4v_moe": "families/glm4v_moe_single",
 }
-LIKE_THESE = ("ernie4_5", "gemma3_text", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+LIKE_THESE = (
+    "ernie4_5",
+    "ernie4_5_moe_vl",
+    "gemma3_text",
+    "glm_ocr",
+    "paddleocr_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 FLEET = (("kimi_k2", "grouped"), ("minimax_m2", "mtp"))
 """Families that only PaddleFleet trains, and a variant of each."""
 FLEET_LIKE_THESE = (
@@ -46,6 +55,11 @@ FLEET_LIKE_THESE = (
     ("granite", "bias"),
     ("olmo2", "plain"),
 )
+# Paddle's loader cannot be asked here about the other families of PaddleFormers 1.2:
+# - deepseek_v4: no rule table describes it, so its checkpoint is no source; its maps are in test_real_programs.py
+# - qwen3_5, qwen3_5_moe (one map): it uses `fused_in_proj`, which Paddle 3.3.1 does not have; what else it makes is in
+#   tests/golden/test_fleet_vision.py
+# - kimi_k25, qwen3_omni_moe: the library has their processors, and neither a class nor a map
 HEAD = "lm_head.weight"
 
 
