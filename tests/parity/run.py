@@ -101,6 +101,8 @@ class Row:
     """What the job's model config says beside that of the source."""
     qkv: tuple[int, int, int] | None = None
     """Columns of q, k and v in a rank's part of a fused projection, which the laboratory's script joins as they are."""
+    names: bool = False
+    """Compare the parameters of a FlexCheckpoint by rank with those of the job, as of all files that are of ranks."""
     trains_on: bool = False
     """Train a step after the comparison, and save: a job may load what it cannot train."""
 
@@ -126,7 +128,7 @@ class Row:
             says += [f"{folder}' {OWN_FILES}" for folder in folders]
         elif averaged:
             says.append(EMA_IS_READ)
-        if self.to is not None and not self.by_rank:
+        if self.to is not None and (not self.by_rank or self.names):
             says.append(NAMES_FIT)
         if self.trains_on:
             says.append("TRAIN_DONE")
@@ -236,7 +238,7 @@ ROWS = {
         cold=True,
     ),
     "ranks-single-to-mp2sh2-v2": Row(
-        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex"
+        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex", names=True
     ),
     "ranks-8ranks-to-pp2sh2-v1": Row(
         ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **FLEX}, "stage1v1", "flex"
@@ -249,7 +251,13 @@ ROWS = {
         ALL_AXES, "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX, **EMA}, "stage1v2", "flex"
     ),
     "ranks-mtp-pp2-to-ep2sh2-v2": Row(
-        "states/dsv3_mtp_pp2", "ep=2,sharding=2", 2, {**EP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex"
+        "states/dsv3_mtp_pp2",
+        "ep=2,sharding=2",
+        2,
+        {**EP2, **V2, **SHARDING2, **FLEX},
+        "stage1v2",
+        "flex",
+        names=True,
     ),
     "ranks-mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2", 2, {**PP2, **FLEX}, format="flex"),
     "ranks-lora-mp2-to-sh2-v2": Row(
