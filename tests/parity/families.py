@@ -73,7 +73,7 @@ REMARKS = {
     "deepseek_v3:tp": "with `sequence_parallel`, without which its attention stops",
     "ernie4_5:pp": "only if `config.json` has another `pp_seg_method` (tried: `layer:DecoderLayer`, and the same with "
     "`--layout`); the library's own default matches no layer of its pipeline, and the trainer stops. `convert` "
-    "refuses that, and `families` does not list the axis",
+    "refuses that, and the table does not list the axis",
     "ernie4_5_moe:ep": "its experts are distributed over tp ranks (`moe_group` mp)",
     "ernie4_5_moe:tp": "with `moe_group` dummy: each rank has a part of every expert (`experts_over_tp` false)",
     "gemma3_text:tp": "refused: the trainer's loss stops in the first step",
@@ -101,7 +101,7 @@ AXES = {
 
 
 def rows() -> dict[str, Row]:
-    """``family:axis`` → the conversion and the job, for every axis that ``families`` lists, and sharding."""
+    """``family:axis`` → the conversion and the job, for every axis that ``docs/families.md`` lists, and sharding."""
     offered = [
         (family.name, axis)
         for family in families(shipped_tables())
