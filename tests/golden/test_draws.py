@@ -14,8 +14,10 @@ from safetensors import deserialize
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.golden.compare_one_card import load, read_one_card
+from tests.lab.draws.check import STRUCTURE, conversions, differences_from_target, draw_of
 
 DRAWS = Path(__file__).with_name("draws")
+DRAWN = sorted(path.name.removesuffix(".tar.xz") for path in DRAWS.glob("drawn_*.tar.xz"))
 EXACT = (
     "tied_with_stages",
     "tied_on_one_card",
@@ -52,6 +54,20 @@ def unpacked(name: str, into: Path) -> Path:
 def truth_beside(checkpoint: Path) -> dict[str, bytes]:
     found = deserialize((checkpoint.parent / "truth.safetensors").read_bytes())
     return {name: bytes(entry["data"]) for name, entry in found}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_drawn_job_comes_out_as_its_memory_was_and_as_the_job_of_the_target_writes(
+    name: str, tmp_path: Path
+) -> None:
+    """The first of its two jobs converted to the second's topology, a third and back, as ``make draws`` does."""
+    folder = unpacked(name, tmp_path).parent
+    draw = draw_of(json.loads((folder / "draw.json").read_text()))
+    tensors, wrong = conversions(draw, folder)
+    if (folder / STRUCTURE).exists():
+        wrong += differences_from_target(draw, folder)
+    assert tensors
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -299,6 +299,10 @@ def topology_of(job: Job, chance: random.Random) -> Topology:
         tp = chance.choice([n for n in (1, 2, 3, 4) if kv % n == 0]) if "t" in axes else 1
         pp = chance.choice([1, 1, 2, 2, 3, 4]) if "p" in axes else 1
         sharding, rest = divmod(ranks, tp * pp)
+        if (
+            "pp_seg_method" in model or job.family in EXPERTS
+        ) and layers % pp:  # these patterns know no empty layers
+            continue
         if pp > layers or rest or sharding not in (1, 2, 3, 4):
             continue
         ep = _ep_of(job, tp, sharding, chance)

@@ -91,7 +91,7 @@ def structure_of(checkpoint: Path, job: Job) -> Structure:
     whole tensors are, and of files by rank how many ranks have a copy of an average, or of what no rank reads.
     """
     if job.format == "unified":
-        return {kind: sorted(entries) for kind, entries in _of_unified(checkpoint)}
+        return {kind: sorted(entries) for kind, entries in _of_unified(checkpoint, job)}
     found: Structure = {}
     copies_vary = {"ema_state"} | ({"model_state"} if job.strategy == "stage1v2" else set())
     for path in sorted(checkpoint.rglob("*")):
@@ -141,12 +141,14 @@ def _of_metadata(metadata: Any, by_rank: bool) -> Iterator[tuple[str, str]]:
             yield key, " ".join(str([int(n) for n in of or ()]) for of in ranges)
 
 
-def _of_unified(checkpoint: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _of_unified(checkpoint: Path, job: Job) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     kinds: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         for key, tensor in read_tensors(path).items():
             kind = re.split(r"[-.]", path.name)[0]
-            kinds.setdefault(kind, []).append((key, f"{tensor.dtype}{list(tensor.shape)}"))
+            # Under stage 1 v2 the job itself writes flattened tensors with padding.
+            shape = "" if job.strategy == "stage1v2" else list(tensor.shape)
+            kinds.setdefault(kind, []).append((key, f"{tensor.dtype}{shape}"))
     yield from kinds.items()
 
 

@@ -116,7 +116,10 @@ class Job:
         options: dict[str, Any] = {"format": self.format}
         if self.format == "unified" and self.ema:
             options["drop"] = ["ema"]
-        if self.format == "unified" or (self.format == "flex" and not self.by_rank):
+        if self.format == "unified":
+            # One file is for one card: it has the states of tied words under one key, which other stages lack.
+            return options | ({"files": self.topology.ranks} if self.topology.ranks > 1 else {})
+        if self.format == "flex" and not self.by_rank:
             return options
         options["to"] = str(self.topology)
         if self.topology.sharding > 1:
@@ -124,6 +127,8 @@ class Job:
         layout: dict[str, Any] = {}
         if self.topology.tp > 1:
             layout["sequence_parallel"] = bool(self.arguments.get("sequence_parallel"))
+        if self.topology.pp > 1 and (pattern := self.model.get("pp_seg_method")):
+            layout["segmentation"] = pattern
         if size := self.arguments.get("sharding_comm_buffer_size_MB"):
             layout["comm_buffer_size_MB"] = size
         if self.arguments.get("pp_sharding_comm_overlap") and self.strategy == "stage1v2":

@@ -12,7 +12,7 @@ CASES = REPO / "tests" / "golden" / "draws"
 def keep(folder: Path, name: str) -> Path:
     """Pack what a test needs of a draw."""
     packed = CASES / f"{name}.tar.xz"
-    with tarfile.open(packed, "x:xz", preset=9) as archive:
+    with tarfile.open(packed, "w:xz", preset=9) as archive:
         for path in sorted(_wanted(folder)):
             member = archive.gettarinfo(path, f"{name}/{path.relative_to(folder)}")
             member.mtime = member.uid = member.gid = 0
