@@ -408,7 +408,7 @@ class RuleTable:
             raise RuleError(
                 self.named,
                 f"what a job with {wanted.words} calls its parameters is not known: {self.comment} Give its "
-                "model_meta.json with --target-meta, or take a format that has no parameter names (flex)",
+                "model_meta.json with --target-meta, or take a format without parameter names",
             )
 
 
