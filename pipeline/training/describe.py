@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
 from paddle_reshard.pipeline.core.file_names import RULES
+from paddle_reshard.pipeline.core.limits import most_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.model.described import (
     Entry,
@@ -27,6 +28,7 @@ from paddle_reshard.pipeline.model.rules.table import Described
 from paddle_reshard.pipeline.training.names_callback import library_of
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.listing import LocalRoot
+from paddle_reshard.storage.plain import read_small
 
 _LIBRARIES = ("paddleformers", "paddlenlp")
 
@@ -116,7 +118,8 @@ class _DescribeCallback:
         table = describe(self.trainer.model, fused=self.fused)
         earlier = Path(args.resume_from_checkpoint or "") / RULES
         if args.resume_from_checkpoint and earlier.is_file():
-            table = joined_tables(parse_json(earlier.read_text("utf-8")), table)
+            kept = read_small(earlier, most_bytes(RULES), RuleError)
+            table = joined_tables(parse_json(kept), table)
         self.text = written(table)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
