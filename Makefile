@@ -166,8 +166,10 @@ lowest:
 	$(PYTHON) -m venv .lowest
 	.lowest/bin/pip install --quiet uv
 	.lowest/bin/uv build --quiet --python .lowest/bin/python --out-dir .lowest/dist .
+	# Of pyproject.toml: what a wheel needs is not direct, and would be the newest.
 	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --resolution lowest-direct --only-binary :all: \
-		"$$(ls .lowest/dist/*.whl)[all]"
+		-r pyproject.toml --extra arrow --extra s3 --extra ray --extra metrics
+	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --no-deps .lowest/dist/*.whl
 	.lowest/bin/uv pip list --python .lowest/bin/python
 	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
