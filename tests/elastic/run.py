@@ -175,14 +175,14 @@ def _folder(job: str) -> Path:
 
 def _follow(name: str, bench: "Bench") -> int:
     """Run a job and say what was found; if nothing was wrong, leave its table. The number of failed rows."""
-    rows, began = [], time.monotonic()
+    rows = []
     for row in bench.follow():
         say(f"{'FAILED' if row.found else 'passed'}  {name}: {row.line}")
         for problem in row.found[:8]:
             say(f"        {problem}")
         rows.append(row)
     failed = sum(bool(row.found) for row in rows)
-    minutes = (time.monotonic() - began) / 60
+    minutes = sum(row.done.seconds for row in rows) / 60
     say(f"{name}: {len(rows) - failed} passed, {failed} failed, {minutes:.0f} minutes")
     if not failed:
         rows_of_table = table(HEAD, [_cells(row) for row in rows])
