@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.examine.explanation import ExplainedTensor
 from paddle_reshard.pipeline.examine.inspection import StateSummary
 from paddle_reshard.pipeline.examine.launch import Launch
 from paddle_reshard.pipeline.examine.overview import RunCheckpoint
+from paddle_reshard.pipeline.formats.registry import FormatName
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.simulate import Simulation
 
@@ -115,7 +116,7 @@ class _TargetOptions(TypedDict, total=False):
 class PlannedTarget(_TargetOptions):
     """What is written; entries that a format does not have are missing."""
 
-    format: Literal["hybrid", "hybrid-plain", "huggingface", "flex", "auto-parallel", "unified"]
+    format: FormatName
     not_carried: list[LeftBehind]
     states_not_carried: Texts
     remarks: Texts
