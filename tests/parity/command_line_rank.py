@@ -103,9 +103,14 @@ def lose_moments(optimizer) -> None:
     """What is left if a checkpoint's moments are not loaded."""
     import paddle
 
+    # Until the first step, states that were loaded wait in the holder.
+    waiting = optimizer._accumulators_holder.items()
+    moments = [tensor for name, tensor in waiting if "_moment1_" in name or "_moment2_" in name]
     for kind in ("moment1", "moment2"):
-        for moment in optimizer._accumulators[kind].values():
-            paddle.assign(paddle.zeros_like(moment), moment)
+        moments += optimizer._accumulators[kind].values()
+    assert moments
+    for moment in moments:
+        paddle.assign(paddle.zeros_like(moment), moment)
 
 
 def tell_loss(step: int, loss: float) -> None:
