@@ -264,7 +264,7 @@ def _difference(
         return MasterDriftError(tensor.label, detail, path_b, path_a)
     detail, are_copies = f"element {index} is {a} and {b}", bool(op["kind"] == COMPARE)
     if are_copies and tensor.key in work.tied:
-        return TiedDriftError(tensor.label, work.tied[tensor.key], detail, path_a, path_b)
+        return TiedDriftError(tensor.label, *work.tied[tensor.key], detail, path_a, path_b)
     return DriftError(tensor.label, detail, path_a, path_b, are_copies)
 
 

@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.planning.checks import master_checks, master_checks
 from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.portion import source_of
-from paddle_reshard.pipeline.planning.settings import PlanSettings
+from paddle_reshard.pipeline.planning.settings import PlanSettings, Tie
 from paddle_reshard.pipeline.request.parse import (
     ConversionRequest,
 )
@@ -282,7 +282,7 @@ def plan_checkpoint(
     if _ties_heads(specs, request, altered.source.model):
         altered = altered.each(with_equal_head)
     store, source, wanted = altered.store, altered.source, altered.wanted
-    planning = replace(request.planning, tied=source.model.tied_by_config)
+    planning = replace(request.planning, tied=_ties_of(source))
     sizes, listing = store.sizes(), _listing(store, specs)
     _check_room(source, None, request, spare_bytes)
     laid_out = [lay_out(source, wanted, spec, listing) for spec in specs]
@@ -318,6 +318,14 @@ def _ties_heads(specs: Sequence[Target], request: ConversionRequest, model: Mode
     tie = bool(heads) and all(_ties(spec, rule) for spec in specs for rule in heads)
     compared = request.planning.compare_replicas and not request.planning.allow_replica_drift
     return bool(specs) and tie and compared and not request.ranks
+
+
+def _ties_of(source: Checkpoint) -> dict[str, Tie]:
+    """The tensors that are no copies of each other although the model has one for both."""
+    # A published model may have been trained by another class, which has two. In files of a job they are copies.
+    by_class = source.model.tied_by_class if FORMATS[source.format].model_only else {}
+    ties = {key: Tie(twin, by_class=True) for key, twin in by_class.items()}
+    return ties | {key: Tie(twin, by_class=False) for key, twin in source.model.tied_by_config.items()}
 
 
 def _ties(spec: Target, head: Rule) -> bool:

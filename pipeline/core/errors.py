@@ -285,19 +285,25 @@ class DriftError(CheckpointError):
 
 
 class TiedDriftError(DriftError):
-    """Two tensors that ``tie_word_embeddings`` makes one have different values. Nothing is published.
+    """Two tensors that the config or the class of the model makes one have different values. Nothing is published.
 
     They are two parameters, of which one would be lost; no option takes the first of them.
     """
 
-    def __init__(self, tensor: str, twin: str, detail: str, path_a: str, path_b: str) -> None:
+    def __init__(self, tensor: str, twin: str, by_class: bool, detail: str, path_a: str, path_b: str) -> None:
         super().__init__(tensor, detail, path_a, path_b, False)
-        self.args = (tensor, twin, detail, path_a, path_b)
-        self.twin = twin
+        self.args = (tensor, twin, by_class, detail, path_a, path_b)
+        self.twin, self.by_class = twin, by_class
 
     def __str__(self) -> str:
+        apart = f"{self.tensor} and {self.twin}: {self.detail} ({self.path_a} and {self.path_b})"
+        if self.by_class:
+            return (
+                f"{apart}: the class of this model has one tensor for both, whatever tie_word_embeddings says, and no "
+                "job of it can hold the head of these files: one of the two would be lost"
+            )
         return (
-            f"{self.tensor} and {self.twin}: {self.detail} ({self.path_a} and {self.path_b}): config.json makes the "
+            f"{apart}: config.json makes the "
             "two one tensor (tie_word_embeddings), but they are two parameters with values of their own, of which one "
             'would be lost. With "tie_word_embeddings": false in config.json (that of the source, or of --config where '
             "it has none) both are converted"

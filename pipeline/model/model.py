@@ -101,6 +101,15 @@ class Model:
             if tensor.tied_to is not None and tensor.is_alias and not tensor.rule.always_tied
         }
 
+    @property
+    def tied_by_class(self) -> dict[str, str]:
+        """Key → the key that is one with it in every job, and that a published model may have apart all the same."""
+        return {
+            tensor.tied_to: tensor.key
+            for tensor in self.tensors
+            if tensor.tied_to is not None and tensor.rule.always_tied and tensor.rule.huggingface is not None
+        }
+
     @cached_property
     def has_lora(self) -> bool:
         """Whether it contains LoRA matrices."""

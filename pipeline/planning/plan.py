@@ -45,7 +45,7 @@ from paddle_reshard.pipeline.planning.once import count_once, count_whole, impli
 from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, itemsizes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge
-from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
+from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes, Tie
 
 FOOTPRINT_BYTES = 136 << 20
 """What a worker process needs for itself: interpreter, libraries, metadata. Groups share the rest of the budget."""
@@ -110,7 +110,7 @@ class Plan:
     """Memory of each group in bytes: its parts and the bands of its largest pass."""
     allow_replica_drift: bool = False
     """Whether copies of a tensor may differ: the first is used, and every difference is reported."""
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, Tie] = field(default_factory=dict)
     """As in the settings. Not saved with a plan, nor part of its id: it follows from the source."""
     allow_master_drift: bool = False
     """Whether parameters may differ from their rounded master weights: both are kept, and it is reported."""

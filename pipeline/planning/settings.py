@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 STEP_BYTES = 4 << 20
 """Both sides of a step of each of a few workers fit the third-level cache."""
@@ -27,6 +28,14 @@ class PlanSizes:
         return self if self.step_bytes is not None else replace(self, step_bytes=STEP_BYTES)
 
 
+class Tie(NamedTuple):
+    """Another tensor that is the same one to the model."""
+
+    key: str
+    by_class: bool
+    """Whether its class makes it so; otherwise an entry of the config does."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """How a conversion or a comparison is to be planned."""
@@ -37,9 +46,9 @@ class PlanSettings:
     """Whether all copies of a tensor are compared; if not, only the first is read."""
     allow_replica_drift: bool = False
     """Whether copies that differ are reported instead of refused."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Key → another tensor that only an entry of the config makes the same. They are compared, and refused if they
-    differ, whatever is said of copies."""
+    tied: Mapping[str, Tie] = field(default_factory=dict)
+    """Key → another tensor that is one with it and no copy of it. They are compared, and refused if they differ,
+    whatever is said of copies."""
     allow_master_drift: bool = False
     """Whether parameters that differ from their rounded master weights are reported instead of refused."""
     allow_reread: bool = False

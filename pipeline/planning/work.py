@@ -17,6 +17,7 @@ from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import MADE, Parts
 from paddle_reshard.pipeline.planning.plan import Bands, Plan
+from paddle_reshard.pipeline.planning.settings import Tie
 
 V = TypeVar("V")
 
@@ -47,7 +48,7 @@ class GroupWork:
     """By tensor number, at least the tensors in ``ops``."""
     peak_bytes: int
     allow_replica_drift: bool = False
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, Tie] = field(default_factory=dict)
     """As in the plan."""
     allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import RuleError, TiedDriftError
-from tests.conftest import COMMITTED
+from tests.conftest import COMMITTED, case_directory
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 FORMATS: dict[str, dict[str, Any]] = {
@@ -67,3 +68,27 @@ def test_with_the_entry_that_fits_both_are_converted(trained_apart: Path, tmp_pa
     assert (tmp_path / "t/model.safetensors").read_bytes() == (
         tmp_path / "wanted/model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_replica_drift": True}, {"replicas": "first"}])
+def test_a_class_with_one_tensor_for_both_takes_no_head_of_its_own(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Another library trained them apart, as its config.json says; this class has one all the same."""
+    paddle_reshard.convert(
+        case_directory("families/gemma3_text_single") / "checkpoint-3",
+        tmp_path / "hf",
+        format="huggingface",
+        dtype="float32",
+    )
+    (tmp_path / "hf/paddle_reshard.json").unlink()
+    tie(tmp_path / "hf", False)
+    arrays = load_file(tmp_path / "hf/model.safetensors")
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"] * 2
+    save_file(arrays, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    with pytest.raises(TiedDriftError, match=r"lm_head\.weight.*has one tensor for both") as refused:
+        paddle_reshard.convert(
+            tmp_path / "hf", tmp_path / "t", to="tp=1", convention="paddleformers", **options
+        )
+    assert "--allow" not in str(refused.value)
+    assert not (tmp_path / "t").exists()

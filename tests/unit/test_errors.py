@@ -113,7 +113,7 @@ EXAMPLES = [
         1,
     ),
     (
-        TiedDriftError("w (param)", "h", "element (0,) is 1.0 and 2.0", "a", "b"),
+        TiedDriftError("w (param)", "h", False, "element (0,) is 1.0 and 2.0", "a", "b"),
         "w (param) and h: element (0,) is 1.0 and 2.0 (a and b): config.json makes the two one tensor "
         "(tie_word_embeddings), but they are two parameters with values of their own, of which one would be lost. With "
         '"tie_word_embeddings": false in config.json (that of the source, or of --config where it has none) both are '
