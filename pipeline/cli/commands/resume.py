@@ -130,7 +130,7 @@ def resume(
     quiet: bool,
     **_: Any,
 ) -> None:
-    """Become COMMAND, which starts the trainer, with the newest complete checkpoint of RUN to resume from.
+    """Start COMMAND from the newest complete checkpoint of RUN.
 
     In the start script of a job, on every node, in place of COMMAND. If the job cannot read the checkpoint as it
     is, the files that the ranks of this node read are made in DIR first. COMMAND gets --resume_from_checkpoint and
