@@ -47,7 +47,10 @@ SAMPLED = (
     "unit/test_starting.py",
 )
 """Where a test is of whole checkpoints or commands: `make test` runs it with its first set of parameters, and
-`make full` with the others. A test that marks some of its sets ``full`` has chosen its sample itself."""
+`make full` with others. A test that marks some of its sets ``full`` has chosen its sample itself."""
+MOST_SETS = 16
+"""Of a test of whole checkpoints, `make full` runs so many sets of parameters at most, evenly spread; `make exhaustive`
+runs them all."""
 ELSEWHERE = ("exhaustive", "cluster", "serving", "browser")
 """Marks of what has a command of its own."""
 
@@ -72,6 +75,7 @@ def mark_full(modules: Sequence[tuple[pytest.Item, str]]) -> None:
     """Mark what `make full` runs. ``modules``: every test, and the path of its module in `tests`."""
     chosen = {_name(item) for item, _ in modules if item.get_closest_marker("full")}
     shown = set[str]()
+    further: dict[str, list[pytest.Item]] = {}
     for item, path in modules:
         if path.startswith(FULL):
             item.add_marker("full")
@@ -81,8 +85,22 @@ def mark_full(modules: Sequence[tuple[pytest.Item, str]]) -> None:
             and not any(map(item.get_closest_marker, ELSEWHERE))
         ):
             if _name(item) in shown:
-                item.add_marker("full")
+                further.setdefault(_name(item), []).append(item)
             shown.add(_name(item))
+    for items in further.values():
+        of_checkpoints = "/golden/" in items[0].nodeid
+        left = set(_evenly(len(items), MOST_SETS)) if of_checkpoints else set(range(len(items)))
+        for number, item in enumerate(items):
+            item.add_marker("full" if number in left else "exhaustive")
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most ``most`` of ``count`` numbers, evenly spread.
+
+    >>> _evenly(10, 4), _evenly(3, 4)
+    ([0, 2, 5, 7], [0, 1, 2])
+    """
+    return [number * count // min(count, most) for number in range(min(count, most))]
 
 
 def _name(item: pytest.Item) -> str:

@@ -408,6 +408,10 @@ SLOW = (
     "source: flex, 4 ranks, experts, averages",
     "source: unified, experts",
     "source: recorded, unified",
+    "source: recorded, stage1v2",
+    "target: flex, two files",
+    "target: sharding=2, stage3",
+    "target: tp=2, pp=2, sharding=2, stage1v1",
 )
 """Left to ``make exhaustive``: further states and dtypes of formats that the others have too."""
 
