@@ -211,6 +211,11 @@ class Start:
         def approve(conversion: ConversionPlan) -> None:
             assert conversion.portion is not None  # noqa: S101 (ranks are given)
             job = conversion.portion.job
+            if loses_adapters(found.seen, job.format, job.strategy):
+                raise UsageError(
+                    f"{found.name} holds LoRA adapters, and with load_sharded_model the trainer gives them to the "
+                    "first rank alone: give --format hybrid-plain, or none"
+                )
             arguments = {"resume_from_checkpoint": target, **trainer_arguments(job)}
             self.check(arguments, topology, job.library)
             agree(conversion.portion.digest)
@@ -283,7 +288,11 @@ def reads_as_it_is(found: Inspection, topology: Topology, options: ResumeOptions
     """Whether the trainers of a job find in a checkpoint what they ask for, and no other files are asked for."""
     altering = {name for name, value in options.items() if value and declarations()[name].changes_bytes}
     format = FORMATS[found.format]
-    if altering - _OF_READING or format.model_only:
+    if (
+        altering - _OF_READING
+        or format.model_only
+        or loses_adapters(found, found.format, found.sharding_strategy)
+    ):
         return False
     if found.topology is not None:
         return (
@@ -306,10 +315,16 @@ def _without_dp(topology: Topology, found: Inspection) -> tuple[int, ...]:
     return (*axes, topology.dp) if shares_experts else axes
 
 
+def loses_adapters(found: Inspection, format: str, strategy: str | None) -> bool:
+    """Whether the trainer would give the adapters of a checkpoint to its first rank alone (``docs/lora.md``)."""
+    reads = FORMATS[format].loaded_with(found.convention, strategy or "none") or {}
+    return found.adapter is not None and "load_sharded_model" in reads
+
+
 def _format_for(found: Inspection) -> str:
     """The format in which ranks find files of their own."""
     if "to" in FORMATS[found.format].options:
-        return found.format
+        return "hybrid-plain" if loses_adapters(found, found.format, "stage1v2") else found.format
     return "flex" if found.convention == "paddleformers" else "hybrid"
 
 

@@ -217,7 +217,7 @@ def _is_read(format: str, library: str, strategy: str, args: Any) -> bool:
 def check_arguments(args: Any, arguments: Arguments) -> None:
     """Refuse arguments of a trainer with which it would read something else, or read it as something else."""
     by_rank = arguments.get("load_checkpoint_format") not in ("flex_checkpoint", "unified_checkpoint")
-    expected: dict[str, Any] = {"sequence_parallel": False} if by_rank else {}
+    expected: dict[str, Any] = {"sequence_parallel": False, "load_sharded_model": False} if by_rank else {}
     expected |= {name: arguments[name] for name in _COMPARED if name in arguments}
     if not {"bf16", "fp16"} & arguments.keys() and (
         getattr(args, "bf16", False) or getattr(args, "fp16", False)

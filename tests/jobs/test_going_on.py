@@ -71,6 +71,26 @@ def test_a_job_of_the_same_topology_reads_the_checkpoint_itself(run: Path, tmp_p
     assert go_on(start(run, tmp_path / "local", SAVED_WITH + ",dp=2")).path == found.path
 
 
+def test_adapters_are_not_loaded_by_the_first_rank_alone(tmp_path: Path) -> None:
+    """With ``load_sharded_model`` the trainer leaves all others as they were initialised (``docs/lora.md``)."""
+    case = case_directory("states/lora_pp2") / "checkpoint-3"
+    shutil.copytree(case, tmp_path / "run" / "checkpoint-3", copy_function=shutil.copyfile)
+    found = go_on(start(tmp_path / "run", tmp_path / "local", "sharding=2"))
+    assert found.arguments is not None and "load_sharded_model" not in found.arguments
+    assert not (Path(found.path) / "model_meta.json").exists()
+    with pytest.raises(UsageError, match="the first rank alone"):
+        go_on(start(tmp_path / "run", tmp_path / "other", "sharding=2", format="hybrid"))
+    assert not list((tmp_path / "other").rglob("*.pdopt"))
+
+
+def test_nor_from_a_checkpoint_that_is_sharded_already(tmp_path: Path) -> None:
+    case = case_directory("states/lora_pp2") / "checkpoint-3"
+    paddle_reshard.convert(case, tmp_path / "run" / "checkpoint-3", to="sharding=2")
+    assert (tmp_path / "run" / "checkpoint-3" / "model_meta.json").exists()
+    found = go_on(start(tmp_path / "run", tmp_path / "local", "sharding=2"))
+    assert found.arguments is not None and "load_sharded_model" not in found.arguments
+
+
 def test_parameters_that_the_trainer_saves_and_does_not_load_are_made_loadable(tmp_path: Path) -> None:
     """``save_to_hf``, its default: ``model.safetensors`` beside the optimizer's file, and no ``model_state``."""
     case = case_directory("single_tohf") / "checkpoint-3"
