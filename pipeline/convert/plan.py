@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Completion
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import JobTarget, Target
 from paddle_reshard.pipeline.checkpoint.stages import is_apart, with_equal_head
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
@@ -42,6 +43,7 @@ from paddle_reshard.pipeline.request.parse import (
     ConversionRequest,
 )
 from paddle_reshard.pipeline.request.record import averaging
+from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, pointer_in_place
 from paddle_reshard.storage.outputs import prefixes
 from paddle_reshard.storage.store import Source
 
@@ -290,6 +292,7 @@ def plan_checkpoint(
     joined = join(source.catalog, laid_out, prefixes(len(laid_out)))
     _check_room(source, joined, request, spare_bytes)
     carried = _carried(laid_out, sizes)
+    _refuse_pointers(store, carried)
     checks = master_checks(source.catalog, joined.catalog, request.check_in_full)
     plan = plan_conversion(joined.catalog, joined.files, carried, planning, limits, checks)
     portion = None
@@ -406,6 +409,15 @@ def _carried(laid_out: Sequence[LaidOut], sizes: Mapping[str, int]) -> list[Carr
     own = [(path, prefix + path) for prefix, layout in targets for path in layout.sidecars.carried]
     donated = [(path, prefix + name) for prefix, layout in targets for path, name in layout.sidecars.donated]
     return [CarriedFile(path, name, sizes[path]) for path, name in own + donated]
+
+
+def _refuse_pointers(store: Source, carried: Iterable[CarriedFile]) -> None:
+    """Refuse Git LFS pointers in place of small files, which a target would get without what they point to."""
+    for file in carried:
+        if 0 < file.size_bytes <= BEGIN_BYTES and (
+            found := pointer_in_place(store.read(file.source_path, 0, file.size_bytes))
+        ):
+            raise FormatError("another_file", file.source_path, None, f"{found}, or remove it")
 
 
 def _planned_targets(

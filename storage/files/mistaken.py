@@ -31,11 +31,8 @@ def in_place_of(begin: bytes, size_bytes: int) -> str | None:
     """
     if size_bytes == 0:
         return f"is empty{_AGAIN}"
-    if pointer := _POINTER.match(begin):
-        return (
-            f"is a Git LFS pointer to a file of {int(pointer[1])} bytes, not that file; fetch it with `git lfs pull`, "
-            "or download it again"
-        )
+    if pointer := pointer_in_place(begin):
+        return pointer
     if _PAGE.match(begin):
         return (
             "is an HTML page, as a server answers when it refuses a download (a login, a wrong address)"
@@ -48,3 +45,12 @@ def in_place_of(begin: bytes, size_bytes: int) -> str | None:
     if len(begin) == BEGIN_BYTES and not any(begin):
         return f"begins with zeros only: its contents were never written, or lost{_AGAIN}"
     return None
+
+
+def pointer_in_place(begin: bytes) -> str | None:
+    """The same of Git LFS alone, for files of any content."""
+    pointer = _POINTER.match(begin)
+    return pointer and (
+        f"is a Git LFS pointer to a file of {int(pointer[1])} bytes, not that file; fetch it with `git lfs pull`, "
+        "or download it again"
+    )

@@ -144,6 +144,14 @@ def test_what_lies_in_place_of_a_file_is_named(
         path.write_bytes(sound)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "README.md"])
+def test_a_pointer_in_place_of_a_small_file_is_no_tokenizer(model: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(model, tmp_path / "hub")
+    (tmp_path / "hub" / name).write_bytes(POINTER)
+    with pytest.raises(ReshardError, match=rf"{name}: is a Git LFS pointer.*or remove it"):
+        paddle_reshard.plan(tmp_path / "hub", format="huggingface")
+
+
 def test_the_folders_of_machines_are_known_and_brought_together_as_it_says(tmp_path: Path) -> None:
     whole = copy_of(HYBRID, tmp_path / "whole")
     for path in [*whole.iterdir()]:
