@@ -110,6 +110,30 @@ def exported_and_tied(folder: Path) -> None:
     )
 
 
+def exported(folder: Path, *removed: str, case: str = "checkpoint-1000", **changed: object) -> None:
+    """A published model, whose config.json lacks some entries and has others."""
+    assert run_here("convert", case, "model", "--format", "huggingface").returncode == 0
+    config = folder / "model/config.json"
+    entries = {**json.loads(config.read_bytes()), **changed}
+    config.write_text(json.dumps({name: value for name, value in entries.items() if name not in removed}))
+    (folder / "model/paddle_reshard.json").unlink()
+
+
+def of_any_library(folder: Path) -> None:
+    exported(folder, "paddleformers_version")
+
+
+def with_a_score(folder: Path) -> None:
+    exported(folder)
+    path = folder / "model/model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"lm_head.weight"', b'"score.weight"  '))
+
+
+def with_a_layer_more(folder: Path) -> None:
+    case = case_directory("families/deepseek_v3_mtp_single") / "checkpoint-3"
+    exported(folder, case=str(case), num_nextn_predict_layers=0)
+
+
 def without_git_lfs(folder: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5368709120\n"
     (folder / "checkpoint-1000/model_state.tp00_pp00.pdparams").write_text(pointer)
@@ -129,6 +153,9 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "1 of 8 optimizer files": (without(MISSING), "inspect checkpoint-1000"),
     "7 saved_signal_* files": (without("saved_signal_3"), "inspect checkpoint-1000"),
     "config.json is missing": (without("config.json"), "plan checkpoint-1000 --to tp=1"),
+    "several rule tables fit": (of_any_library, "convert model two --to tp=1"),
+    "score.weight: only": (with_a_score, "convert model two --to tp=1"),
+    "is of multi-token prediction": (with_a_layer_more, "convert model two --to tp=1"),
     "is a Git LFS pointer": (without_git_lfs, "inspect checkpoint-1000"),
     "holds folders of machines": (by_machine, "inspect run"),
     "at byte 213745: truncated": (shortened, "inspect checkpoint-1000"),

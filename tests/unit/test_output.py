@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.cli.output import Commands, GuardedStream
+from paddle_reshard.pipeline.cli.output import EndingGroup, GuardedStream
 from tests.conftest import COMMITTED
 from tests.published import SCHEMA, checked
 
@@ -175,7 +175,7 @@ def test_every_refusal_is_one_object_of_the_published_schema(
 def test_whatever_ends_a_command_is_one_object(
     error: BaseException, retryable: bool, capsys: pytest.CaptureFixture
 ) -> None:
-    @click.group(cls=Commands)
+    @click.group(cls=EndingGroup)
     def commands() -> None:
         """Commands of which one fails."""
 
