@@ -42,7 +42,8 @@ OTHERWISE = {
     ),  # the maps of these leave dense layers out
     # Nor do they know stacked experts (fd_fallback), which the table has from the class itself.
     "qwen3_moe": (*DENSE, ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"),
-    "qwen3_next": DENSE,
+    # Its dense layers have gate and up apart, as the class builds them (tests/facts).
+    "qwen3_next": ("*.mlp.gate_proj.weight", "*.mlp.up_proj.weight", "*.mlp.down_proj.weight"),
     "qwen3_vl_moe": (*DENSE, "*.self_attn.qkv_proj.bias"),
 }
 """Family → endings of rows that are right, though the library declares something else or nothing."""
