@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pathlib
 import uuid
 from collections.abc import Callable
 from itertools import pairwise
@@ -53,6 +54,10 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("fsync", "rename", "replace", "unlink"):
         monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    if accessor := getattr(
+        pathlib, "_NormalAccessor", None
+    ):  # Python 3.10 keeps what os had when it was imported
+        monkeypatch.setattr(accessor, "unlink", staticmethod(os.unlink))
     return calls
 
 

@@ -40,6 +40,7 @@ OWN_VALUES = {
     "Plan.mixtures",
     "Plan.ops",
     "Plan.tensors",
+    "Plan.tied",
     "PlannedTarget.files",
     "PlannedTarget.spec",
     "PlannedTarget.wanted",
