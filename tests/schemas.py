@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
@@ -93,11 +94,15 @@ class Definitions:
 
 
 def lineage(made: type) -> list[type]:
-    """A class and those that it extends; a TypedDict remembers its bases apart."""
-    return [
-        made,
-        *(base for base in getattr(made, "__orig_bases__", made.__mro__[1:]) if isinstance(base, type)),
+    """A class and those that it extends; before Python 3.12 only its source tells those of a TypedDict."""
+    if not is_typeddict(made):
+        return list(made.__mro__)
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(made))).body
+    assert isinstance(tree, ast.ClassDef)
+    above = [
+        getattr(sys.modules[made.__module__], base.id) for base in tree.bases if isinstance(base, ast.Name)
     ]
+    return [made, *(further for base in above if is_typeddict(base) for further in lineage(base))]
 
 
 def documented(made: type) -> dict[str, str]:
