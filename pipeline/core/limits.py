@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from paddle_reshard.pipeline.core.file_names import MANIFEST, SEEN
+from paddle_reshard.pipeline.core.file_names import MANIFEST, RULES, SEEN
 
 MAX_RANKS: Final = 1 << 18
 """Ranks of a job, and so the size of an axis and the number in a file name: the largest known job has
@@ -73,4 +73,8 @@ def too_large(size_bytes: int, most: int) -> str:
     return f"{size_bytes} bytes; at most {most} are supported for this file"
 
 
-_OF_NAME: Final = {MANIFEST: MAX_MANIFEST_BYTES, "trainer_state.json": MAX_STATE_BYTES}
+_OF_NAME: Final = {
+    MANIFEST: MAX_MANIFEST_BYTES,
+    RULES: MAX_CONFIG_BYTES,
+    "trainer_state.json": MAX_STATE_BYTES,
+}

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.errors import (
     of_optimizer,
 )
 from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, MODEL_META, RULES, SIGNAL_PREFIX
-from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, too_large
+from paddle_reshard.pipeline.core.limits import most_bytes, too_large
 from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
 from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing.roles import check_roles
@@ -224,8 +224,8 @@ def tables_beside(files: SourceFiles, tables: RuleTables) -> RuleTables:
     if tables.for_any_family or RULES not in files.sizes:
         return tables
     size = files.sizes[RULES]
-    if size > MAX_CONFIG_BYTES:
-        raise FormatError("too_large", RULES, None, too_large(size, MAX_CONFIG_BYTES))
+    if size > (most := most_bytes(RULES)):
+        raise FormatError("too_large", RULES, None, too_large(size, most))
     try:
         table = parse_rule_table(files.store.read(RULES, 0, size).decode(), RULES)
     except (UsageError, UnicodeDecodeError) as error:

@@ -76,10 +76,19 @@ def describe(
     if to is not None and first:
         path = Path(to)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            table = joined_tables(parse_json(path.read_text("utf-8")), table)
+        table = _joined(path, table)
         LocalRoot(path.parent).replace(path.name, written(table))
     return table
+
+
+def _joined(path: Path, table: dict[str, Any]) -> dict[str, Any]:
+    """A table joined with what other jobs have shown of the model in a file, if there is one."""
+    if not path.exists():
+        return table
+    try:
+        return joined_tables(parse_json(read_small(path, most_bytes(RULES), RuleError)), table)
+    except JsonError as error:
+        raise UsageError(f"{path} is no rule table: {error}; give another file, or remove it") from None
 
 
 def written(table: Mapping[str, Any]) -> bytes:
@@ -116,10 +125,8 @@ class _DescribeCallback:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         table = describe(self.trainer.model, fused=self.fused)
-        earlier = Path(args.resume_from_checkpoint or "") / RULES
-        if args.resume_from_checkpoint and earlier.is_file():
-            kept = read_small(earlier, most_bytes(RULES), RuleError)
-            table = joined_tables(parse_json(kept), table)
+        if args.resume_from_checkpoint:
+            table = _joined(Path(args.resume_from_checkpoint) / RULES, table)
         self.text = written(table)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -142,10 +149,7 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
         Described(*degrees, sequence_parallel=in_sequence),
         *ranks,
         type(model).__name__,
-        next(
-            (of for cls in type(model).__mro__ if (of := cls.__module__.partition(".")[0]) in _LIBRARIES), ""
-        )
-        or _LIBRARIES[0],
+        _library_of(model),
         entries,
         tuple(_entries(model, state)),
         tuple(_item_class(item) for item in getattr(model, "_layers_desc", ())),
@@ -153,6 +157,15 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
         tuple(int(first) for first in getattr(model, "segment_parts", ())),
         statements if said else None,
     )
+
+
+def _library_of(model: Any) -> str:
+    """The library of a model's class; of a class of the user's own, the one that the job has imported.
+
+    In a job of Paddle alone there is neither: files are then read and written as PaddleFormers' trainer does.
+    """
+    packages = [cls.__module__.partition(".")[0] for cls in type(model).__mro__]
+    return next((name for name in (*packages, *sys.modules) if name in _LIBRARIES), _LIBRARIES[0])
 
 
 def _unwrapped(model: Any) -> Any:

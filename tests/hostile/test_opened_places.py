@@ -52,7 +52,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pipeline/examine/fingerprint.py read_fingerprints",
         "pipeline/progress/events_as_json.py EventLog.append_to",
         "pipeline/request/given_file.py read_text",
-        "pipeline/training/describe.py describe",
         "storage/local/folders.py written_whole",
     ),
     "a new file in a private temporary folder, or that a random name makes ours": (

@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.file_names import RULES
+from paddle_reshard.pipeline.core.limits import most_bytes
+from paddle_reshard.pipeline.training.describe import _joined
 from tests.oracle import load_with_paddle
 
 TRAIN = """
@@ -18,6 +23,8 @@ from pathlib import Path
 import paddle
 from paddle import nn
 import paddle_reshard
+from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.training.describe import _joined
 
 class Attention(nn.Layer):
     def __init__(self):
@@ -84,3 +91,20 @@ def test_a_class_of_ones_own_is_converted_by_what_it_says_of_itself(tmp_path: Pa
         assert len(arrays) > 20
         for name, value in arrays.items():
             assert value.tobytes() == after[name].tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        (b'{"family": ', UsageError, "is no rule table"),
+        (b"[" * 100_000, UsageError, "is no rule table"),
+        (b" " * (most_bytes(RULES) + 1), RuleError, "bytes"),
+    ],
+    ids=["cut", "deep", "long"],
+)
+def test_what_lies_in_place_of_an_earlier_table_is_named(
+    content: bytes, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rules.json").write_bytes(content)
+    with pytest.raises(error, match=rf"rules\.json.*{said}"):
+        _joined(tmp_path / "rules.json", {})

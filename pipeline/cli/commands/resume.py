@@ -190,6 +190,6 @@ def _become(program: str, words: tuple[str, ...]) -> None:
     for number in (
         signal.SIGPIPE,
         signal.SIGXFSZ,
-    ):  # which Python ignores, and which programs expect to be as usual
+    ):  # Python ignores them, and a program expects to be ended by them
         signal.signal(number, signal.SIG_DFL)
     os.execv(program, words)
