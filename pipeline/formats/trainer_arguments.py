@@ -7,7 +7,7 @@ and the jobs of ``tests/parity`` resume with theirs; both are compared with thes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
 from paddle_reshard.pipeline.core.errors import UnsupportedError
@@ -120,8 +120,32 @@ def sizes_of_axes(topology: Topology, library: str) -> Mapping[str, int]:
     >>> sizes_of_axes(Topology(tp=2), "paddlenlp")
     {'tensor_parallel_degree': 2, 'pipeline_parallel_degree': 1, 'virtual_pp_degree': 1, 'sharding_parallel_degree': 1}
     """
-    names = {**_AXES[library], "sharding": _SHARDING[library]}
-    return {name: getattr(topology, axis) for axis, name in names.items()}
+    return {name: getattr(topology, axis) for axis, name in _of_axes(library).items()}
+
+
+def arguments_of_axes() -> Mapping[str, Sequence[str]]:
+    """Axis → its argument in each library that has one.
+
+    >>> arguments_of_axes()["pp"]
+    ['pipeline_model_parallel_size', 'pipeline_parallel_degree']
+    """
+    names: dict[str, list[str]] = {}
+    for library in _AXES:
+        for axis, name in _of_axes(library).items():
+            names.setdefault(axis, []).append(name)
+    return names
+
+
+def _of_axes(library: str) -> dict[str, str]:
+    return {**_AXES[library], "sharding": _SHARDING[library]}
+
+
+def unprinted(arguments: Arguments) -> Mapping[str, bool]:
+    """What decides how ranks read files of their own, as it is where :func:`trainer_arguments` does not give it."""
+    any_job = arguments.get("load_checkpoint_format") in ("flex_checkpoint", "unified_checkpoint")
+    if any_job or arguments.get("unified_checkpoint"):
+        return {}
+    return {"sequence_parallel": False, "load_sharded_model": False}
 
 
 _AXES = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, sizes_of_axes
+from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, sizes_of_axes, unprinted
 
 _LAUNCHERS = ("paddle.distributed.launch", "fleetrun")
 _CLI = "paddleformers-cli"
@@ -205,13 +205,10 @@ class TrainerCommand:
 
 def _expected(arguments: Arguments, topology: Topology, library: str) -> Arguments:
     """Arguments that decide how ranks read their files, also those at their default."""
-    by_rank = arguments.get("load_checkpoint_format") not in ("flex_checkpoint", "unified_checkpoint")
-    by_rank = by_rank and not arguments.get("unified_checkpoint")
-    names = {"sequence_parallel": False, "load_sharded_model": False} if by_rank else {}
     sharded = {} if "sharding" in arguments else {"sharding": ""}
     own = {name: value for name, value in arguments.items() if name not in _OF_SAVING}
     own.pop("resume_from_checkpoint", None)
-    return {**sizes_of_axes(topology, library), **names, **sharded, **own}
+    return {**sizes_of_axes(topology, library), **unprinted(arguments), **sharded, **own}
 
 
 def _is(given: str, value: str | int | bool, name: str) -> bool:

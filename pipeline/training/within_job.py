@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FORMATS
-from paddle_reshard.pipeline.formats.trainer_arguments import Arguments
+from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, arguments_of_axes, unprinted
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import ResumeOptions
 from paddle_reshard.pipeline.training.goes_on import Found, Say, Start, files_digest
@@ -27,14 +27,6 @@ from paddle_reshard.pipeline.training.launcher import Node
 
 Gather = Callable[[tuple[str, str]], Sequence[tuple[str, str]]]
 """Gathers a value of every rank, on every rank, in order."""
-_AXES = {
-    "tp": ("tensor_model_parallel_size", "tensor_parallel_degree"),
-    "pp": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
-    "vpp": ("virtual_pipeline_model_parallel_size", "virtual_pp_degree"),
-    "sharding": ("sharding_parallel_size", "sharding_parallel_degree"),
-    "ep": ("expert_model_parallel_size",),
-}
-"""Axis → its attribute in PaddleFormers and in PaddleNLP."""
 _COMPARED = (
     *("bf16", "fp16", "fp16_opt_level", "sequence_parallel", "use_expert_parallel", "optim"),
     *("load_checkpoint_format", "load_sharded_model", "unified_checkpoint", "ignore_load_lr_and_optim"),
@@ -157,7 +149,7 @@ class _Ranks:
 
 def topology_of(args: Any, world_size: int) -> Topology:
     """The topology of a job, by the arguments of its trainer."""
-    sizes = {axis: max(1, _first(args, names) or 1) for axis, names in _AXES.items()}
+    sizes = {axis: max(1, _first(args, names) or 1) for axis, names in arguments_of_axes().items()}
     if not getattr(args, "sharding", None):
         sizes["sharding"] = 1
     if not getattr(args, "use_expert_parallel", False):
@@ -216,8 +208,7 @@ def _is_read(format: str, library: str, strategy: str, args: Any) -> bool:
 
 def check_arguments(args: Any, arguments: Arguments) -> None:
     """Refuse arguments of a trainer with which it would read something else, or read it as something else."""
-    by_rank = arguments.get("load_checkpoint_format") not in ("flex_checkpoint", "unified_checkpoint")
-    expected: dict[str, Any] = {"sequence_parallel": False, "load_sharded_model": False} if by_rank else {}
+    expected: dict[str, Any] = dict(unprinted(arguments))
     expected |= {name: arguments[name] for name in _COMPARED if name in arguments}
     if not {"bf16", "fp16"} & arguments.keys() and (
         getattr(args, "bf16", False) or getattr(args, "fp16", False)
