@@ -51,8 +51,8 @@ class Definitions:
         """The schema of a type."""
         origin, arguments = get_origin(hint), get_args(hint)
         if origin is Annotated:
-            base, fact = arguments
-            return {"type": "string", "pattern": fact} if base is str else self._named(fact)
+            base, *facts = arguments
+            return {"type": "string", "pattern": facts[0]} if base is str else self._named(*facts)
         if is_typeddict(hint) or dataclasses.is_dataclass(hint):
             return self._named(hint)
         if origin is Literal:
@@ -67,28 +67,28 @@ class Definitions:
             )
         return dict(SCALARS[hint])
 
-    def _named(self, made: type) -> Schema:
+    def _named(self, made: type, *above: type) -> Schema:
         name = made.__name__
         if name not in self.all:
             self.all[name] = {}  # classes may hold each other
-            self.all[name] = self.entries(made)
+            self.all[name] = self.entries((made, *above))
         return {"$ref": f"#/$defs/{name}"}
 
-    def entries(self, made: type, further: Mapping[str, Schema] | None = None) -> Schema:
-        """The object that ``asdict`` makes of a dataclass, or that a TypedDict describes."""
-        hints = get_type_hints(made, include_extras=True)
-        told = {name: text for one in reversed(lineage(made)) for name, text in documented(one).items()}
-        entries = {
-            name: self.of(hint) | ({"description": told[name]} if name in told else {})
-            for name, hint in hints.items()
-        }
-        required = set(hints) if dataclasses.is_dataclass(made) else made.__required_keys__  # type: ignore[attr-defined]
-        before = dict(further or {})
+    def entries(self, made: Sequence[type], further: Mapping[str, Schema] | None = None) -> Schema:
+        """The object that ``asdict`` makes of a dataclass, or that a TypedDict describes; a later class adds to it."""
+        entries, needed = dict(further or {}), dict.fromkeys(further or {})
+        for one in made:
+            hints = get_type_hints(one, include_extras=True)
+            told = {name: text for each in reversed(lineage(one)) for name, text in documented(each).items()}
+            for name, hint in hints.items():
+                entries[name] = self.of(hint) | ({"description": told[name]} if name in told else {})
+            optional: frozenset[str] = getattr(one, "__optional_keys__", frozenset())
+            needed |= dict.fromkeys(name for name in hints if name not in optional)
         return {
-            "description": " ".join((made.__doc__ or "").replace("``", "").split()),
+            "description": " ".join((made[-1].__doc__ or "").replace("``", "").split()),
             "type": "object",
-            "properties": {**before, **entries},
-            "required": [*before, *(name for name in entries if name in required)],
+            "properties": entries,
+            "required": list(needed),
             "additionalProperties": False,
         }
 
@@ -130,7 +130,7 @@ def schema() -> Schema:
     commands: dict[str, Schema] = {}
     for command, answers in ANSWERS.items():
         for number, answer in enumerate(answers):
-            made: Any = get_args(answer)[1] if get_origin(answer) is Annotated else answer
+            made: Any = get_args(answer)[1:] if get_origin(answer) is Annotated else (answer,)
             head = {"schema_version": {"const": SCHEMA_VERSION}, "command": {"const": command}, **SUCCEEDED}
             commands[command + ("" if number == 0 else f"_{number + 1}")] = definitions.entries(made, head)
     submitted = commands["submit"]

@@ -1,8 +1,8 @@
 """What each command prints with ``--json``, as types; ``make schemas`` makes ``docs/schemas/output-1.json`` of them.
 
-``Annotated[Entries, X]`` is what ``asdict`` makes of the dataclass ``X``: its fields, and what they mean. Of every
-answer the schema also has the entries of :class:`~paddle_reshard.pipeline.core.answer.Answer`. No command imports
-this module.
+``Annotated[Entries, X]`` is what ``asdict`` makes of the dataclass ``X``: its fields, and what they mean;
+``Annotated[Entries, X, Y]`` the same with the entries of ``Y``, also in place of its own. Of every answer the schema
+also has the entries of :class:`~paddle_reshard.pipeline.core.answer.Answer`. No command imports this module.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict
 
-from paddle_reshard.pipeline.changes.change import LeftOut
-from paddle_reshard.pipeline.convert.integrity import Damage
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport
 from paddle_reshard.pipeline.convert.run import MoveReport
 from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.examine.coverage import Coverage
+from paddle_reshard.pipeline.examine.diff import DifferenceSummary, TensorDifference
 from paddle_reshard.pipeline.examine.explanation import ExplainedTensor
 from paddle_reshard.pipeline.examine.inspection import StateSummary
 from paddle_reshard.pipeline.examine.launch import Launch
 from paddle_reshard.pipeline.examine.overview import RunCheckpoint
+from paddle_reshard.pipeline.examine.verify import VerifyReport
 from paddle_reshard.pipeline.formats.registry import FormatName
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.simulate import Simulation
@@ -137,26 +139,10 @@ class Compared(TypedDict):
     sample: int
 
 
-class Coverage(TypedDict):
+class Complete(TypedDict):
     """Whether every byte is written exactly once, and every element used or left out for a reason."""
 
     complete: bool
-    files: int
-    total_bytes: int
-    literal_bytes: int
-    padding_bytes: int
-    value_bytes: int
-    copied_bytes: int
-    """Those of value_bytes that the storage copies."""
-    carried_bytes: int
-    tensors: int
-    """That the source stores."""
-    stored_elements: int
-    used_elements: int
-    left_out: list[Annotated[Entries, LeftOut]]
-    problem_count: int
-    problems: Texts
-    """The first problems."""
 
 
 class ConversionPlanned(TypedDict):
@@ -191,7 +177,7 @@ class ConversionPlanned(TypedDict):
 
 
 class _PlannedFurther(TypedDict, total=False):
-    coverage: Coverage
+    coverage: Annotated[Entries, Coverage, Complete]
     """With --prove."""
     simulations: list[Annotated[Entries, Simulation]]
     """With --workers: how long the plan would take on each number of workers; an estimate."""
@@ -345,27 +331,12 @@ class Verified(TypedDict):
     """Printed by ``verify`` of two checkpoints."""
 
     equal: bool
-    tensors: int
-    compared_elements: int
-    read_bytes: int
-    read_amplification: float
-    read_once_budget_bytes: int | None
-    differences: list[Annotated[Entries, Difference]]
-    remarks: Texts
 
 
 class Checked(TypedDict):
     """Printed by ``verify`` of a target alone."""
 
     intact: bool
-    files: int
-    parts: int
-    read_bytes: int
-    unchecked_bytes: int
-    recorded_source: str
-    portion: str
-    """Which ranks' portion of which whole was checked, in words; empty: all of it."""
-    damages: list[Annotated[Entries, Damage]]
 
 
 class Fingerprint(TypedDict):
@@ -392,39 +363,18 @@ class Fingerprinted(TypedDict):
     """Sorted by key, then by state."""
 
 
-class DifferingTensor(TypedDict):
-    """A tensor that differs; figures that are infinite are null."""
+class Figures(TypedDict):
+    """Figures of a difference; those that are infinite are null."""
 
-    key: str
-    state: str
-    dtypes: Sequence[str]
-    """In A and in B."""
-    elements: int
-    changed: int
-    outside: int
-    """Elements outside the tolerance."""
-    nans: int
-    """Elements that are NaN on one side only; the figures that follow leave them out."""
     largest: float | None
     mean: float | None
-    ulps: int
-    """Units in the last place of the coarser dtype, after rounding to it."""
-    relative: float
-    first: Sequence[int]
-    """Index of the first element that differs."""
+
+
+class FiguresOfTensor(Figures):
+    """The same of a tensor, with the two values at its first difference."""
+
     values: Sequence[float | None]
     changed_share: float
-
-
-class DifferenceSummary(TypedDict):
-    """The differences of a state or a layer."""
-
-    name: str
-    tensors: int
-    changed: int
-    largest: float | None
-    mean: float | None
-    ulps: int
 
 
 class Diffed(TypedDict):
@@ -437,10 +387,10 @@ class Diffed(TypedDict):
     read_bytes: int
     atol: float
     rtol: float
-    differing: list[DifferingTensor]
+    differing: list[Annotated[Entries, TensorDifference, FiguresOfTensor]]
     """Those outside the tolerance first, the largest relative difference first."""
-    by_state: list[DifferenceSummary]
-    by_layer: list[DifferenceSummary]
+    by_state: list[Annotated[Entries, DifferenceSummary, Figures]]
+    by_layer: list[Annotated[Entries, DifferenceSummary, Figures]]
     unmatched: list[Annotated[Entries, Difference]]
 
 
@@ -498,7 +448,7 @@ ANSWERS: dict[str, tuple[object, ...]] = {
     "ema": (Converted,),
     "diff": (Diffed,),
     "fingerprint": (Fingerprinted,),
-    "verify": (Verified, Checked),
+    "verify": (Annotated[Entries, VerifyReport, Verified], Annotated[Entries, IntegrityReport, Checked]),
     "clean": (Cleaned,),
     "submit": (Submitted,),
     "watch": (Watched,),
