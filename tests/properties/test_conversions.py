@@ -138,9 +138,6 @@ def targets(draw: st.DrawFn, model: Model) -> Target:
         layout["stage3_segment_size"] = draw(st.sampled_from((0, 20, 100, 1 << 20)))
     elif strategy != "stage2":
         layout["sort_parameters"] = draw(st.booleans())
-    formats = ["hybrid", "hybrid", "hybrid-plain"]
-    if layout.get("comm_overlap") and vpp > 1:  # plain files do not tell of it, and some of them are refused
-        formats = ["hybrid"]
     return Target(
         tp=tp,
         pp=pp,
@@ -148,7 +145,7 @@ def targets(draw: st.DrawFn, model: Model) -> Target:
         sharding=sharding,
         dp=draw(st.sampled_from((1, 1, 2))),
         strategy=strategy,
-        format=draw(st.sampled_from(formats)),
+        format=draw(st.sampled_from(("hybrid", "hybrid", "hybrid-plain"))),
         layout=layout,
     )
 
@@ -311,7 +308,8 @@ def test_a_stop_on_the_way_leaves_no_trace(data: st.DataObject) -> None:
         assert_same_files(folder / "via", folder / "direct")
 
 
-def test_plain_files_of_overlapped_virtual_stages_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_plain_files_of_overlapped_virtual_stages_are_read(tied: bool, tmp_path: Path) -> None:
     """Nothing in them tells of the overlap, which closes communication buffers at the end of each virtual stage."""
     model = Model(
         "paddleformers",
@@ -322,7 +320,7 @@ def test_plain_files_of_overlapped_virtual_stages_are_read(tmp_path: Path) -> No
         kv_heads=1,
         head_dim=1,
         layers=6,
-        tied=False,
+        tied=tied,
         fused_attention=False,
         fused_ffn=False,
         bfloat16=False,

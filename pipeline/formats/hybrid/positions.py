@@ -36,17 +36,37 @@ def expected_slices(
     """The slices that the ranks of each of the joined ``cells`` must hold, of all tensors that sharding cuts.
 
     The buffers of all cells must have been closed at one size. With ``comm_overlap`` each of ``vpp`` virtual stages has
-    its own, with its parameters in the order in which they are built.
+    its own, with its parameters in the order in which they are built. Without ``model_meta.json`` nothing tells of that
+    but the lengths of the slices, and these give their places, whichever it was.
     """
-    tensors = {tensor.key: tensor for tensor in model.tensors}
     if strategy == "stage3":
         return [_of_stage3(cell, ranks.topology.sharding) for cell in cells]
     if strategy != "stage1v2":
         return [{} for _ in cells]
-    # The overlap closes buffers at the end of each virtual stage too, and without model_meta.json nothing tells of it.
-    closed_early = ranks.comm_overlap or (vpp > 1 and not ranks.with_meta)
+    if ranks.with_meta or vpp == 1:
+        return _of_buffers(ranks, cells, model, ranks.comm_overlap, vpp)
+    refusal = None
+    try:
+        expected = _of_buffers(ranks, cells, model, False, vpp)
+        if _are_held(expected, cells, model):
+            return expected
+    except CheckpointError as error:
+        refusal = error
+    overlapped = _of_buffers(ranks, cells, model, True, vpp)
+    if _are_held(overlapped, cells, model):
+        return overlapped
+    if refusal is not None:
+        raise refusal
+    return expected
+
+
+def _of_buffers(
+    ranks: Ranks, cells: Sequence[StoredCell], model: Model, comm_overlap: bool, vpp: int
+) -> list[Slices]:
+    """The slices of stage 1 v2."""
+    tensors = {tensor.key: tensor for tensor in model.tensors}
     built: dict[str, int] = {}
-    if ranks.comm_overlap and vpp > 1:
+    if comm_overlap and vpp > 1:
         built = {tensor.key: number for number, tensor in enumerate(model.as_built(ranks.topology.pp))}
     limits: list[tuple[int, int | None]] = []
     expected: list[Slices] = []
@@ -57,7 +77,7 @@ def expected_slices(
             buffers = read_buffers(listed.parameters, listed.held)
             for buffer in buffers:
                 slices |= cut_buffer(buffer, listed.degree)
-            if listed.degree > 1 and not closed_early:
+            if listed.degree > 1 and not comm_overlap:  # which closes buffers of each virtual stage too
                 limits.append(possible_buffer_bytes(buffers))
         expected.append(_for_all_members(slices, members))
     low = max((above for above, _ in limits), default=0)
@@ -68,6 +88,18 @@ def expected_slices(
             f"{high} bytes or fewer; a job has one limit, so the files are not those of one job"
         )
     return expected
+
+
+def _are_held(expected: Sequence[Slices], cells: Sequence[StoredCell], model: Model) -> bool:
+    """Whether every rank holds slices of these lengths."""
+    states = {tensor.key: _sliced_state(tensor) for tensor in model.tensors}
+    return all(
+        {stored.shard: prod(stored.array.shape) for stored in cell.arrays[key, state]}
+        == {rank: stop - start for rank, (start, stop) in of_ranks.items()}
+        for slices, cell in zip(expected, cells, strict=True)
+        for key, of_ranks in slices.items()
+        if (state := states.get(key)) is not None and (key, state) in cell.arrays
+    )
 
 
 class RankFiles:
