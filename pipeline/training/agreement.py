@@ -34,9 +34,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from paddle_reshard.pipeline.core.errors import AgreementError, ReshardError
-from paddle_reshard.pipeline.core.file_names import MEETING
+from paddle_reshard.pipeline.core.file_names import AGREEMENT
 from paddle_reshard.pipeline.core.ranks import ranks_in_words
-from paddle_reshard.pipeline.training.goes_on import Going, Start, files_digest
+from paddle_reshard.pipeline.training.resume_point import ResumePoint, Start, files_digest
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import typed
 from paddle_reshard.storage.listing import CheckpointRoot
@@ -69,7 +69,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """The record of another node."""
 
     nonce: str
@@ -102,16 +102,16 @@ class Records:
         except JsonError:
             return None
 
-    def write(self, node: int, record: Proposal | Answer) -> None:
+    def write(self, node: int, record: Proposal | Reply) -> None:
         """Replace the record of a node."""
         self.root.replace(self._path(node), json.dumps(asdict(record)).encode())
 
     def _path(self, node: int) -> str:
-        return f"{MEETING}/node-{node}.json"
+        return f"{AGREEMENT}/node-{node}.json"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Agreement:
     """The nodes of one start of a job, as one of them sees it."""
 
     start: Start
@@ -122,8 +122,8 @@ class Meeting:
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @classmethod
-    def of(cls, start: Start, wait_seconds: float = WAIT_SECONDS) -> Meeting:
-        """The meeting of the nodes of ``start``."""
+    def of(cls, start: Start, wait_seconds: float = WAIT_SECONDS) -> Agreement:
+        """The agreement of the nodes of ``start``."""
         said: set[str] = set()
         tell = start.say
 
@@ -135,7 +135,7 @@ class Meeting:
         start = replace(start, say=once)
         return cls(start, Records(start.root()), wait_seconds)
 
-    def agree(self) -> Going:
+    def agree(self) -> ResumePoint:
         """What this node goes on from, as soon as all nodes have agreed on it.
 
         Raises
@@ -150,7 +150,7 @@ class Meeting:
         return range(1, self.start.node.nodes)
 
     @contextmanager
-    def _saying_why(self, kind: type[Proposal] | type[Answer]) -> Iterator[None]:
+    def _saying_why(self, kind: type[Proposal] | type[Reply]) -> Iterator[None]:
         """If this node ends, say why in its record, unless a later start has replaced that."""
         try:
             yield
@@ -162,7 +162,7 @@ class Meeting:
                     self.records.write(self.start.node.number, replace(record, ended=why))
             raise
 
-    def _check_alone(self, record: Proposal | Answer | None) -> None:
+    def _check_alone(self, record: Proposal | Reply | None) -> None:
         """Refuse to go on where the record of this node is that of another process."""
         if record is None or record.nonce != self.nonce:
             raise AgreementError(
@@ -172,25 +172,25 @@ class Meeting:
 
     # ------------------------------------------------------------------------------------- the first node
 
-    def _lead(self) -> Going:
+    def _lead(self) -> ResumePoint:
         """Propose until all nodes see the same."""
         while True:
-            meeting = replace(self, nonce=secrets.token_hex(16))
-            with meeting._saying_why(Proposal):
-                if (going := meeting._propose()) is not None:
-                    return going
+            agreement = replace(self, nonce=secrets.token_hex(16))
+            with agreement._saying_why(Proposal):
+                if (point := agreement._propose()) is not None:
+                    return point
 
-    def _propose(self) -> Going | None:
+    def _propose(self) -> ResumePoint | None:
         """Propose the newest checkpoint, and confirm it; ``None`` if another node sees a newer one that is there."""
         proposal = Proposal(self.nonce, self.start.node.nodes)
         self.records.write(0, proposal)  # what is left of an earlier start is nobody's proposal any more
         found = self.start.find()
         if found is not None:
             proposal = replace(proposal, checkpoint=found.name, files=files_digest(found))
-        going = self.start.make_ready(
+        point = self.start.make_ready(
             found, lambda whole: self.records.write(0, replace(proposal, whole=whole))
         )
-        proposal = replace(proposal, whole=going.whole)
+        proposal = replace(proposal, whole=point.whole)
         end, look_at = self.clock() + self.wait_seconds, self.clock()
         while True:
             self._check_alone(self.records.read(0, Proposal))
@@ -205,7 +205,7 @@ class Meeting:
             if not waiting:
                 nonces = tuple(answers[node].nonce for node in self._others)
                 self.records.write(0, replace(proposal, confirmed=nonces))
-                return going
+                return point
             self.start.say(f"waiting for {_named(waiting)}")
             if self.clock() >= end:
                 each = "; ".join(f"node {node} {_state(answers.get(node))}" for node in waiting)
@@ -214,9 +214,9 @@ class Meeting:
                 )
             self.sleep(POLL_SECONDS)
 
-    def _answers(self, proposal: Proposal) -> dict[int, Answer]:
+    def _answers(self, proposal: Proposal) -> dict[int, Reply]:
         """The answers to a proposal; refused if one cannot become agreement."""
-        read = {node: self.records.read(node, Answer) for node in self._others}
+        read = {node: self.records.read(node, Reply) for node in self._others}
         answers = {node: one for node, one in read.items() if one is not None and one.to == proposal.nonce}
         for node, answer in answers.items():
             if answer.ended:
@@ -234,15 +234,15 @@ class Meeting:
 
     # ------------------------------------------------------------------------------------- the other nodes
 
-    def _follow(self) -> Going:
-        """Answer the first node until it confirms."""
-        with self._saying_why(Answer):
+    def _follow(self) -> ResumePoint:
+        """Reply to the first node until it confirms."""
+        with self._saying_why(Reply):
             return self._answer_until_confirmed()
 
-    def _answer_until_confirmed(self) -> Going:
+    def _answer_until_confirmed(self) -> ResumePoint:
         before = self.records.read(0, Proposal)
         self._answer("")  # what is left of an earlier start is no answer any more
-        considered, going, differs = "", None, False
+        considered, point, differs = "", None, False
         end = self.clock() + self.wait_seconds
         while True:
             proposal = self.records.read(0, Proposal)
@@ -250,21 +250,21 @@ class Meeting:
                 raise AgreementError(f"node 0 has ended: {proposal.ended}")
             if proposal is not None and self._is_open(proposal):
                 if proposal.nonce != considered:
-                    considered, going, differs = proposal.nonce, None, False
+                    considered, point, differs = proposal.nonce, None, False
                     end = self.clock() + self.wait_seconds
                     self._answer(considered)  # so that why this node ends, if it does, is told as an answer
-                if going is not None and self.nonce in proposal.confirmed:
-                    return going
-                if going is None and not differs:
+                if point is not None and self.nonce in proposal.confirmed:
+                    return point
+                if point is None and not differs:
                     try:
-                        going = self._take(proposal)
+                        point = self._take(proposal)
                     except _DiffersError:
                         differs = True
-                    if going is not None:
+                    if point is not None:
                         end = self.clock() + self.wait_seconds
-            own = self.records.read(self.start.node.number, Answer)
+            own = self.records.read(self.start.node.number, Reply)
             self._check_alone(own)
-            self.start.say("waiting for node 0" if going is None else "waiting for the other nodes")
+            self.start.say("waiting for node 0" if point is None else "waiting for the other nodes")
             if self.clock() >= end:
                 mine = f"; this node {own.waits}" if own is not None and own.waits else ""
                 raise AgreementError(f"after {self.wait_seconds:g} s {self._of_first(proposal)}{mine}")
@@ -274,7 +274,7 @@ class Meeting:
         """Whether this node can answer a proposal, or has; one that was confirmed to others is of an earlier start."""
         return bool(proposal.whole) and (not proposal.confirmed or self.nonce in proposal.confirmed)
 
-    def _take(self, proposal: Proposal) -> Going | None:
+    def _take(self, proposal: Proposal) -> ResumePoint | None:
         """Make what is proposed, and answer; ``None`` if this node does not see it (yet)."""
         found = self.start.find()
         name, files = ("", "") if found is None else (found.name, files_digest(found))
@@ -294,17 +294,17 @@ class Meeting:
             if whole != proposal.whole:
                 raise _DiffersError
 
-        going = self.start.make_ready(found, agree)
-        self._answer(proposal.nonce, whole=going.whole, ready=True)
-        return going
+        point = self.start.make_ready(found, agree)
+        self._answer(proposal.nonce, whole=point.whole, ready=True)
+        return point
 
     def _answer(self, to: str, **more: Any) -> None:
         node = self.start.node
-        self.records.write(node.number, Answer(self.nonce, node.nodes, to, **more))
+        self.records.write(node.number, Reply(self.nonce, node.nodes, to, **more))
 
     def _of_first(self, proposal: Proposal | None) -> str:
         """What the first node has done, in words."""
-        where = self.records.root.at(MEETING)
+        where = self.records.root.at(AGREEMENT)
         if proposal is None:
             return (
                 f"node 0 has written nothing to {where}: do all nodes have the same RUN, and does node 0 run?"
@@ -331,7 +331,7 @@ def _named(nodes: Sequence[int]) -> str:
     return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {ranks_in_words(nodes)}"
 
 
-def _state(answer: Answer | None) -> str:
+def _state(answer: Reply | None) -> str:
     if answer is None:
         return "did not answer"
     return answer.waits or "has not finished its files"

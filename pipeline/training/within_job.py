@@ -22,8 +22,8 @@ from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, arguments_of_axes, unprinted
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import ResumeOptions
-from paddle_reshard.pipeline.training.goes_on import Found, Say, Start, files_digest
 from paddle_reshard.pipeline.training.launcher import Node
+from paddle_reshard.pipeline.training.resume_point import Found, Say, Start, files_digest
 
 Gather = Callable[[tuple[str, str]], Sequence[tuple[str, str]]]
 """Gathers a value of every rank, on every rank, in order."""
@@ -122,12 +122,12 @@ class _Ranks:
             self._tell(_SAW, "" if found is None else f"{found.name} {files_digest(found)}", _SAW)
             if found is not None:
                 start = replace(start, options=_reading(start.options, args, found))
-            going = start.make_ready(found, lambda whole: self._tell(_PLANNED, whole, _PLANNED))
+            point = start.make_ready(found, lambda whole: self._tell(_PLANNED, whole, _PLANNED))
         except Exception as error:
             if not self.told:
                 self.gather((_FAILED, str(error) or type(error).__name__))
             raise
-        return self._own(self._tell(_READY, going.path, _READY))
+        return self._own(self._tell(_READY, point.path, _READY))
 
     def _tell(self, kind: str, value: str, step: str) -> Sequence[tuple[str, str]]:
         """Gather what the first process of each node says at a step; refused if one failed, or they differ."""

@@ -71,7 +71,7 @@ PAGES: dict[str, Page] = {
         holds={"checkpoint-1000": LLAMA} | RUN | IN_THE_STORE,
         shows={"equal; 273 tensors": "tests/unit/test_readme.py runs make demo and compares"},
         not_run={
-            "paddle-reshard resume run-7": "becomes a trainer; tests/jobs/test_going_on.py runs such lines",
+            "paddle-reshard resume run-7": "becomes a trainer; tests/jobs/test_resume_point.py runs such lines",
             "trainer.add_callback(": NEEDS_A_TRAINER,
         },
     ),
@@ -130,7 +130,7 @@ PAGES: dict[str, Page] = {
     "docs/guides/jobs-that-go-on.md": Page(
         holds={},
         not_run={
-            "paddle-reshard resume run-7": "becomes a trainer; tests/jobs/test_going_on.py runs such lines",
+            "paddle-reshard resume run-7": "becomes a trainer; tests/jobs/test_resume_point.py runs such lines",
             "path = paddle_reshard.resume(": NEEDS_A_TRAINER,
         },
     ),

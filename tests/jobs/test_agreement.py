@@ -19,12 +19,12 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import AgreementError, UsageError
-from paddle_reshard.pipeline.core.file_names import MEETING
+from paddle_reshard.pipeline.core.file_names import AGREEMENT
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.training import agreement
-from paddle_reshard.pipeline.training.agreement import Answer, Meeting, Proposal, Records
-from paddle_reshard.pipeline.training.goes_on import BEGINNING, Going, Start
+from paddle_reshard.pipeline.training.agreement import Agreement, Proposal, Records, Reply
 from paddle_reshard.pipeline.training.launcher import Node
+from paddle_reshard.pipeline.training.resume_point import BEGINNING, ResumePoint, Start
 from tests.conftest import case_directory
 from tests.storage.contents import SMALL, fill_bucket, in_folder
 from tests.storage.servers import Store
@@ -52,9 +52,9 @@ def saved(run: Path, step: int) -> Path:
     return run
 
 
-def meeting(
+def agreement_of(
     run: Path, node: int, to: str = SAVED_WITH, wait: float = 300, say: Callable[[str], Any] = lambda _: None
-) -> Meeting:
+) -> Agreement:
     """One that moves nothing, unless another topology is asked for."""
     local = run.parent / f"local-{node}"
     start = Start(
@@ -62,35 +62,35 @@ def meeting(
         check=lambda *_: None,
         say=say,
     )
-    return Meeting.of(start, wait)
+    return Agreement.of(start, wait)
 
 
 class Elsewhere(threading.Thread):
     """A node that agrees at the same time."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         super().__init__()
-        self.meeting, self.going, self.error = meeting, None, None  # type: ignore[assignment]
-        self.going: Going | None
+        self.agreement, self.point, self.error = agreement, None, None  # type: ignore[assignment]
+        self.point: ResumePoint | None
         self.error: BaseException | None
         self.start()
 
     def run(self) -> None:
         try:
-            self.going = self.meeting.agree()
+            self.point = self.agreement.agree()
         except BaseException as error:  # noqa: BLE001
             self.error = error
 
-    def result(self) -> Going:
+    def result(self) -> ResumePoint:
         self.join()
         if self.error is not None:
             raise self.error
-        assert self.going is not None
-        return self.going
+        assert self.point is not None
+        return self.point
 
 
 def record(run: Path, node: int, kind: type[Any]) -> Any:
-    return Records(meeting(run, 0).start.root()).read(node, kind)
+    return Records(agreement_of(run, 0).start.root()).read(node, kind)
 
 
 def until(run: Path, node: int, kind: type[Any], holds: Callable[[Any], bool]) -> Any:
@@ -169,11 +169,11 @@ def test_nodes_find_checkpoints_and_each_other_in_a_store(store: Store, tmp_path
 
 
 def test_what_is_left_of_an_earlier_start_starts_nobody(run: Path) -> None:
-    other = Elsewhere(meeting(run, 1))
-    assert meeting(run, 0).agree() == other.result()
+    other = Elsewhere(agreement_of(run, 1))
+    assert agreement_of(run, 0).agree() == other.result()
     for node in (0, 1):  # the other one does not start again
         with pytest.raises(AgreementError, match=r"node 1 did not answer|node 0 has not started again"):
-            meeting(run, node, wait=0.5).agree()
+            agreement_of(run, node, wait=0.5).agree()
 
 
 def test_a_first_node_that_dies_before_it_confirms_starts_again(run: Path, tmp_path: Path) -> None:
@@ -181,28 +181,28 @@ def test_a_first_node_that_dies_before_it_confirms_starts_again(run: Path, tmp_p
     proposed = until(run, 0, Proposal, lambda proposal: bool(proposal.whole))
     first.process.kill()
     first.process.communicate()
-    second = Elsewhere(meeting(run, 1))
-    answer = until(run, 1, Answer, lambda answer: answer.ready)
+    second = Elsewhere(agreement_of(run, 1))
+    answer = until(run, 1, Reply, lambda answer: answer.ready)
     assert answer.to == proposed.nonce and second.is_alive()
-    again = meeting(run, 0).agree()
+    again = agreement_of(run, 0).agree()
     assert again.checkpoint == "checkpoint-3" and second.result() == again
     confirmed = record(run, 0, Proposal)
     assert confirmed.nonce != proposed.nonce and confirmed.confirmed == (answer.nonce,)
 
 
 def test_another_node_that_dies_answers_again(run: Path) -> None:
-    records = meeting(run, 0).records
-    first = Elsewhere(meeting(run, 0))
+    records = agreement_of(run, 0).records
+    first = Elsewhere(agreement_of(run, 0))
     proposed = until(run, 0, Proposal, lambda proposal: bool(proposal.whole))
-    records.write(1, Answer("of a start that died", 2, proposed.nonce, proposed.whole))  # not ready yet
-    assert meeting(run, 1).agree() == first.result()
+    records.write(1, Reply("of a start that died", 2, proposed.nonce, proposed.whole))  # not ready yet
+    assert agreement_of(run, 1).agree() == first.result()
 
 
 def following(run: Path) -> Path:
     """A run as another node sees it: the same records, and the same checkpoint as far as it is listed there."""
     seen = run.parent / "seen" / "run"
     seen.mkdir(parents=True)
-    (run / MEETING).mkdir(parents=True)
+    (run / AGREEMENT).mkdir(parents=True)
     (seen / ".paddle_reshard").symlink_to(run / ".paddle_reshard")
     return saved(seen, 3)
 
@@ -210,8 +210,8 @@ def following(run: Path) -> Path:
 def test_a_node_that_does_not_see_the_newest_yet_waits_for_it(run: Path) -> None:
     late, told = following(run), list[str]()
     saved(run, 6)
-    other, first = Elsewhere(meeting(late, 1, say=told.append)), Elsewhere(meeting(run, 0))
-    answer = until(run, 1, Answer, lambda answer: bool(answer.waits))
+    other, first = Elsewhere(agreement_of(late, 1, say=told.append)), Elsewhere(agreement_of(run, 0))
+    answer = until(run, 1, Reply, lambda answer: bool(answer.waits))
     assert (answer.sees, answer.waits) == ("checkpoint-3", "sees checkpoint-3, node 0 checkpoint-6")
     assert not answer.ready and first.is_alive() and other.is_alive()
     assert told.count(f"{answer.waits}; looking again until both see the same") == 1
@@ -223,8 +223,8 @@ def test_a_node_that_does_not_see_the_newest_yet_waits_for_it(run: Path) -> None
 def test_a_first_node_that_does_not_see_the_newest_looks_again(run: Path) -> None:
     late = following(run)
     saved(run, 6)
-    other, first = Elsewhere(meeting(run, 1)), Elsewhere(meeting(late, 0))
-    until(run, 1, Answer, lambda answer: answer.sees == "checkpoint-6")
+    other, first = Elsewhere(agreement_of(run, 1)), Elsewhere(agreement_of(late, 0))
+    until(run, 1, Reply, lambda answer: answer.sees == "checkpoint-6")
     shutil.copytree(run / "checkpoint-6", late.parent / "coming")
     (late.parent / "coming").rename(late / "checkpoint-6")
     assert other.result().checkpoint == first.result().checkpoint == "checkpoint-6"
@@ -233,33 +233,33 @@ def test_a_first_node_that_does_not_see_the_newest_looks_again(run: Path) -> Non
 def test_nodes_that_see_different_things_start_nothing(run: Path) -> None:
     late = following(run)
     saved(run, 6)
-    other = Elsewhere(meeting(late, 1))
+    other = Elsewhere(agreement_of(late, 1))
     with pytest.raises(
         AgreementError, match="node 1 sees checkpoint-3, node 0 checkpoint-6: the trainer is started"
     ):
-        meeting(run, 0, wait=3).agree()
+        agreement_of(run, 0, wait=3).agree()
     with pytest.raises(AgreementError, match="node 0 has ended: after 3 s"):
         other.result()
 
 
 def test_a_job_begins_only_if_no_node_sees_a_checkpoint(run: Path) -> None:
     empty = run.parent / "empty"
-    other = Elsewhere(meeting(empty, 1))
-    begun = meeting(empty, 0).agree()
-    assert begun == other.result() == Going(None) and begun.whole == BEGINNING
+    other = Elsewhere(agreement_of(empty, 1))
+    begun = agreement_of(empty, 0).agree()
+    assert begun == other.result() == ResumePoint(None) and begun.whole == BEGINNING
     late = following(run)
     shutil.rmtree(late / "checkpoint-3")
-    other = Elsewhere(meeting(run, 1))
+    other = Elsewhere(agreement_of(run, 1))
     with pytest.raises(AgreementError, match="node 1 sees checkpoint-3, node 0 no checkpoint"):
-        meeting(late, 0, wait=3).agree()
+        agreement_of(late, 0, wait=3).agree()
     with pytest.raises(AgreementError, match="node 0 has ended"):
         other.result()
 
 
 def test_nodes_that_would_make_different_things_are_told(run: Path) -> None:
-    other = Elsewhere(meeting(run, 1, to="pp=4"))
+    other = Elsewhere(agreement_of(run, 1, to="pp=4"))
     with pytest.raises(AgreementError, match=r"node 1 makes sha256:.*, this one sha256:.* differ"):
-        meeting(run, 0, to="sharding=4").agree()
+        agreement_of(run, 0, to="sharding=4").agree()
     with pytest.raises(AgreementError, match="node 0 has ended: node 1 makes"):
         other.result()
     assert not list(run.parent.glob("local-1/*/checkpoint-3"))
@@ -269,21 +269,21 @@ def test_why_a_node_ends_is_told_to_the_others(run: Path) -> None:
     def refuse(*_: object) -> None:
         raise UsageError("COMMAND contradicts")
 
-    mistaken = meeting(run, 1)
+    mistaken = agreement_of(run, 1)
     other = Elsewhere(replace(mistaken, start=replace(mistaken.start, check=refuse)))
     with pytest.raises(AgreementError, match="node 1 has ended: COMMAND contradicts"):
-        meeting(run, 0).agree()
+        agreement_of(run, 0).agree()
     with pytest.raises(UsageError):
         other.result()
 
 
 def test_of_two_that_take_themselves_for_one_node_the_later_goes_on(run: Path) -> None:
-    first = Elsewhere(meeting(run, 0))
+    first = Elsewhere(agreement_of(run, 0))
     until(run, 0, Proposal, lambda proposal: bool(proposal.whole))
-    later = Elsewhere(meeting(run, 0))
+    later = Elsewhere(agreement_of(run, 0))
     with pytest.raises(AgreementError, match="another process has started as node 0"):
         first.result()
-    assert meeting(run, 1).agree() == later.result()
+    assert agreement_of(run, 1).agree() == later.result()
 
 
 @pytest.mark.parametrize(
@@ -291,6 +291,6 @@ def test_of_two_that_take_themselves_for_one_node_the_later_goes_on(run: Path) -
 )
 def test_a_record_that_cannot_be_read_is_none(run: Path, damage: bytes) -> None:
     for node in (0, 1):
-        meeting(run, 0).records.root.replace(f"{MEETING}/node-{node}.json", damage)
-    other = Elsewhere(meeting(run, 1))
-    assert meeting(run, 0).agree() == other.result()
+        agreement_of(run, 0).records.root.replace(f"{AGREEMENT}/node-{node}.json", damage)
+    other = Elsewhere(agreement_of(run, 1))
+    assert agreement_of(run, 0).agree() == other.result()

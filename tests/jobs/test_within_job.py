@@ -15,8 +15,8 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import AgreementError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.training.goes_on import Start
 from paddle_reshard.pipeline.training.launcher import Node
+from paddle_reshard.pipeline.training.resume_point import Start
 from paddle_reshard.pipeline.training.within_job import _Ranks, check_arguments, strategy_of, topology_of
 from tests.conftest import case_directory
 

@@ -61,7 +61,7 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/cli/commands/conversion.py": "an example in the help of a command",
     "pipeline/cli/commands/ema.py": "an example in the help of a command",
     "pipeline/training/names.py": "names of parameters in a running job, which only files of its ranks tell",
-    "pipeline/training/goes_on.py": "formats in which trainers keep files of ranks by default, and adapters",
+    "pipeline/training/resume_point.py": "formats in which trainers keep files of ranks by default, and adapters",
     "pipeline/training/within_job.py": "formats in which ranks find files of their own, as a trainer tries them",
     "pipeline/request/read_options.py": "the help of an option of resume",
     "pipeline/examine/inspection.py": "the arrays of a downloaded model that are a tensor each, whatever the library",

@@ -158,7 +158,7 @@ def resume(
         cards = here.nodes * here.cards
     number = cards if isinstance(cards, int) else None
     trainer = TrainerCommand(command, frozenset(name.lstrip("-") for name in without))
-    from paddle_reshard.pipeline.training.goes_on import Start
+    from paddle_reshard.pipeline.training.resume_point import Start
 
     def tell(message: str) -> None:
         if not quiet:
@@ -168,17 +168,17 @@ def resume(
         asked = cast(ResumeOptions, options)
         start = Start(run, local, here, topology, number, asked, trainer.check, tell, observe)
         if here.nodes > 1:
-            from paddle_reshard.pipeline.training.agreement import Meeting
+            from paddle_reshard.pipeline.training.agreement import Agreement
 
-            going = Meeting.of(start, wait).agree()
+            point = Agreement.of(start, wait).agree()
         else:
-            going = start.make_ready(start.find(), lambda whole: None)
+            point = start.make_ready(start.find(), lambda whole: None)
     words = command
-    if going.arguments is None or going.topology is None:
+    if point.arguments is None or point.topology is None:
         tell(f"{run}: no checkpoint yet; the job begins")
     else:
-        words = trainer.starting_from(going.arguments, going.topology, going.library)
-        for remark in going.remarks:
+        words = trainer.starting_from(point.arguments, point.topology, point.library)
+        for remark in point.remarks:
             tell(f"note: {remark}")
     _become(program, words)
 

@@ -16,8 +16,8 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError, UsageError
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.training.goes_on import Going, Start
 from paddle_reshard.pipeline.training.launcher import Node
+from paddle_reshard.pipeline.training.resume_point import ResumePoint, Start
 from tests.conftest import REPO, case_directory
 from tests.resume.test_signals import SLOW
 
@@ -60,26 +60,26 @@ def start(run: Path | str, local: Path, to: str, told: Told | None = None, **opt
     )
 
 
-def go_on(start: Start) -> Going:
+def point_of(start: Start) -> ResumePoint:
     return start.make_ready(start.find(), lambda whole: None)
 
 
 def test_a_job_of_the_same_topology_reads_the_checkpoint_itself(run: Path, tmp_path: Path) -> None:
-    found = go_on(start(run, tmp_path / "local", SAVED_WITH))
+    found = point_of(start(run, tmp_path / "local", SAVED_WITH))
     assert found.path == str(run / "checkpoint-3") and not (tmp_path / "local").exists()
     assert found.arguments == paddle_reshard.launch(run / "checkpoint-3").arguments
-    assert go_on(start(run, tmp_path / "local", SAVED_WITH + ",dp=2")).path == found.path
+    assert point_of(start(run, tmp_path / "local", SAVED_WITH + ",dp=2")).path == found.path
 
 
 def test_adapters_are_not_loaded_by_the_first_rank_alone(tmp_path: Path) -> None:
     """With ``load_sharded_model`` the trainer leaves all others as they were initialised (``docs/lora.md``)."""
     case = case_directory("states/lora_pp2") / "checkpoint-3"
     shutil.copytree(case, tmp_path / "run" / "checkpoint-3", copy_function=shutil.copyfile)
-    found = go_on(start(tmp_path / "run", tmp_path / "local", "sharding=2"))
+    found = point_of(start(tmp_path / "run", tmp_path / "local", "sharding=2"))
     assert found.arguments is not None and "load_sharded_model" not in found.arguments
     assert not (Path(found.path) / "model_meta.json").exists()
     with pytest.raises(UsageError, match="the first rank alone"):
-        go_on(start(tmp_path / "run", tmp_path / "other", "sharding=2", format="hybrid"))
+        point_of(start(tmp_path / "run", tmp_path / "other", "sharding=2", format="hybrid"))
     assert not list((tmp_path / "other").rglob("*.pdopt"))
 
 
@@ -87,7 +87,7 @@ def test_nor_from_a_checkpoint_that_is_sharded_already(tmp_path: Path) -> None:
     case = case_directory("states/lora_pp2") / "checkpoint-3"
     paddle_reshard.convert(case, tmp_path / "run" / "checkpoint-3", to="sharding=2")
     assert (tmp_path / "run" / "checkpoint-3" / "model_meta.json").exists()
-    found = go_on(start(tmp_path / "run", tmp_path / "local", "sharding=2"))
+    found = point_of(start(tmp_path / "run", tmp_path / "local", "sharding=2"))
     assert found.arguments is not None and "load_sharded_model" not in found.arguments
 
 
@@ -95,12 +95,12 @@ def test_parameters_that_the_trainer_saves_and_does_not_load_are_made_loadable(t
     """``save_to_hf``, its default: ``model.safetensors`` beside the optimizer's file, and no ``model_state``."""
     case = case_directory("single_tohf") / "checkpoint-3"
     shutil.copytree(case, tmp_path / "run" / "checkpoint-3", copy_function=shutil.copyfile)
-    found = go_on(start(tmp_path / "run", tmp_path / "local", "tp=1"))
+    found = point_of(start(tmp_path / "run", tmp_path / "local", "tp=1"))
     assert {"model_state.pdparams", "optimizer.pdopt"} <= {path.name for path in Path(found.path).iterdir()}
 
 
 def test_a_job_of_another_topology_reads_what_convert_makes(run: Path, tmp_path: Path) -> None:
-    found = go_on(start(run, tmp_path / "local", "pp=2"))
+    found = point_of(start(run, tmp_path / "local", "pp=2"))
     paddle_reshard.convert(run / "checkpoint-3", tmp_path / "expected", to="pp=2")
     names = {path.name for path in (tmp_path / "expected").iterdir()} - {"paddle_reshard.json"}
     assert names == {path.name for path in Path(found.path).iterdir()} - {"paddle_reshard.json"}
@@ -113,18 +113,18 @@ def test_a_job_of_another_topology_reads_what_convert_makes(run: Path, tmp_path:
 
 def test_what_an_earlier_start_left_is_used_again_and_no_other(run: Path, tmp_path: Path) -> None:
     local, told = tmp_path / "local", Told()
-    first = go_on(start(run, local, "tp=2"))
+    first = point_of(start(run, local, "tp=2"))
     stamps = {path: path.stat().st_mtime_ns for path in Path(first.path).iterdir()}
-    assert go_on(start(run, local, "tp=2", told)) == first
+    assert point_of(start(run, local, "tp=2", told)) == first
     assert told.find("used again") and stamps == {path: path.stat().st_mtime_ns for path in stamps}
 
-    other = go_on(start(run, local, "pp=2"))  # the same ranks of another job
+    other = point_of(start(run, local, "pp=2"))  # the same ranks of another job
     assert other.path == first.path and other.whole != first.whole
     assert paddle_reshard.launch(other.path).arguments["pipeline_model_parallel_size"] == 2
 
     saved(run, 6)
     (local / "ranks-0-1" / "checkpoint-notes").mkdir()
-    newer = go_on(start(run, local, "tp=2"))
+    newer = point_of(start(run, local, "tp=2"))
     assert Path(newer.path).name == "checkpoint-6"
     assert {path.name for path in (local / "ranks-0-1").iterdir()} == {"checkpoint-6", "checkpoint-notes"}
 
@@ -132,7 +132,7 @@ def test_what_an_earlier_start_left_is_used_again_and_no_other(run: Path, tmp_pa
 @pytest.mark.parametrize("damage", ["shorter", "gone", "other bytes"])
 def test_what_is_damaged_of_an_earlier_start_is_made_again(damage: str, run: Path, tmp_path: Path) -> None:
     told = Told()
-    path = Path(go_on(start(run, tmp_path / "local", "tp=2")).path)
+    path = Path(point_of(start(run, tmp_path / "local", "tp=2")).path)
     whole = {file: file.read_bytes() for file in path.iterdir() if file.name != "paddle_reshard.json"}
     file = path / "ema.tp00.pdopt"
     if damage == "gone":
@@ -140,7 +140,7 @@ def test_what_is_damaged_of_an_earlier_start_is_made_again(damage: str, run: Pat
     else:
         file.write_bytes(whole[file][:-10] + b"x" * (10 * (damage == "other bytes")))
     (path / "flex-ckpt.auto_generated.metadata").write_bytes(b"Paddle leaves it where it loads")
-    go_on(start(run, tmp_path / "local", "tp=2", told))
+    point_of(start(run, tmp_path / "local", "tp=2", told))
     assert told.find("ema.tp00.pdopt") and told.find("made again")
     assert {file: file.read_bytes() for file in path.iterdir() if file.name != "paddle_reshard.json"} == whole
 
@@ -150,7 +150,7 @@ def test_what_paddle_leaves_where_it_loads_is_no_damage(run: Path, tmp_path: Pat
     for step, to in ((3, "tp=2"), (3, "tp=2"), (3, "pp=2"), (6, "pp=2")):
         if step == 6:
             saved(run, 6)
-        path = Path(go_on(start(run, local, to, told)).path)
+        path = Path(point_of(start(run, local, to, told)).path)
         assert path.name == f"checkpoint-{step}"
         (path / "flex-ckpt.auto_generated.metadata").write_bytes(b"")
     assert told.find("used again") and [folder.name for folder in path.parent.iterdir()] == ["checkpoint-6"]
@@ -158,14 +158,14 @@ def test_what_paddle_leaves_where_it_loads_is_no_damage(run: Path, tmp_path: Pat
 
 def test_files_of_others_are_not_touched(run: Path, tmp_path: Path) -> None:
     local = tmp_path / "local"
-    path = Path(go_on(start(run, local, "tp=2")).path)
+    path = Path(point_of(start(run, local, "tp=2")).path)
     (path / "notes.txt").write_text("mine")
     with pytest.raises(TargetError, match=r"notes\.txt"):
-        go_on(start(run, local, "pp=2"))
+        point_of(start(run, local, "pp=2"))
     saved(run, 6)
     other = local / "ranks-0-1" / "checkpoint-1"
     paddle_reshard.convert(run / "checkpoint-3", other, to="tp=2")  # no portion
-    go_on(start(run, local, "tp=2"))
+    point_of(start(run, local, "tp=2"))
     assert (path / "notes.txt").read_text() == "mine"
     assert (other / "model_state.tp00.pdparams").exists()
 
@@ -176,15 +176,15 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path, tmp_path: Path) -> None:
     (run / "checkpoint-9" / "saved_signal_5").unlink()
     (run / "checkpoint-6" / "optimizer.tp01_pp01_shard01.pdopt").unlink()
     told = Told()
-    assert go_on(start(run, tmp_path / "local", SAVED_WITH, told)).checkpoint == "checkpoint-3"
+    assert point_of(start(run, tmp_path / "local", SAVED_WITH, told)).checkpoint == "checkpoint-3"
     assert told.find("checkpoint-9 is passed over") and told.find("checkpoint-6 is passed over")
     shutil.rmtree(run / "checkpoint-3")
     with pytest.raises(
         CheckpointError, match=r"no complete checkpoint: checkpoint-6: .*optimizer.tp01_pp01_shard01"
     ):
-        go_on(start(run, tmp_path / "local", SAVED_WITH))
+        point_of(start(run, tmp_path / "local", SAVED_WITH))
     shutil.rmtree(run / "checkpoint-6")  # of the first save nothing is left but what its job did not finish
-    assert go_on(start(run, tmp_path / "local", SAVED_WITH)) == Going(None)
+    assert point_of(start(run, tmp_path / "local", SAVED_WITH)) == ResumePoint(None)
 
 
 def test_nothing_is_moved_before_the_command_is_known_to_fit(run: Path, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_moved_before_the_command_is_known_to_fit(run: Path, tmp_path
     for to in ("tp=2", SAVED_WITH):
         asked = Start(**{**vars(ready), "to": Topology.parse(to), "check": refuse})
         with pytest.raises(UsageError, match="contradicts"):
-            go_on(asked)
+            point_of(asked)
     assert not (tmp_path / "local").exists()
 
 

@@ -70,7 +70,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
+class ResumePoint:
     """What a job goes on from."""
 
     checkpoint: str | None
@@ -147,14 +147,14 @@ class Start:
             )
         return None
 
-    def make_ready(self, found: Found | None, agree: Callable[[str], object]) -> Going:
+    def make_ready(self, found: Found | None, agree: Callable[[str], object]) -> ResumePoint:
         """Have everything in place from which the ranks of this node resume.
 
         ``agree`` is called with the digest of the whole before anything is moved; an error refuses it.
         """
         if found is None:
             agree(BEGINNING)
-            return Going(None)
+            return ResumePoint(None)
         location = self.root().at(found.name)
         topology = self.to or self._nearest(location)
         self.node.ranks_of(topology)
@@ -185,21 +185,21 @@ class Start:
 
     def _as_it_is(
         self, found: Found, location: str, topology: Topology, agree: Callable[[str], object]
-    ) -> Going:
+    ) -> ResumePoint:
         made = launch(location, to=topology, observe=self.observe, **self._reading())
         how = {name: value for name, value in made.arguments.items() if name != "resume_from_checkpoint"}
         whole = _digest(found.name, files_digest(found), sorted(how.items()), str(topology))
-        going = Going(
+        point = ResumePoint(
             found.name, location, whole, made.arguments, topology, found.seen.convention, made.remarks
         )
         self.check(made.arguments, topology, found.seen.convention)
         agree(whole)
         self.say(f"{found.name}: the job of {topology} reads it as it is, nothing is converted")
-        return going
+        return point
 
     def _converted(
         self, found: Found, location: str, topology: Topology, agree: Callable[[str], object]
-    ) -> Going:
+    ) -> ResumePoint:
         ranks = tuple(self.node.ranks_of(topology))
         local = LocalRoot(local_path(self.local))
         target = local.at(f"{OF_RANKS}{ranks_in_words(ranks)}/{found.name}")
@@ -240,7 +240,7 @@ class Start:
         )
         before = found.seen.topology
         remarks = () if before is None else tuple(remarks_on_change(before, topology, made.library))
-        return Going(found.name, target, wholes[-1], made.arguments, topology, made.library, remarks)
+        return ResumePoint(found.name, target, wholes[-1], made.arguments, topology, made.library, remarks)
 
     def _forget_others(self, local: LocalRoot, location: str) -> None:
         """Remove portions of other checkpoints of this run, of which no job resumes any more."""
