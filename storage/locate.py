@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -175,7 +175,9 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
         )
 
 
-def open_folder(location: str, options: StorageOptions, failure: type[ReshardError]) -> FsspecFolder:
+def open_folder(
+    location: str, options: StorageOptions, failure: Callable[[str], ReshardError]
+) -> FsspecFolder:
     """The folder that a URL names. The drivers are imported here, because local work does not need them."""
     from paddle_reshard.storage.remote.folder import FsspecFolder, choose_options
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _SAME_EVERYWHERE = (*NO_SPACE, errno.EFBIG, errno.EROFS)
 
 
 @contextmanager
-def translated(path: Path, location: str, failure: type[ReshardError]) -> Iterator[None]:
+def translated(path: Path, location: str, failure: Callable[[str], ReshardError]) -> Iterator[None]:
     """Turn an ``OSError`` about ``path`` or its surroundings into a ``failure`` about ``location``.
 
     It is ``retryable`` if the same request may succeed later.
@@ -46,7 +46,7 @@ def translated(path: Path, location: str, failure: type[ReshardError]) -> Iterat
 
 @contextmanager
 def translated_while_moving(
-    path: Path, location: str, failure: type[ReshardError], doing: str = ""
+    path: Path, location: str, failure: Callable[[str], ReshardError], doing: str = ""
 ) -> Iterator[None]:
     """As :func:`translated`, for a file that existed when the conversion was planned.
 
@@ -63,7 +63,7 @@ def translated_while_moving(
 
 
 @contextmanager
-def writing(path: Path, failure: type[ReshardError]) -> Iterator[None]:
+def writing(path: Path, failure: Callable[[str], ReshardError]) -> Iterator[None]:
     """Turn an ``OSError`` while a file is written that the user named into a ``failure`` that says what to do."""
     try:
         yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from paddle_reshard.pipeline.core.errors import ReshardError
@@ -25,7 +26,7 @@ KINDS = {
 _CHUNK_BYTES = 1 << 20
 
 
-def read_small(path: Path, most_bytes: int, failure: type[ReshardError]) -> bytes:
+def read_small(path: Path, most_bytes: int, failure: Callable[[str], ReshardError]) -> bytes:
     """The content of a small file.
 
     Raises
@@ -55,7 +56,7 @@ def plain_opener(path: str, flags: int) -> int:
     return os.open(path, flags | UNWAITING)
 
 
-def _check_plain(path: Path, mode: int, failure: type[ReshardError]) -> None:
+def _check_plain(path: Path, mode: int, failure: Callable[[str], ReshardError]) -> None:
     if not stat.S_ISREG(mode):
         kinds = {**KINDS, stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
         kind = kinds.get(stat.S_IFMT(mode), "a special file")

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.file_names import RULES
 from paddle_reshard.pipeline.core.limits import most_bytes
 from paddle_reshard.pipeline.core.units import PathLike
@@ -86,7 +86,7 @@ def _joined(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         return table
     try:
-        return joined_tables(parse_json(read_small(path, most_bytes(RULES), RuleError)), table)
+        return joined_tables(parse_json(read_small(path, most_bytes(RULES), UsageError)), table)
     except JsonError as error:
         raise UsageError(f"{path} is no rule table: {error}; give another file, or remove it") from None
 

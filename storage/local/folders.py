@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,7 +57,7 @@ def make_private(folder: Path) -> None:
         raise TargetError(f"{folder}: belongs to a different user; set TMPDIR to another folder")
 
 
-def check_writable(path: Path, failure: type[ReshardError]) -> None:
+def check_writable(path: Path, failure: Callable[[str], ReshardError]) -> None:
     """Refuse a file that could never be written, before anything is done whose result it is to hold."""
     folder = path.absolute().parent
     if path.is_dir():
@@ -67,7 +67,7 @@ def check_writable(path: Path, failure: type[ReshardError]) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, failure: type[ReshardError]) -> Iterator[BinaryIO]:
+def written_whole(path: Path, failure: Callable[[str], ReshardError]) -> Iterator[BinaryIO]:
     """A file to write that replaces an existing one, and appears as a whole or not at all; a link or pipe stays one."""
     with writing(path, failure):
         if path.is_symlink() or (path.exists() and not path.is_file()):  # /dev/stdout is both

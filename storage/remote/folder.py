@@ -120,7 +120,7 @@ class FsspecFolder:
 
     url: str
     options: Mapping[str, Any]
-    failure: type[ReshardError]
+    failure: Callable[[str], ReshardError]
     ranges_in_flight: ClassVar[int] = 4
     """Number of concurrent reads; the driver holds the data of each."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import RuleError, UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.file_names import RULES
 from paddle_reshard.pipeline.core.limits import most_bytes
 from paddle_reshard.pipeline.training.describe import _joined
@@ -23,8 +23,6 @@ from pathlib import Path
 import paddle
 from paddle import nn
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import RuleError, UsageError
-from paddle_reshard.pipeline.training.describe import _joined
 
 class Attention(nn.Layer):
     def __init__(self):
@@ -94,17 +92,15 @@ def test_a_class_of_ones_own_is_converted_by_what_it_says_of_itself(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("content", "error", "said"),
+    ("content", "said"),
     [
-        (b'{"family": ', UsageError, "is no rule table"),
-        (b"[" * 100_000, UsageError, "is no rule table"),
-        (b" " * (most_bytes(RULES) + 1), RuleError, "bytes"),
+        (b'{"family": ', "is no rule table"),
+        (b"[" * 100_000, "is no rule table"),
+        (b" " * (most_bytes(RULES) + 1), "bytes"),
     ],
     ids=["cut", "deep", "long"],
 )
-def test_what_lies_in_place_of_an_earlier_table_is_named(
-    content: bytes, error: type[Exception], said: str, tmp_path: Path
-) -> None:
+def test_what_lies_in_place_of_an_earlier_table_is_named(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "rules.json").write_bytes(content)
-    with pytest.raises(error, match=rf"rules\.json.*{said}"):
+    with pytest.raises(UsageError, match=rf"rules\.json.*{said}"):
         _joined(tmp_path / "rules.json", {})
