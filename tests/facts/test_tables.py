@@ -59,10 +59,16 @@ def variants() -> dict[str, list[facts.Build]]:
 
 
 def table_of(build: facts.Build) -> RuleTable:
+    return _table_of(build.family)
+
+
+@cache
+def _table_of(family: str) -> RuleTable:
+    """Every build of a family is held against one table, which takes long to parse."""
     [table] = (
         table
-        for table in shipped_tables()
-        if build.family in table.model_types
+        for table in shipped_tables().that_mention(family)
+        if family in table.model_types
         if table.convention == "paddleformers" and table.version is None and not table.recipe
     )
     return table
