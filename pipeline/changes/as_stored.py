@@ -8,7 +8,7 @@ from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
-from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
+from paddle_reshard.pipeline.formats.huggingface import HUGGINGFACE
 from paddle_reshard.pipeline.formats.huggingface.source import read_as_stored
 
 

@@ -1,15 +1,14 @@
 """The interface of a checkpoint format.
 
-Code outside a format's folder never checks which format it deals with: all differences are methods and properties here.
+Code outside a format's folder never checks which format it deals with: all differences are fields here.
 ``formats/registry.py`` lists the formats.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from paddle_reshard.pipeline.core.topology import STRATEGIES
 
@@ -51,81 +50,65 @@ PADDLE_VERSION = FormatOption(
 """Shared by all formats that Paddle itself reads."""
 
 
-class Format(ABC):
-    """A format: its name and options, and how its checkpoints are recognised and read.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Format:
+    """A format, as data: its name and options, what trainers do with it, and how its checkpoints are read.
 
     The defaults are those of a format with whole tensors of parameters and states, in files that say nothing of ranks.
 
-    The module of a format does not import NumPy, and its methods import what reads and writes files: the command line
+    The module of a format does not import NumPy, and its functions import what reads and writes files: the command line
     needs the names and options of all formats, but a command rarely uses more than two.
     """
 
     name: str
     help: str
+    recognises: Callable[[SourceFiles], bool]
+    """Whether files have this format, provided that no later format in the table recognises them."""
+    index: Callable[[SourceFiles, RuleTables, MissingPolicy], Checkpoint]
+    """Interprets a checkpoint from its metadata.
 
-    options: ClassVar[Mapping[str, FormatOption]] = {}
-    """Name → option, for the options that apply to a target of this format."""
-    needs_topology: ClassVar[bool] = False
-    """Whether a target must be given the topology of its job (``to``)."""
-    average_options: ClassVar[Mapping[str, str]] = {}
-    """Options that export the moving average as a model; empty if the format stores it along with the weights."""
-    model_only: ClassVar[bool] = False
-    """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
-    starts_with: ClassVar[str] = ""
-    """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
-    starts_with_masters: ClassVar[str] = ""
-    """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
-    cannot_hold: ClassVar[tuple[str, ...]] = ()
-    """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
-    holds_lora: ClassVar[bool] = False
-    """Whether its files can hold LoRA."""
-    special_optimizers: ClassVar[tuple[str, ...]] = ()
-    """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
-    by_table: ClassVar[bool] = False
-    """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
+    A ``CheckpointError`` or ``PlanError`` if it is incomplete or inconsistent, or no rule covers a tensor.
+    """
+    request: Callable[[Mapping[str, Any]], Request]
+    """Parses the options of a target, some of :attr:`options`; a ``UsageError`` if a value is invalid.
+
+    Files have already been read: ``layout`` is :class:`Entries`, and ``target_meta`` maps cell → structured key →
+    parameter name.
+    """
     index_as: Callable[[SourceFiles, Model], Catalog] | None = None
     """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""
     read_donor: Callable[[SourceFiles], Donor] | None = None
     """Reads the model that completes a target (``--like``); ``None`` for formats whose targets take nothing."""
-
-    def loaded_with(self, library: str, strategy: str) -> Mapping[str, str | bool] | None:
-        """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
-        return None
-
-    def lost_to_tp(self, family: str, library: str, recipe: str) -> str:
-        """Why a trainer's job with tensor parallelism cannot read it, in a sentence; empty: it can."""
-        return ""
-
-    def loads(self, paths: Iterable[str]) -> bool:
-        """Whether the trainers load what they have saved in files of these names."""
-        return True
-
-    def rank_of(self, path: str) -> Mapping[str, int] | None:
-        """Axis → coordinate of the rank that writes a file, as far as its name tells; ``None``: no rank does."""
-        return None
-
-    def process_of(self, path: str) -> int | None:
-        """Number of the process that wrote a file, for formats whose file names hold no coordinates; else ``None``."""
-        return None
-
-    @abstractmethod
-    def recognises(self, files: SourceFiles) -> bool:
-        """Whether files have this format, provided that no later format in the table recognises them."""
-
-    @abstractmethod
-    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
-        """Interpret a checkpoint from its metadata.
-
-        A ``CheckpointError`` or ``PlanError`` if it is incomplete or inconsistent, or no rule covers a tensor.
-        """
-
-    @abstractmethod
-    def request(self, asked: Mapping[str, Any]) -> Request:
-        """Parse the options of a target, some of ``options``; a ``UsageError`` if a value is invalid.
-
-        Files have already been read: ``layout`` is :class:`Entries`, and ``target_meta`` maps cell → structured key →
-        parameter name.
-        """
+    options: Mapping[str, FormatOption]
+    """Name → option, for the options that apply to a target of this format."""
+    needs_topology: bool = False
+    """Whether a target must be given the topology of its job (``to``)."""
+    average_options: Mapping[str, str] = field(default_factory=dict)
+    """Options that export the moving average as a model; empty if the format stores it along with the weights."""
+    model_only: bool = False
+    """Whether it holds only a model, so that everything else in a source is omitted intentionally."""
+    starts_with: str = ""
+    """Arguments with which a job starts from its parameters alone; empty where nothing but the files tells."""
+    starts_with_masters: str = ""
+    """Arguments with which a job starts from parameters and master weights alone; empty where none can."""
+    cannot_hold: tuple[str, ...] = ()
+    """Parts of a training checkpoint that its files cannot hold: names that ``--drop`` accepts."""
+    holds_lora: bool = False
+    """Whether its files can hold LoRA."""
+    special_optimizers: tuple[str, ...] = ()
+    """Optimizers with unusual states (fewer for some parameters, or other shapes) that trainers save in it."""
+    by_table: bool = False
+    """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
+    loaded_with: Callable[[str, str], Mapping[str, str | bool] | None] = lambda library, strategy: None
+    """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
+    lost_to_tp: Callable[[str, str, str], str] = lambda family, library, recipe: ""
+    """Why a trainer's job with tensor parallelism cannot read it, in a sentence; empty: it can."""
+    loads: Callable[[Iterable[str]], bool] = lambda paths: True
+    """Whether the trainers load what they have saved in files of these names."""
+    rank_of: Callable[[str], Mapping[str, int] | None] = lambda path: None
+    """Axis → coordinate of the rank that writes a file, as far as its name tells; ``None``: no rank does."""
+    process_of: Callable[[str], int | None] = lambda path: None
+    """Number of the process that wrote a file, for formats whose file names hold no coordinates; else ``None``."""
 
 
 class Entries(NamedTuple):

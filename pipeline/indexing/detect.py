@@ -190,6 +190,7 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
     _refuse_folder_of_checkpoints(files)
     tables = tables_beside(files, tables)
     format = format_of(files)
+    missing = missing or MissingPolicy()
     checkpoint = format.index(files, tables, missing)
     if files.safetensors:
         from paddle_reshard.tasks.dequantise import DequantisedSource
@@ -201,7 +202,7 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None
     if not pieces:
         checkpoint.model.table.check_whole(checkpoint.model.config)
     try:
-        check_known(checkpoint.model, (missing or MissingPolicy()).lets_lack_states)
+        check_known(checkpoint.model, missing.lets_lack_states)
     except CoverageError as error:
         raise of_optimizer(error) from None
     check_dtypes(checkpoint.catalog.tensors)

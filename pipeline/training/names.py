@@ -29,11 +29,12 @@ from paddle_reshard.pipeline.formats.hybrid.names import (
     LORA_MODEL_STATE,
     OPTIMIZER,
     WEIGHTS,
+    WEIGHTS_OF_RANK,
     RankFile,
+    hybrid_name,
     parse_rank_file,
     rank_file_name,
 )
-from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import WEIGHTS_OF_RANK, hybrid_name
 from paddle_reshard.pipeline.formats.hybrid.source import AUTOMATIC_NAME
 from paddle_reshard.pipeline.formats.jobs.keys import cell_name
 from paddle_reshard.pipeline.formats.model_meta import parse_model_meta

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from base64 import b64encode
 from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +19,6 @@ from paddle_reshard.storage.remote.retry import DamagedBody, RetryPolicy
 from paddle_reshard.storage.remote.retry_counts import note_retry
 from paddle_reshard.storage.s3.answers import check_range, is_version, number_of, pages, text_of
 from paddle_reshard.storage.s3.client import Client, client_of
-from paddle_reshard.storage.s3.uploads import abort_upload, base64_md5, create_upload
 
 _CONFIG = {
     # Retries are ours. Some stores reject the newer checksums; what is sent instead is in uploads.py.
@@ -30,6 +31,15 @@ _CONFIG = {
     # It does not know that buffers can be sent.
     "parameter_validation": False,
 }
+
+UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
+"""Error codes for an upload that was completed or aborted, or never existed.
+
+AWS, MinIO, OSS and COS answer ``NoSuchUpload`` to every request. Ceph answers ``NoSuchKey`` to ListParts (seen on
+16.2.15; newer versions do the same: ceph/s3-tests#728), and 500 ``InternalError`` to completing an upload whose file
+does not exist. Completing an upload twice succeeds on AWS and Ceph, and fails on MinIO (minio#13318). SeaweedFS
+answers with an empty list of parts (seaweedfs#11081).
+"""
 
 
 class S3Folder(FsspecFolder):
@@ -134,7 +144,7 @@ class S3Folder(FsspecFolder):
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file, replacing an existing one."""
-        self.request("put_object", name, Body=content, ContentMD5=base64_md5(content))
+        self.request("put_object", name, Body=content, ContentMD5=b64encode(md5_of(content)).decode())
 
     def put_new(self, name: str, content: bytes) -> bool:
         """Write a small file where none is; False if one is."""
@@ -163,7 +173,7 @@ class S3Folder(FsspecFolder):
         if self.__dict__.get("_plain_tags"):
             matches.reverse()
         conditions = [{"IfMatch": match} for match in matches] or [{"IfNoneMatch": "*"}]
-        body = {"Body": content, "ContentMD5": base64_md5(content)}
+        body = {"Body": content, "ContentMD5": b64encode(md5_of(content)).decode()}
         code = ""
         for condition in conditions:
             try:
@@ -191,6 +201,19 @@ class S3Folder(FsspecFolder):
         """Delete a file, if it exists."""
         self.request("delete_object", name)
 
+    def create_upload(self, name: str, algorithm: str = "") -> str:
+        """Create an upload; its id. With ``algorithm``, its parts have such checksums."""
+        checked = {"ChecksumAlgorithm": algorithm} if algorithm else {}
+        return text_of(self.request("create_multipart_upload", name, **checked), "UploadId")
+
+    def abort_upload(self, name: str, upload_id: str) -> None:
+        """Abort an upload and drop its parts; a missing upload is no failure."""
+        try:
+            self.request("abort_multipart_upload", name, UploadId=upload_id)
+        except OSError as error:
+            if retry.code_of(error) not in UPLOAD_GONE:
+                raise
+
     def probe(self, name: str, deleting: bool) -> None:
         """Check that this folder is writable, without leaving a trace.
 
@@ -200,8 +223,8 @@ class S3Folder(FsspecFolder):
         known = self.found
         if (which := ("writable", self._place[1], deleting)) in known:
             return
-        upload_id = self.attempt("", create_upload, self, name, policy=retry.HURRIED)
-        self.attempt("", abort_upload, self, name, upload_id, policy=retry.HURRIED)
+        upload_id = self.attempt("", self.create_upload, name, policy=retry.HURRIED)
+        self.attempt("", self.abort_upload, name, upload_id, policy=retry.HURRIED)
         if deleting:
             self.attempt("", self.delete, name, policy=retry.HURRIED)
         known[which] = True
@@ -214,6 +237,11 @@ class S3Folder(FsspecFolder):
     def found(self) -> dict[Any, Any]:
         """What trials of this process have found about the bucket."""
         return self.client.found.setdefault(self._place[0], {})
+
+
+def md5_of(content: bytes | memoryview) -> bytes:
+    """The MD5 of some bytes, 16 bytes."""
+    return hashlib.md5(content, usedforsecurity=False).digest()
 
 
 def found_below(prefix: str, page: Mapping[str, Any]) -> Listing:

@@ -17,7 +17,7 @@ from paddle_reshard.storage.remote.folder import Listing
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.remote.target import FsspecTarget, is_marker, probe_name, refuse_replacing
 from paddle_reshard.storage.s3 import uploads
-from paddle_reshard.storage.s3.folder import S3Folder
+from paddle_reshard.storage.s3.folder import S3Folder, md5_of
 from paddle_reshard.storage.s3.session import S3SessionStore
 from paddle_reshard.storage.s3.trials import part_check
 from paddle_reshard.storage.s3.uploads import CHECKSUM, PartCheck, Upload, UploadedPart, joined_etag
@@ -135,7 +135,7 @@ class S3Target(FsspecTarget):
         except ReshardError as error:
             logger.info("%s does not copy from %s: %s", self.location, source.location, error)
             return None
-        if taken.md5 and taken.md5 != uploads.md5_of(wanted).hex():
+        if taken.md5 and taken.md5 != md5_of(wanted).hex():
             logger.info("%s copies other bytes than requested", self.location)
             return None
         return COPIES
@@ -143,11 +143,11 @@ class S3Target(FsspecTarget):
     def _probe_copy(self, probe: CopyRange, source: FsspecSource, source_folder: S3Folder) -> uploads.Taken:
         """Copy a range into an upload, then abort it."""
         attempt = partial(self.s3.attempt, policy=retry.HURRIED)
-        upload_id = attempt("", uploads.create_upload, self.s3, probe.path)
+        upload_id = attempt("", self.s3.create_upload, probe.path)
         try:
             return attempt("", uploads.copy_part, self.s3, upload_id, 1, probe, source, source_folder)
         finally:
-            attempt("", uploads.abort_upload, self.s3, probe.path, upload_id)
+            attempt("", self.s3.abort_upload, probe.path, upload_id)
 
     def begin_files(self, files: Sequence[NewFile], identity: Identity) -> tuple[S3Writer, Sequence[Record]]:
         """Create the upload of every file that has bytes, or find the uploads of an earlier run."""
@@ -201,7 +201,7 @@ class S3Target(FsspecTarget):
     def _begin(self, algorithm: str, new: NewFile) -> tuple[str, str]:
         if not new.size_bytes:
             return new.path, ""
-        return new.path, self.folder.attempt(new.path, uploads.create_upload, self.s3, new.path, algorithm)
+        return new.path, self.folder.attempt(new.path, self.s3.create_upload, new.path, algorithm)
 
     def _list_parts(self, files: Sequence[NewFile]) -> dict[str, dict[int, UploadedPart] | None]:
         """The parts that the store has of every upload created by an earlier run; ``None`` where the upload is gone."""
@@ -219,7 +219,7 @@ class S3Target(FsspecTarget):
                 self._abort(name, upload_id)
 
     def _abort(self, name: str, upload_id: str) -> None:
-        self.folder.attempt(name, uploads.abort_upload, self.s3, name, upload_id)
+        self.folder.attempt(name, self.s3.abort_upload, name, upload_id)
 
     def _find_completed(self, files: Sequence[NewFile], records: Sequence[Record]) -> None:
         """Require a complete file wherever an upload is gone; otherwise the conversion cannot be resumed."""
@@ -265,7 +265,7 @@ class S3Target(FsspecTarget):
     def take_back(self) -> int:
         """Abort every upload that has not been completed; how many could not be."""
         going = {name: of for name, of in self.uploads.items() if of and name not in self.completed}
-        return self.try_each(lambda name: uploads.abort_upload(self.s3, name, going[name]), going)
+        return self.try_each(lambda name: self.s3.abort_upload(name, going[name]), going)
 
     def clean(self) -> list[str]:
         """Remove what an unfinished conversion left behind: uploads, visible files, the session. Returns their names.

@@ -42,7 +42,7 @@ def _try(folder: S3Folder, name: str, algorithm: str) -> PartCheck:
     """How the store refuses altered parts of uploads with or without checksums."""
     attempt = partial(folder.attempt, "", policy=retry.HURRIED)
     crc = checksum(_BYTES) if algorithm else ""
-    upload_id = attempt(uploads.create_upload, folder, name, algorithm)
+    upload_id = attempt(folder.create_upload, name, algorithm)
     try:
         taken = attempt(uploads.upload_part, folder, name, upload_id, 1, _BYTES, PartCheck.MD5, crc)
         if not crc or not _is_refused(folder, name, upload_id, 2, crc):
@@ -52,7 +52,7 @@ def _try(folder: S3Folder, name: str, algorithm: str) -> PartCheck:
         upload_id = ""
     finally:
         if upload_id:
-            attempt(uploads.abort_upload, folder, name, upload_id)
+            attempt(folder.abort_upload, name, upload_id)
     try:
         _copy_onto_itself(folder, name, algorithm)
     finally:
@@ -70,7 +70,7 @@ def _copy_onto_itself(folder: S3Folder, name: str, algorithm: str) -> None:
     """Replace a file by an upload into which the store copies it: whole, since ranges have to be large."""
     attempt = partial(folder.attempt, "", policy=retry.HURRIED)
     bucket, key = folder.key(name)
-    upload_id = attempt(uploads.create_upload, folder, name, algorithm)
+    upload_id = attempt(folder.create_upload, name, algorithm)
     try:
         part = {"UploadId": upload_id, "PartNumber": 1, "CopySource": {"Bucket": bucket, "Key": key}}
         answer = attempt(partial(folder.request, "upload_part_copy", name, **part))
@@ -78,7 +78,7 @@ def _copy_onto_itself(folder: S3Folder, name: str, algorithm: str) -> None:
         upload_id = ""
     finally:
         if upload_id:
-            attempt(uploads.abort_upload, folder, name, upload_id)
+            attempt(folder.abort_upload, name, upload_id)
 
 
 def _is_refused(folder: S3Folder, name: str, upload_id: str, number: int, crc: str) -> bool:

@@ -7,32 +7,21 @@ seen, and after a failure aborting the uploads removes everything. The store che
 
 from __future__ import annotations
 
-import hashlib
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.remote.retry import DamagedBody, code_of
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3.answers import number_of, pages, text_of
+from paddle_reshard.storage.s3.folder import UPLOAD_GONE, S3Folder, md5_of
 from paddle_reshard.storage.store import CopyRange, Receipt
 
-if TYPE_CHECKING:
-    from paddle_reshard.storage.s3.folder import S3Folder
-
-UPLOAD_GONE = ("NoSuchUpload", "NoSuchKey", "NotFound", "404")
-"""Error codes for an upload that was completed or aborted, or never existed.
-
-AWS, MinIO, OSS and COS answer ``NoSuchUpload`` to every request. Ceph answers ``NoSuchKey`` to ListParts (seen on
-16.2.15; newer versions do the same: ceph/s3-tests#728), and 500 ``InternalError`` to completing an upload whose file
-does not exist. Completing an upload twice succeeds on AWS and Ceph, and fails on MinIO (minio#13318). SeaweedFS
-answers with an empty list of parts (seaweedfs#11081).
-"""
 _SOURCE_GONE = ("PreconditionFailed", "NoSuchKey", "InvalidRange")
 """Error codes for a source object that is not the version that was listed."""
 
@@ -96,21 +85,6 @@ class Taken(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------- requests
-
-
-def create_upload(folder: S3Folder, name: str, algorithm: str = "") -> str:
-    """Create an upload; its id. With ``algorithm``, its parts have such checksums."""
-    checked = {"ChecksumAlgorithm": algorithm} if algorithm else {}
-    return text_of(folder.request("create_multipart_upload", name, **checked), "UploadId")
-
-
-def abort_upload(folder: S3Folder, name: str, upload_id: str) -> None:
-    """Abort an upload and drop its parts; a missing upload is no failure."""
-    try:
-        folder.request("abort_multipart_upload", name, UploadId=upload_id)
-    except OSError as error:
-        if code_of(error) not in UPLOAD_GONE:
-            raise
 
 
 def complete_upload(folder: S3Folder, name: str, upload_id: str, receipts: Sequence[Receipt]) -> None:
@@ -211,16 +185,6 @@ def copy_part(
 
 
 # ------------------------------------------------------------------------------------------ ETags and MD5
-
-
-def md5_of(content: bytes | memoryview) -> bytes:
-    """The MD5 of some bytes, 16 bytes."""
-    return hashlib.md5(content, usedforsecurity=False).digest()
-
-
-def base64_md5(content: bytes) -> str:
-    """An MD5 as requests carry it, in base64."""
-    return b64encode(md5_of(content)).decode()
 
 
 def header_of(crc: str) -> str:

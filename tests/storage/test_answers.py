@@ -283,9 +283,9 @@ SAYING_NOTHING: dict[str, tuple[str, Callable[[Told, int, int], Told], Callable[
     "an upload": (
         "?uploads",
         _nameless("InitiateMultipartUploadResult"),
-        lambda f: requests.create_upload(f, "a"),
+        lambda f: f.create_upload("a"),
     ),
-    "an empty upload": ("?uploads", _empty, lambda f: requests.create_upload(f, "a")),
+    "an empty upload": ("?uploads", _empty, lambda f: f.create_upload("a")),
     "a part": (
         "partNumber",
         _empty,

@@ -36,7 +36,7 @@ def test_files_of_any_name(store: Store, bucket: str) -> None:
             False,
             True,
         ]
-        upload_id = requests.create_upload(folder, f"{name} whole")
+        upload_id = folder.create_upload(f"{name} whole")
         assert uploads(store, bucket) == [f"a b/100%+/{name} whole"]
         assert requests.list_uploads(folder) == [(f"{name} whole", upload_id)]
         taken = requests.upload_part(folder, f"{name} whole", upload_id, 1, memoryview(b"part"))
@@ -61,7 +61,7 @@ def test_what_the_user_wants_of_every_upload_is_in_every_request(
     options = {**store.options, "endpoint_url": proxy.url, "s3_additional_kwargs": wanted}
     folder = folder_at(f"{bucket}/c", {**options, "requester_pays": True})
     for name in ("one", "two"):
-        requests.create_upload(folder, name)
+        folder.create_upload(name)
         folder.put(f"{name}.json", b"{}")
     methods = [method for method, _ in proxy.seen]
     for kind in ("POST", "PUT"):
@@ -100,7 +100,7 @@ def test_a_session_of_another_library_is_refused(store: Store) -> None:
 def test_a_bucket_in_another_region(store: Store, bucket: str, proxy: Proxy) -> None:
     """The first request of a worker may be a part, which botocore cannot rewind."""
     folder = folder_at(f"{bucket}/c", {**store.options, "endpoint_url": proxy.url})
-    upload_id = requests.create_upload(folder_at(f"{bucket}/c", store.options), "a")
+    upload_id = folder_at(f"{bucket}/c", store.options).create_upload("a")
     proxy.fault = first(1, "elsewhere_region", lambda method, path: "partNumber" in path)
     taken = requests.upload_part(folder, "a", upload_id, 1, memoryview(b"part"), requests.PartCheck.SIGNATURE)
     requests.complete_upload(folder, "a", upload_id, [Receipt("a", 0, 4, taken.tag)])
@@ -116,7 +116,7 @@ def test_a_completion_that_fails_is_repeated_and_counted(
     folder = folder_at(f"{bucket}/c", {**store.options, "endpoint_url": proxy.url})
 
     def complete(name: str) -> None:
-        upload_id = requests.create_upload(folder, name)
+        upload_id = folder.create_upload(name)
         taken = requests.upload_part(folder, name, upload_id, 1, memoryview(b"part"))
         receipt = Receipt(name, 0, 4, taken.tag)
         folder.attempt(name, requests.complete_upload, folder, name, upload_id, [receipt])

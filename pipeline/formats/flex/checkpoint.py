@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, Tensor
-from paddle_reshard.pipeline.formats.flex.format import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.formats.flex import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.formats.flex.names import (
     EMA_STATE,
     FOLDERS,

@@ -6,25 +6,27 @@ Each rank of that job finds everything that it asks for in its own files, and re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.training_job import never_restored
-from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
+from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.topology import sharding_in_words
 from paddle_reshard.pipeline.core.upstream import paddle_release
+from paddle_reshard.pipeline.formats.flex import FLEX
 from paddle_reshard.pipeline.formats.flex.by_rank import PiecesOfRanks
-from paddle_reshard.pipeline.formats.flex.format import FLEX
 from paddle_reshard.pipeline.formats.flex.names import LIBRARY
 from paddle_reshard.pipeline.formats.flex.target import cannot_hold_lora, check_flex, plan_flex_sidecars
 from paddle_reshard.pipeline.formats.flex.writer import FlexFiles
 from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
+from paddle_reshard.pipeline.formats.jobs.request import JobRequest
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -167,3 +169,23 @@ def _check_tensors(model: Model, target: RankFlexTarget) -> None:
             f"FlexCheckpoint of qwen3_moe (KeyError in sharded_state_dict), and with which dims a rank of other models "
             f"asks for them is not known of every family; {_WHOLE}"
         )
+
+
+@dataclass(frozen=True)
+class RankFlexRequest(JobRequest):
+    """A requested FlexCheckpoint whose files are those of the ranks of a job."""
+
+    of_average: ClassVar[bool] = False
+    of_stored_parameters: ClassVar[bool] = False
+    format: ClassVar[str] = FLEX
+
+    def target_for(self, source: Checkpoint) -> RankFlexTarget:
+        """The target; settings not requested come from the source or the trainer's defaults."""
+        return self.job_for(source, RankFlexTarget, check_strategy)
+
+
+def parse_by_rank(asked: Mapping[str, Any]) -> RankFlexRequest:
+    """A FlexCheckpoint for the ranks of a job."""
+    if (files := asked.get("files")) is not None:
+        raise UsageError(f"--files {files} with --to: there is a file for every rank; omit one of the two")
+    return RankFlexRequest.of(asked)

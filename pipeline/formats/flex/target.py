@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.file_names import MODEL_META, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE, paddle_release
-from paddle_reshard.pipeline.formats.flex.format import AUTO_PARALLEL, FLEX
+from paddle_reshard.pipeline.formats.flex import AUTO_PARALLEL, FLEX
 from paddle_reshard.pipeline.formats.flex.names import (
     AUTO_FOLDER,
     EMA_STATE,
@@ -292,3 +292,24 @@ def _fill(sizes: Iterable[int], capacity: int) -> list[int]:
         numbers.append(number)
         filled += nbytes
     return numbers
+
+
+def parse_flex(format: str, asked: Mapping[str, Any]) -> FlexTarget:
+    """A dist checkpoint of whole tensors; names of parameters are those of its one cell."""
+    for option in ("layout", "sharding_strategy"):
+        if asked.get(option):
+            raise UsageError(
+                f"--{option.replace('_', '-')} without --to: whole tensors, in files of no rank, are the same for "
+                "every job"
+            )
+    names: Mapping[str, Mapping[str, str]] | None = asked.get("target_meta")
+    if names is not None and len(names) != 1:
+        raise UsageError(
+            f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
+        )
+    return FlexTarget(
+        format,
+        asked.get("files"),
+        asked.get("paddle_version") or DEFAULT_PADDLE,
+        None if names is None else next(iter(names.values())),
+    )

@@ -3,92 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption
+from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption, Request
 from paddle_reshard.pipeline.core.choices import Dtype, ModelState
+from paddle_reshard.pipeline.formats.huggingface import EMA, HUGGINGFACE
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
     from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
     from paddle_reshard.pipeline.core.catalog import Catalog
-    from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
     from paddle_reshard.pipeline.model.model import Model
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
-HUGGINGFACE: Final = "huggingface"
-EMA: Final = "ema"
-FLOATING: Final = get_args(Dtype)
-"""What the values can be stored as; others (integers, booleans) keep their dtype."""
-_OPTIONS: Mapping[str, FormatOption] = {
-    "state": FormatOption(
-        "the parameters, or their moving average, which is stored in float32 and rounded to the "
-        "dtype of the parameters. Default: param.",
-        get_args(ModelState),
-    ),
-    "dtype": FormatOption(
-        "output dtype of floating-point tensors (except those that the model keeps in float32), "
-        "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
-        FLOATING,
-    ),
-    "max_shard_size": FormatOption(
-        "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
-    ),
-    "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
-}
+
+def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Checkpoint:
+    """The model is found by the rule tables."""
+    from paddle_reshard.pipeline.formats.huggingface.source import index_huggingface
+
+    return index_huggingface(files, tables, missing)
 
 
-class HuggingFaceFormat(Format):
-    """Weights in safetensors files, and nothing of a training job."""
+def _index_as(files: SourceFiles, model: Model) -> Catalog:
+    from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
+    from paddle_reshard.pipeline.formats.huggingface.source import BUFFERS, read_huggingface, stored_tensors
 
-    name = HUGGINGFACE
-    help = "the model for transformers, LoRA for peft"
-    options: ClassVar[Mapping[str, FormatOption]] = _OPTIONS
-    average_options: ClassVar[Mapping[str, str]] = {"state": EMA}
-    model_only: ClassVar[bool] = True
-    holds_lora: ClassVar[bool] = True
-
-    def recognises(self, files: SourceFiles) -> bool:
-        """Safetensors files alone; those in Paddle's own layout are of another format."""
-        return bool(files.safetensors) and not files.pickles
-
-    def index(self, files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
-        """Understand the headers: the model is found by the rule tables."""
-        from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
-        from paddle_reshard.pipeline.formats.huggingface.source import index_huggingface
-
-        return index_huggingface(files, tables, missing or MissingPolicy())
-
-    def index_as(self, files: SourceFiles, model: Model) -> Catalog:
-        """The parameters of a model that is known already."""
-        from paddle_reshard.pipeline.core.file_names import WEIGHT_INDEX
-        from paddle_reshard.pipeline.formats.huggingface.source import (
-            BUFFERS,
-            read_huggingface,
-            stored_tensors,
-        )
-
-        stored = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX), BUFFERS)
-        return read_huggingface(model, files.safetensors, stored)
-
-    def read_donor(self, files: SourceFiles) -> Donor:
-        """A model whose tensors and small files complete a target."""
-        from paddle_reshard.pipeline.formats.huggingface.donor import read_donor
-
-        return read_donor(files)
-
-    def request(self, asked: Mapping[str, Any]) -> HuggingFaceTarget:
-        """State, dtypes and size of files; nothing of it depends on the source."""
-        from paddle_reshard.pipeline.core.tensors import dtype_named
-        from paddle_reshard.pipeline.core.units import parse_size
-        from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
-
-        given = {"state": asked["state"]} if asked.get("state") else {}
-        if dtype := asked.get("dtype"):
-            given["dtype"] = dtype_named(dtype)
-        if size := asked.get("max_shard_size"):
-            given["max_shard_bytes"] = parse_size(size)
-        return HuggingFaceTarget(card=bool(asked.get("card")), **given)
+    stored = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX), BUFFERS)
+    return read_huggingface(model, files.safetensors, stored)
 
 
-FORMAT = HuggingFaceFormat()
+def _read_donor(files: SourceFiles) -> Donor:
+    from paddle_reshard.pipeline.formats.huggingface.donor import read_donor
+
+    return read_donor(files)
+
+
+def _request(asked: Mapping[str, Any]) -> Request:
+    """State, dtype and size of files; nothing of it depends on the source."""
+    from paddle_reshard.pipeline.core.tensors import dtype_named
+    from paddle_reshard.pipeline.core.units import parse_size
+    from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
+
+    given = {"state": asked["state"]} if asked.get("state") else {}
+    if dtype := asked.get("dtype"):
+        given["dtype"] = dtype_named(dtype)
+    if size := asked.get("max_shard_size"):
+        given["max_shard_bytes"] = parse_size(size)
+    return HuggingFaceTarget(card=bool(asked.get("card")), **given)
+
+
+FORMAT = Format(  # weights in safetensors files, and nothing of a training job
+    name=HUGGINGFACE,
+    help="the model for transformers, LoRA for peft",
+    # Those in Paddle's own layout are of another format, which comes later in the table.
+    recognises=lambda files: bool(files.safetensors) and not files.pickles,
+    index=_index,
+    request=_request,
+    index_as=_index_as,
+    read_donor=_read_donor,
+    options={
+        "state": FormatOption(
+            "the parameters, or their moving average, which is stored in float32 and rounded to the "
+            "dtype of the parameters. Default: param.",
+            get_args(ModelState),
+        ),
+        "dtype": FormatOption(
+            "output dtype of floating-point tensors (except those that the model keeps in float32), "
+            "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
+            get_args(Dtype),
+        ),
+        "max_shard_size": FormatOption(
+            "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
+        ),
+        "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
+    },
+    average_options={"state": EMA},
+    model_only=True,
+    holds_lora=True,
+)

@@ -28,8 +28,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.geometry import Shape, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import MTP, PARAM, DType, Tensor
-from paddle_reshard.pipeline.formats.huggingface import peft
-from paddle_reshard.pipeline.formats.huggingface.format import HUGGINGFACE
+from paddle_reshard.pipeline.formats.huggingface import HUGGINGFACE, peft
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts, swapped, tensor_parts
 from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.ernie import ernie_table, is_ernie_layout

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
-from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
+from paddle_reshard.pipeline.checkpoint.files import LaidOut, Sidecars, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.lora import without_base
-from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars
+from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacking_files
 from paddle_reshard.pipeline.checkpoint.stages import configured_apart
 from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
+from paddle_reshard.pipeline.core.choices import Dtype
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
@@ -27,19 +28,16 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     DType,
 )
-from paddle_reshard.pipeline.formats.huggingface import peft
-from paddle_reshard.pipeline.formats.huggingface.format import EMA, FLOATING, HUGGINGFACE
+from paddle_reshard.pipeline.core.trainer_files import is_of_adapter, is_training_state
+from paddle_reshard.pipeline.formats.huggingface import EMA, HUGGINGFACE, peft
+from paddle_reshard.pipeline.formats.huggingface.card import CARD, model_card
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
-from paddle_reshard.pipeline.formats.huggingface.sidecars import (
-    naming_no_code,
-    of_training,
-    plan_huggingface_sidecars,
-)
 from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
 from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, lacking
 from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
+from paddle_reshard.pipeline.model.transformers_config import about_code, exported_config, without_code
 from paddle_reshard.pipeline.model.weights import TAGS
 from paddle_reshard.storage.files.safetensors import (
     Index,
@@ -107,7 +105,7 @@ class HuggingFaceTarget(SettledTarget):
         wanted = configured_apart(wanted)
         exported = list(_exported(wanted, self, model_parts(wanted.model)))
         laid_out = layout_huggingface(source.catalog, exported, self)
-        sidecars = plan_huggingface_sidecars(listing, wanted, self)
+        sidecars = _sidecars(listing, wanted, self)
         unused = ((t.key, UNUSED) for t in wanted.model.tensors if t.rule.unused and not t.missing)
         return replace(
             laid_out,
@@ -125,10 +123,10 @@ class HuggingFaceTarget(SettledTarget):
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
 
         def reason(path: str) -> str | None:
-            return f"replaced by {peft.CONFIG}" if path == LORA_CONFIG else of_training(path)
+            return f"replaced by {peft.CONFIG}" if path == LORA_CONFIG else _of_training(path)
 
         # config.json describes the base model; adapters do not have one
-        sidecars = naming_no_code(classify_sidecars(listing, wanted.own_files, reason, {}, {}), listing)
+        sidecars = _naming_no_code(classify_sidecars(listing, wanted.own_files, reason, {}, {}), listing)
         of_base = [(CONFIG, "it describes the base model")] if CONFIG in listing.paths else []
         sidecars = replace(sidecars, not_carried=(*sidecars.not_carried, *of_base))
         sidecars = sidecars.with_written([(peft.CONFIG, config)])
@@ -158,7 +156,7 @@ class HuggingFaceTarget(SettledTarget):
     def dtype_of(self, tensor: ModelTensor, part: Part) -> DType:
         """The dtype of a tensor of the target."""
         kept = part.keep_float32 and tensor.dtype.name == "float32"
-        if self.dtype is None or kept or tensor.dtype.name not in FLOATING:
+        if self.dtype is None or kept or tensor.dtype.name not in get_args(Dtype):
             return tensor.dtype
         return self.dtype
 
@@ -218,7 +216,7 @@ def _files_of(source: Catalog, shards: Sequence[Sequence[_Exported]], names: Seq
         fragments=fragment_rows(
             [row for file, e, at in rows for row in e.part.rows(numbers[e.tensor], file, e.dtype, at)]
         ),
-        casts=frozenset(cast for cast in casts if {*cast} <= {*FLOATING}),
+        casts=frozenset(cast for cast in casts if {*cast} <= {*get_args(Dtype)}),
     )
     lost = tuple(sorted(source.tensors.states - catalog.tensors.states))
     return LaidOut(catalog, files, states_not_carried=lost)
@@ -302,3 +300,63 @@ def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, 
     first_borrowed = len(source.tensors) - source.borrowed
     order = sorted(chosen, key=lambda tensor: tensor >= first_borrowed)
     return source.only(order), {tensor: number for number, tensor in enumerate(order)}
+
+
+_UNREAD = "no JSON object that can be read, so nobody knows whether it names code, which is never carried"
+
+
+def _sidecars(
+    listing: SourceListing,
+    wanted: Checkpoint,
+    target: HuggingFaceTarget,
+) -> Sidecars:
+    """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
+
+    ``wanted`` is the source as the target holds it.
+    """
+
+    def reason(path: str) -> str | None:
+        if path == CARD and target.card:
+            return "replaced by the model card that --card writes"
+        return _of_training(path)
+
+    config, remarks = exported_config(wanted.model.config, target.dtype)
+    completion = wanted.history.completion
+    if completion is not None:
+        config |= completion.config
+    named_by, config = config, without_code(config)
+    if config != named_by:
+        remarks = (about_code(CONFIG), *remarks)
+    sidecars = classify_sidecars(listing, wanted.own_files, reason, wanted.source_config, config)
+    files = {} if completion is None else completion.files
+    donated = tuple((path, name) for name, path in files.items() if name not in sidecars.carried)
+    lacking = lacking_files(wanted.model.config, {*sidecars.carried, *(name for _, name in donated)})
+    if lacking:
+        needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
+        remarks = (*remarks, f"{needed}them from the model that training began from")
+    if target.card:
+        content = model_card(wanted, config, target.facts())
+        sidecars = sidecars.with_written([(CARD, content)])
+    return _naming_no_code(replace(sidecars, donated=donated, remarks=remarks), listing)
+
+
+def _naming_no_code(sidecars: Sidecars, listing: SourceListing) -> Sidecars:
+    """The same files, written anew without the entries that name code; what cannot be read is not carried."""
+    wanted = dict(zip(sidecars.carried, sidecars.carried, strict=True)) | dict(sidecars.donated)
+    naming = {path: content for path, content in listing.naming_code.items() if path in wanted}
+    written = [(wanted[path], content) for path, content in naming.items() if content is not None]
+    unread = [(wanted[path], _UNREAD) for path, content in naming.items() if content is None]
+    return replace(
+        sidecars,
+        carried=tuple(path for path in sidecars.carried if path not in naming),
+        donated=tuple((path, name) for path, name in sidecars.donated if path not in naming),
+        not_carried=(*sidecars.not_carried, *unread),
+        remarks=(*sidecars.remarks, *(about_code(name) for name, _ in written)),
+    ).with_written(written)
+
+
+def _of_training(path: str) -> str | None:
+    """Why an export does not carry a file, if it belongs to the training job."""
+    if is_of_adapter(path):
+        return "an adapter as only the trainers read it"
+    return "state of the training job, not of the model" if is_training_state(path) else None

@@ -114,3 +114,18 @@ def rank_file_name(
     coordinates = {"tp": tp, "pp": pp, "shard": shard, "moe": moe, "moe_sharding": ep}
     parts = "_".join(f"{axis}{rank:0>2d}" for axis, rank in coordinates.items() if rank is not None)
     return ".".join([kind, *([parts] if parts else []), _SUFFIXES[kind]])
+
+
+WEIGHTS_OF_RANK = re.compile(r"model(\.[a-z0-9_]+)?\.safetensors")
+
+
+def hybrid_name(path: str) -> str:
+    """Name of the file of a hybrid checkpoint that would hold the same weights.
+
+    >>> hybrid_name("model.tp00_pp01.safetensors")
+    'model_state.tp00_pp01.pdparams'
+    """
+    match = WEIGHTS_OF_RANK.fullmatch(path)
+    if match is None:
+        raise CheckpointError(f"{path}: not the weights of a rank beside optimizer states (.pdopt) of one")
+    return f"model_state{match[1] or ''}.pdparams"

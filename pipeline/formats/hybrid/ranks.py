@@ -39,9 +39,9 @@ from paddle_reshard.pipeline.core.tensors import (
     written_name,
 )
 from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.formats.hybrid import HYBRID
 from paddle_reshard.pipeline.formats.hybrid.arrays import Array, StoredArray, StoredArrays
 from paddle_reshard.pipeline.formats.hybrid.entries import LR_SCHEDULER, SPECIAL, FileEntries
-from paddle_reshard.pipeline.formats.hybrid.format import HYBRID
 from paddle_reshard.pipeline.formats.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
 from paddle_reshard.pipeline.formats.hybrid.names import (
     EMA,

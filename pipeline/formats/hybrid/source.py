@@ -8,20 +8,18 @@ the result is a catalog of fragments that is checked to cover every tensor exact
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
 from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
-from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
 from paddle_reshard.pipeline.checkpoint.stages import without_copies
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, of_optimizer
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -32,9 +30,9 @@ from paddle_reshard.pipeline.core.tensors import (
     DType,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
+from paddle_reshard.pipeline.formats.hybrid import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray, StoredArrays
-from paddle_reshard.pipeline.formats.hybrid.entries import FileEntries, index_rank_file
+from paddle_reshard.pipeline.formats.hybrid.entries import FileEntries
 from paddle_reshard.pipeline.formats.hybrid.experts import (
     check_experts,
     expert_axis_of,
@@ -42,12 +40,8 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
     merged_names,
     number_experts,
 )
-from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.names import (
     LORA_MODEL_STATE,
-    PIECE_INDEX,
-    parse_rank_file,
-    piece_of,
 )
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
@@ -63,7 +57,7 @@ from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
     whole_in_model_state,
 )
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
-from paddle_reshard.pipeline.formats.model_meta import ModelMeta, parse_model_meta
+from paddle_reshard.pipeline.formats.model_meta import ModelMeta
 from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import completed, lost
@@ -89,75 +83,9 @@ from paddle_reshard.pipeline.model.rules.literal import StoredJob, StoredKey, st
 from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
-from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES
 
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
-
-
-def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy | None) -> Checkpoint:
-    """Read a hybrid-parallel checkpoint, also with weights in safetensors files next to hybrid optimizer states.
-
-    Raises
-    ------
-    CheckpointError, PlanError
-        Naming the file, the tensor and the two values, if the checkpoint is incomplete or inconsistent, or cannot be
-        interpreted exactly.
-    """
-    sizes = files.sizes
-    ranks = {path: size for path, size in sizes.items() if parse_rank_file(path) is not None}
-    _refuse_unknown_tensor_files(files, ranks)
-    meta = parse_model_meta(files.json(MODEL_META)) if MODEL_META in sizes else None
-    roots = files.index_anywhere(index_rank_file, files.store, ranks)
-    own_index = _check_pieces(files, roots)
-    if files.safetensors:
-        from paddle_reshard.pipeline.formats.hybrid.safetensors_weights import read_weights_and_states
-
-        return read_weights_and_states(files, roots, meta, tables, missing)
-    checkpoint = read_hybrid(sizes, roots, meta, files.config(), tables, missing, files.adapter())
-    return replace(checkpoint, own_files=checkpoint.own_files | own_index)
-
-
-def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> None:
-    """Refuse files that could hold tensors and have an unknown name, and folders without files of tensors."""
-    if unknown := [path for path in files.pickles if path not in ranks]:
-        path = next((path for path in unknown if not is_of_optimizer(path)), unknown[0])
-        error = CheckpointError(f"{path}: unknown name of a tensor file in a hybrid-parallel checkpoint")
-        raise of_optimizer(error) if is_of_optimizer(path) else error
-    if not ranks:
-        raise CheckpointError(
-            f"{files.store.location}: no checkpoint found: no model_state or optimizer file, no .metadata, no "
-            ".safetensors"
-        )
-
-
-def _check_pieces(files: SourceFiles, roots: Mapping[str, FileEntries]) -> set[str]:
-    """Check that the pieces of a model are all there, each with the keys of the index; the index, if there is one."""
-    pieces = {path: piece for path in sorted(roots) if (piece := piece_of(path)) is not None}
-    if not pieces:
-        return set()
-    counts = {count for _, count in pieces.values()}
-    wanted = {(number, count) for count in counts for number in range(1, min(count, MAX_TARGET_FILES) + 1)}
-    if lacking := sorted(wanted - {*pieces.values()}):
-        number, count = lacking[0]
-        raise CheckpointError(
-            f"model_state-{number:05d}-of-{count:05d}.pdparams is missing: {min(pieces)} is one of {max(counts)} pieces"
-        )
-    held: dict[str, str] = {}
-    for path in pieces:
-        for key in roots[path].names():
-            if key == STRUCTURED_NAMES:
-                continue
-            if key in held:
-                raise CoverageError(key, "two files hold it", (held[key], path))
-            held[key] = path
-    index = files.weight_index(PIECE_INDEX)
-    if index is None:
-        return set()
-    if odd := sorted(key for key in {*held, *index.weight_map} if held.get(key) != index.weight_map.get(key)):
-        says, does = (where.get(odd[0], "no file") for where in (index.weight_map, held))
-        raise CoverageError(odd[0], f"{PIECE_INDEX} says that {says} holds it, but {does} does")
-    return {PIECE_INDEX}
 
 
 def read_hybrid(
@@ -166,10 +94,10 @@ def read_hybrid(
     meta: ModelMeta | None,
     config: Config,
     tables: RuleTables,
-    missing: MissingPolicy | None = None,
+    missing: MissingPolicy,
     adapter: Adapter | None = None,
 ) -> Checkpoint:
-    """Interpret a checkpoint from the metadata of its files, as :func:`index_hybrid`.
+    """Interpret a checkpoint from the metadata of its files, as :func:`~.hybrid.index.index_hybrid`.
 
     Parameters
     ----------
@@ -180,19 +108,18 @@ def read_hybrid(
     meta
         Contents of ``model_meta.json``, if it exists; ``adapter`` is the same of ``lora_config.json``.
     missing
-        How to treat tensors that no file holds; by default they are an error.
+        How to treat tensors that no file holds.
     """
     ranks = sort_ranks(paths, roots, meta, tables, config)
     files = [File(path, paths[path]) for path in sorted(roots)]
     del roots  # frees the names of all arrays, unless the caller keeps them
     source = _Source(ranks, _choose_table_and_rename(ranks, tables, config), config)
     strategy = source.strategy()
-    policy = missing or MissingPolicy()
-    stored = source.model(adapter, policy)
+    stored = source.model(adapter, missing)
     check_experts(ranks, source.expert_axis, stored.tensors, expert_count(source.table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
-    builder = _HybridCatalogBuilder(source, stored, strategy, files, policy)
+    builder = _HybridCatalogBuilder(source, stored, strategy, files, missing)
     catalog = builder.catalog()
     check_catalog(catalog)
     tensors = tuple(replace(tensor, missing=tensor.key in builder.missing) for tensor in stored.tensors)

@@ -7,8 +7,9 @@ padding. Names, order of keys and padding are those of the trainer.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
@@ -22,11 +23,12 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, Rule
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
-from paddle_reshard.pipeline.formats.hybrid.format import HYBRID, HYBRID_PLAIN
+from paddle_reshard.pipeline.formats.hybrid import HYBRID, HYBRID_PLAIN
 from paddle_reshard.pipeline.formats.hybrid.writer import HybridWriter
 from paddle_reshard.pipeline.formats.jobs.checks import check_job
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
+from paddle_reshard.pipeline.formats.jobs.request import JobRequest
 from paddle_reshard.pipeline.model.model import AUTOMATIC, Model
 
 
@@ -175,3 +177,23 @@ def layout_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> TargetFiles:
     """Lay out all tensor files of the target, and ``model_meta.json``; what :func:`check_hybrid` refuses is refused."""
     check_hybrid(checkpoint, target)
     return HybridWriter(checkpoint, target).layout()
+
+
+@dataclass(frozen=True)
+class HybridRequest(JobRequest):
+    """A requested hybrid-parallel target."""
+
+    of_average: ClassVar[bool] = False
+    of_stored_parameters: ClassVar[bool] = False
+
+    sharded_saving: bool = True
+    """Whether it may have ``model_meta.json``."""
+
+    @property
+    def format(self) -> str:
+        """Name of the format: with or without ``model_meta.json``."""
+        return HYBRID if self.sharded_saving else HYBRID_PLAIN
+
+    def target_for(self, source: Checkpoint) -> HybridTarget:
+        """The target; settings not requested come from the source or the trainer's defaults."""
+        return self.job_for(source, partial(HybridTarget, sharded_saving=self.sharded_saving))

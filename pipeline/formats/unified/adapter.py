@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import PARAM
 from paddle_reshard.pipeline.formats.reading import TensorCollector
-from paddle_reshard.pipeline.formats.unified.format import UNIFIED
+from paddle_reshard.pipeline.formats.unified import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import ADAPTER
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.lora_config import Adapter

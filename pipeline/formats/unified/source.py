@@ -57,8 +57,8 @@ from paddle_reshard.pipeline.formats.sharding import (
     padded_elements,
     read_buffers,
 )
+from paddle_reshard.pipeline.formats.unified import UNIFIED
 from paddle_reshard.pipeline.formats.unified.adapter import index_adapter
-from paddle_reshard.pipeline.formats.unified.format import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
     KINDS,
     MASTER_WEIGHTS,

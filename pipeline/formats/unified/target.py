@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.formats.unified.format import FORMAT, UNIFIED
+from paddle_reshard.pipeline.formats.unified import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
     MASTER_WEIGHTS,
     MODEL,
@@ -72,15 +72,35 @@ class UnifiedTarget(SettledTarget):
         sidecars = plan_sidecars(listing, wanted, Topology(dp=self.files))
         schedule = schedule_file(listing.paths, wanted)
         topology, table = source.job.topology, wanted.model.table
-        lost = (
-            FORMAT.lost_to_tp(table.family, table.library, table.recipe)
-            if topology is not None and topology.tp > 1
-            else ""
-        )
+        cut = topology is not None and topology.tp > 1
+        lost = lost_to_tp(table.family, table.library, table.recipe) if cut else ""
         remarks = (lost,) if lost else ()
         return LaidOut(
             source.catalog, layout_unified(wanted, self), sidecars.with_written(schedule), remarks=remarks
         )
+
+
+_CUT_BY_CLASS = frozenset({"ernie4_5_moe_vl"})
+"""Families of PaddleFormers whose class says how tp cuts its tensors."""
+
+
+def lost_to_tp(family: str, library: str, recipe: str) -> str:
+    """Why a job with tensor parallelism cannot read it: PaddleFormers' loader asks the class how to cut.
+
+    (1.2.0 ``trainer/unified_checkpoint/load_local.py:117``.) Of the models that it trains only those of its recipes and
+    ERNIE's vision models answer (``transformers/conversion_utils.py:1399``,
+    ``transformers/ernie4_5_moe_vl/model/modeling_moe.py``).
+
+    >>> [bool(lost_to_tp(family, "paddleformers", "")) for family in ("qwen3", "ernie4_5_moe_vl")]
+    [True, False]
+    """
+    if library != "paddleformers" or recipe or family in _CUT_BY_CLASS:
+        return ""
+    return (
+        "PaddleFormers 1.2 reads no unified checkpoint under tensor parallelism: its loader stops with "
+        "NotImplementedError, as this class has no _get_tensor_parallel_mappings; such a job needs --format "
+        "hybrid or flex"
+    )
 
 
 _Entry = tuple[str, int]
