@@ -1,7 +1,7 @@
 """Start every model family on every axis that its rule table offers, in the real trainer, from our conversions.
 
 ``python -m tests.parity.families [family | family:axis ...]``; the README beside this file says what it proves, and
-``--report`` writes the table of ``docs/families.md`` from the results.
+``--report`` writes the table of ``tests/parity/families.md`` from the results.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.parity.lab import PARITY, REPO, LabError, open_lab, say
 from tests.parity.run import EP2, FLEX, PP2, SHARDED_FILES, SHARDING2, TP2, V1, V2, Row, alone, check
 
 RESULTS = PARITY / "families"
-DOCUMENT = REPO / "docs" / "families.md"
+DOCUMENT = REPO / "tests" / "parity" / "families.md"
 MARK = "<!-- started -->"
 SOURCES = {
     "deepseek_v3": "moe/dsv3_single",
@@ -148,7 +148,7 @@ def _cell(name: str, has_row: bool) -> str:
 
 
 def write_report() -> None:
-    """Write the table into ``docs/families.md``."""
+    """Write the table into ``tests/parity/families.md``."""
     text = DOCUMENT.read_text("utf-8")
     begin, _, rest = text.partition(MARK)
     _, end, after = rest.partition("<!-- end -->")

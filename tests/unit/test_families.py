@@ -36,7 +36,7 @@ NOT_STARTED = {("qwen3_next", "ep")}
 
 
 def test_every_axis_that_is_listed_was_started_in_the_real_trainer() -> None:
-    text = (REPO / "docs/families.md").read_text("utf-8").partition("<!-- started -->")[2]
+    text = (REPO / "tests/parity/families.md").read_text("utf-8").partition("<!-- started -->")[2]
     lines = [line.strip("| ").split(" | ") for line in text.partition("\n\n")[0].split("\n") if line]
     header, _, *rows = lines
     started = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
