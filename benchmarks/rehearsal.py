@@ -49,7 +49,7 @@ from paddle_reshard.pipeline.formats.targets import lay_out
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning.settings import PlanSizes
-from paddle_reshard.pipeline.request.parse import RunSettings, read_options, read_request
+from paddle_reshard.pipeline.request.parse import ConversionRequest, parse_request
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
@@ -133,7 +133,7 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     checkpoint = index_checkpoint(source.literals, shipped_tables(), index_files=index_here)
     clock.stop("index")
     clock.start("plan")
-    request = read_request(("nowhere",), (), read_options(OPTIONS), SIZES)  # type: ignore[arg-type]
+    request = replace(parse_request(OPTIONS), sizes=SIZES)  # type: ignore[arg-type]
     conversion = plan_checkpoint(Altered.of(source, checkpoint), request)
     plan = conversion.plan
     plan.plan_id  # noqa: B018 -- computed once, and part of planning
@@ -161,8 +161,8 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
                 os.kill(os.getpid(), signal.SIGKILL)
 
     engine: Any = InlineEngine() if not workers else RayEngine(workers=workers, memory_bytes=1 << 30)
-    settings = RunSettings(resume=target.resume, no_space_check=True)
-    report = run_conversion(conversion, Outputs([target]), engine, observe, settings, index_here)
+    running = ConversionRequest(options={"no_space_check": True}, resume=target.resume)
+    report = run_conversion(conversion, Outputs([target]), engine, observe, running, index_here)
     manifest_bytes = (target.root / MANIFEST).read_bytes()
     clock.start("verify a sample")
     sampled = verify_sample(manifest_bytes, written)

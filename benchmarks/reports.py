@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.describe import describe_plan, picture_of
 from paddle_reshard.pipeline.report.html_report import HtmlReport
 from paddle_reshard.pipeline.report.writing import save_report
-from paddle_reshard.pipeline.request.parse import read_options, read_request
+from paddle_reshard.pipeline.request.parse import parse_request
 from tests.conftest import REPO, case_directory
 
 PICTURES = REPO / "docs" / "pictures"
@@ -119,7 +119,7 @@ def opening_ms(browser: Any, page: Path) -> float:
 def large(path: Path) -> None:
     source = job(tp=8, pp=4, sharding=64)
     store = EmptySource(files_of(MOE_671B, source), json.dumps(MOE_671B.config).encode())
-    request = read_request(("nowhere",), (), read_options({"to": "tp=4,pp=4,sharding=32"}))
+    request = parse_request({"to": "tp=4,pp=4,sharding=32"})
     planned = _timed(
         "plan", lambda: plan_checkpoint(Altered.of(store, catalog_of(MOE_671B, source)), request)
     )

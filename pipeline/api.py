@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.request.options import (
     Targets,
     takes,
 )
-from paddle_reshard.pipeline.request.parse import locations_of, read_settings
+from paddle_reshard.pipeline.request.parse import locations_of, parse_request
 from paddle_reshard.storage.locate import Access, StorageOptions, open_target
 from paddle_reshard.storage.store import Permission
 
@@ -91,9 +91,8 @@ def plan(
                 "cards lists topologies, and a target is for one of them; use only one of the two"
             )
         return plan_cards(source, cards, options, observe)
-    settings = read_settings(options, target)
-    settings = replace(settings, run=replace(settings.run, resume=resume))
-    return plan_with(source, locations_of(target), settings, observe)
+    request = replace(parse_request(options, target), resume=resume)
+    return plan_with(locations_of((source,), target, request), request, observe)
 
 
 @takes(ConvertOptions)
@@ -126,7 +125,8 @@ def convert(
     FinishedError
         If ``resume`` is given without a request, and the targets are finished already.
     """
-    return convert_with(source, locations_of(target), read_settings(options, target), observe)
+    request = parse_request(options, target)
+    return convert_with(locations_of((source,), target, request), request, observe)
 
 
 @checked

@@ -17,12 +17,12 @@ from paddle_reshard.pipeline.convert.conversion import (
     run_request,
 )
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.convert.series import read_average, read_series, weigh
+from paddle_reshard.pipeline.convert.series import of_average, read_series, weigh
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.examine.reading import Reader
 from paddle_reshard.pipeline.examine.verify import Scope, VerifyReport, verify_with
 from paddle_reshard.pipeline.planning.settings import PlanSizes
-from paddle_reshard.pipeline.request.parse import ConversionSettings, locations_of, read_settings
+from paddle_reshard.pipeline.request.parse import ConversionRequest, Locations, locations_of, parse_request
 from paddle_reshard.tasks.index import index_here
 
 Place = str | Path
@@ -34,30 +34,34 @@ class Sized:
 
     sizes: PlanSizes
 
-    def settings(self, target: Any, options: Any) -> ConversionSettings:
+    def request(self, options: Any, target: Any = None) -> ConversionRequest:
         """Options of ``convert`` as a value."""
-        return replace(read_settings(options, target), sizes=self.sizes)
+        return replace(parse_request(options, target), sizes=self.sizes)
 
     def plan(self, source: Place, target: Any = None, **options: Any) -> ConversionPlan:
-        return plan_with(source, locations_of(target), self.settings(target, options))
+        request = self.request(options, target)
+        return plan_with(locations_of((source,), target, request), request)
 
     def convert(
         self, source: Place, target: Any, *, observe: Observer = ignore_events, **options: Any
     ) -> ConversionReport:
-        return convert_with(source, locations_of(target), self.settings(target, options), observe)
+        request = self.request(options, target)
+        return convert_with(locations_of((source,), target, request), request, observe)
 
     def average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionReport:
         how, rest = _weighting(options)
-        settings = self.settings(target, rest)
-        request = read_average(sources, locations_of(target), settings)
-        return run_request(request, settings.run, read=partial(read_series, weigh(len(sources), **how)))
+        request = of_average(self.request(rest, target))
+        return run_request(
+            locations_of(sources, target, request),
+            request,
+            read=partial(read_series, weigh(len(sources), **how)),
+        )
 
     def plan_average(self, sources: Sequence[Place], target: Any, **options: Any) -> ConversionPlan:
         how, rest = _weighting(options)
-        settings = self.settings(target, rest)
-        request = read_average(sources, locations_of(target), settings)
+        request = of_average(self.request(rest, target))
         read = partial(read_series, weigh(len(sources), **how))
-        return plan_request(request, settings.run, index_here, read=read)
+        return plan_request(locations_of(sources, target, request), request, index_here, read=read)
 
     def verify(
         self,
@@ -88,7 +92,7 @@ def size_commands(group_bytes: int) -> None:
     """Let the commands of this process convert in groups of ``group_bytes``."""
     sizes = in_groups(group_bytes).sizes
 
-    def sized(source: Any, locations: Any, settings: ConversionSettings, *further: Any) -> ConversionReport:
-        return convert_with(source, locations, replace(settings, sizes=sizes), *further)
+    def sized(locations: Locations, request: ConversionRequest, *further: Any) -> ConversionReport:
+        return convert_with(locations, replace(request, sizes=sizes), *further)
 
     conversion.convert_with = sized

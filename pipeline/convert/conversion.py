@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,20 +54,14 @@ from paddle_reshard.pipeline.core.shown import (
     readable_seconds,
 )
 from paddle_reshard.pipeline.core.topology import sharding_in_words
-from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.occupant import checkpoint_in_words, states_held
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import flag_of
 from paddle_reshard.pipeline.request.parse import (
-    Asked,
     ConversionRequest,
-    ConversionSettings,
     Locations,
-    RunSettings,
-    read_locations,
-    read_request,
 )
 from paddle_reshard.pipeline.request.record import completed, record_of
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
@@ -130,15 +124,15 @@ class ConversionReport(Shown):
         return facts
 
 
-def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
-    """Index the source of a request, and apply what alters it.
+def read_source(locations: Locations, request: ConversionRequest, index_files: IndexFiles) -> Altered:
+    """Index the source of a conversion, and apply what alters it.
 
     Raises
     ------
     ReshardError
         If it is incomplete or inconsistent, or the options do not fit it.
     """
-    access = request.locations.reading
+    access = locations.reading
     changes = OpenChanges.open(request.changes, access)
     library = next(
         (asked.library for asked in request.changes if isinstance(asked, Rewrite | ToConvention)), None
@@ -152,16 +146,16 @@ def read_source(request: ConversionRequest, index_files: IndexFiles) -> Altered:
         ),
         index_files,
     )
-    return changes.index(open_checkpoint(request.locations.sources[0], access), reading)
+    return changes.index(open_checkpoint(locations.sources[0], access), reading)
 
 
-ReadSource = Callable[[ConversionRequest, IndexFiles], Altered]
-"""Reads the sources of a request as one checkpoint, and applies what alters it."""
+ReadSource = Callable[[Locations, ConversionRequest, IndexFiles], Altered]
+"""Reads the sources of a conversion as one checkpoint, and applies what alters it."""
 
 
 def plan_request(
+    locations: Locations,
     request: ConversionRequest,
-    settings: RunSettings,
     index_files: IndexFiles,
     in_process: bool = False,
     outputs: Outputs | None = None,
@@ -169,44 +163,46 @@ def plan_request(
 ) -> ConversionPlan:
     """Read the source, lay out the targets and plan the conversion; nothing is moved.
 
-    ``outputs`` are the targets of the request, if they are open already.
+    ``outputs`` are the targets, if they are open already.
     """
-    locations = request.locations
+    request.check()
     if outputs is None and locations.targets:
-        outputs = open_targets(locations, settings)
-    altered = read(request, index_files)
+        outputs = open_targets(locations, request)
+    altered = read(locations, request, index_files)
     if outputs is None:
         return plan_checkpoint(altered, request)
     everywhere = (*locations.sources, *locations.targets, *locations.brought)
     spare = spare_bytes(all(map(is_local, everywhere)))
     limits = outputs.limits(altered.store)
     planned = plan_checkpoint(altered, request, limits, spare if in_process else None)
-    check_targets(planned, outputs, settings.resume or settings.no_space_check)
+    check_targets(planned, outputs, request.resume or request.no_space_check)
     same_values = len(locations.sources) == 1 and all(change.keeps_values for change in request.changes)
     return replace(
         planned,
         target_locations=outputs.locations,
         spare_bytes=spare,
         same_values=same_values,
-        losing=tuple(_losing(planned, locations)),
+        losing=tuple(_losing(planned, locations, request)),
     )
 
 
-def _losing(planned: ConversionPlan, locations: Locations) -> Iterator[tuple[str, ...]]:
+def _losing(
+    planned: ConversionPlan, locations: Locations, request: ConversionRequest
+) -> Iterator[tuple[str, ...]]:
     """The states of what each target replaces that the new one will not hold."""
     for location, target in zip(locations.targets, planned.targets, strict=True):
-        held = states_held(location, locations.writing) if locations.overwrite else frozenset()
+        held = states_held(location, locations.writing) if request.overwrite else frozenset()
         yield tuple(sorted(held - target.states)) if held else ()
 
 
-def open_targets(locations: Locations, settings: RunSettings) -> Outputs:
+def open_targets(locations: Locations, request: ConversionRequest) -> Outputs:
     """Open all targets; a location that is already in use is refused before anything is read."""
     for number, location in enumerate(locations.targets):
         for read in (*locations.sources, *locations.brought):
             check_apart(read, location)
         for earlier in locations.targets[:number]:
             check_targets_apart(earlier, location)
-    permission = Permission(locations.overwrite, settings.resume, settings.take_over)
+    permission = Permission(request.overwrite, request.resume, request.take_over)
     try:
         with _naming_occupants(locations):
             return Outputs([open_target(at, locations.writing, permission) for at in locations.targets])
@@ -224,12 +220,12 @@ def _naming_occupants(locations: Locations) -> Iterator[None]:
     except OccupiedError as error:
         there = comparable_path(error.location)
         at = next((at for at in locations.targets if comparable_path(at) == there), None)
-        found = "" if at is None else checkpoint_in_words(at, locations.writing)
-        raise OccupiedError(error.location, error.held, error.overwrite, found) from None
+        occupant = "" if at is None else checkpoint_in_words(at, locations.writing)
+        raise OccupiedError(error.location, error.held, error.overwrite, occupant) from None
 
 
-def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: RunSettings) -> Asked:
-    """The options, completed with the original ones of an interrupted conversion.
+def resumed(locations: Locations, request: ConversionRequest) -> ConversionRequest:
+    """The request, completed with the original options of an interrupted conversion.
 
     Raises
     ------
@@ -238,40 +234,39 @@ def resumed(source: PathLike, targets: Sequence[str], asked: Asked, settings: Ru
     OccupiedError
         If nothing tells what to do, and a checkpoint lies at a target that this package did not write.
     """
-    locations = read_locations((source,), targets, asked)
-    outputs = open_targets(locations, settings)
+    outputs = open_targets(locations, request)
     for store in outputs.targets.values():
         if (session := store.unfinished) is None:
             continue
         if session.request is not None:
-            return completed(asked, session.request, store.location)
-        if not asked.is_complete:
+            return completed(request, session.request, store.location)
+        if not request.is_complete:
             raise UsageError(
                 f"{store.location}: the options of the unfinished conversion here are not on record; give them "
                 f"again, or run {shlex.join(['paddle-reshard', 'clean', store.location])}"
             )
-        return asked
-    if asked.is_complete:
-        return asked
+        return request
+    if request.is_complete:
+        return request
     for at in locations.targets:
-        if found := checkpoint_in_words(at, locations.writing):
-            raise OccupiedError(at, "", checkpoint=found)
-    if of_outcome := asked.of_outcome:
+        if occupant := checkpoint_in_words(at, locations.writing):
+            raise OccupiedError(at, "", checkpoint=occupant)
+    if of_outcome := request.of_outcome:
         raise UsageError(
             f"{outputs.location}: nothing to resume here that {', '.join(map(flag_of, of_outcome))} could belong to; "
             "for another conversion give --to or --format too"
         )
     source_store = open_checkpoint(locations.sources[0], locations.reading)
     for store in outputs.targets.values():
-        if not check_finished(store, source_store, settings.verify):
+        if not check_finished(store, source_store, request.verify):
             raise UsageError(f"{store.location}: nothing to resume here; give --to or --format")
     raise FinishedError(f"{outputs.location}: already finished, and matches its manifest; nothing to do")
 
 
-def engine_of(settings: RunSettings, budget_bytes: int) -> Engine:
-    """What runs the groups of a conversion; refused if these settings contradict, or Ray is not installed."""
+def engine_of(request: ConversionRequest) -> Engine:
+    """What runs the groups of a conversion; refused if options of it contradict, or Ray is not installed."""
     return choose_engine(
-        settings.cluster, settings.workers, budget_bytes, settings.device, settings.label_selector
+        request.cluster, request.workers, request.budget_bytes, request.device, request.label_selector
     )
 
 
@@ -284,27 +279,28 @@ def _as_planned(conversion: ConversionPlan) -> None:
 
 
 def run_request(
+    locations: Locations,
     request: ConversionRequest,
-    settings: RunSettings,
     asked: Mapping[str, Any] | None = None,
     observe: Observer = ignore_events,
     read: ReadSource = read_source,
     approve: Approve = _as_planned,
 ) -> ConversionReport:
     """Plan a conversion and run it; ``asked`` is what its manifests state of the request."""
-    engine = engine_of(settings, request.planning.budget_bytes).observed(observe)
-    if settings.expected_plan is not None:
+    request.check()
+    engine = engine_of(request).observed(observe)
+    if request.expected_plan is not None:
         from paddle_reshard.pipeline.convert.plan_file import (
             check_is_saved,
         )  # says at once if it cannot read any
     started = time.monotonic()
     earlier_retries, index_files = count_retries(), engine.indexing(observe)
     observe(StepStarted("plan"))
-    outputs = open_targets(request.locations, settings)
-    conversion = plan_request(request, settings, index_files, engine.in_process, outputs, read)
+    outputs = open_targets(locations, request)
+    conversion = plan_request(locations, request, index_files, engine.in_process, outputs, read)
     plan, conversion = conversion.plan, replace(conversion, asked=asked)
-    if settings.expected_plan is not None:
-        check_is_saved(plan, settings.expected_plan)
+    if request.expected_plan is not None:
+        check_is_saved(plan, request.expected_plan)
     observe(StepEnded("plan", _in_short(conversion)))
     approve(conversion)
     observe(Planned(conversion))
@@ -312,8 +308,8 @@ def run_request(
         len(plan.tensors), conversion.pieces, plan.peak_bytes, conversion.spare_bytes
     )
     try:
-        with _naming_occupants(request.locations):
-            moved = run_conversion(conversion, outputs, engine, observe, settings, index_files)
+        with _naming_occupants(locations):
+            moved = run_conversion(conversion, outputs, engine, observe, request, index_files)
     except DriftError as error:
         if (lost := about_head(conversion.source, error.tensor)) is not None:
             raise CheckpointError(f"{lost}. {error.path_a} and {error.path_b} differ") from error
@@ -335,27 +331,20 @@ def _in_short(conversion: ConversionPlan) -> str:
 
 
 def convert_with(
-    source: PathLike,
-    targets: Sequence[str],
-    settings: ConversionSettings,
+    locations: Locations,
+    request: ConversionRequest,
     observe: Observer = ignore_events,
     approve: Approve = _as_planned,
 ) -> ConversionReport:
-    """:func:`paddle_reshard.convert` to these locations, with its options as a value."""
-    asked = settings.asked
-    if settings.run.resume:
-        asked = resumed(source, targets, asked, settings.run)
-    request = read_request((source,), targets, asked, settings.sizes)
-    return run_request(request, settings.run, record_of(asked), observe, approve=approve)
+    """:func:`paddle_reshard.convert`, of a request."""
+    if request.resume:
+        request = resumed(locations, request)
+    return run_request(locations, request, record_of(request), observe, approve=approve)
 
 
 def plan_with(
-    source: PathLike,
-    targets: Sequence[str],
-    settings: ConversionSettings,
-    observe: Observer = ignore_events,
+    locations: Locations, request: ConversionRequest, observe: Observer = ignore_events
 ) -> ConversionPlan:
-    """:func:`paddle_reshard.plan` for these locations, or none, with its options as a value."""
-    request = read_request((source,), targets, settings.asked, settings.sizes)
-    planned = plan_request(request, settings.run, partial(index_here, observe=observe))
-    return replace(planned, asked=record_of(settings.asked))
+    """:func:`paddle_reshard.plan`, of a request."""
+    planned = plan_request(locations, request, partial(index_here, observe=observe))
+    return replace(planned, asked=record_of(request))

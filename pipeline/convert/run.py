@@ -32,7 +32,7 @@ from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import Works
-from paddle_reshard.pipeline.request.parse import RunSettings
+from paddle_reshard.pipeline.request.parse import ConversionRequest
 from paddle_reshard.pipeline.request.record import session_record
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.outputs import Outputs
@@ -137,7 +137,7 @@ def run_conversion(
     outputs: Outputs,
     engine: Engine,
     observe: Observer,
-    settings: RunSettings = RunSettings(),
+    request: ConversionRequest = ConversionRequest(),
     index_files: IndexFiles = index_here,
 ) -> MoveReport:
     """Move, verify and publish all targets.
@@ -148,8 +148,8 @@ def run_conversion(
     compared with its checksum.
     """
     check_optimizer(conversion.store, conversion.source)
-    report = _run(conversion, outputs, engine, observe, settings, index_files)
-    if settings.verify:
+    report = _run(conversion, outputs, engine, observe, request, index_files)
+    if request.verify:
         observe(StepStarted("read back"))
         for target in outputs.targets.values():
             _check_published(target, in_full=True, observe=observe)
@@ -162,18 +162,18 @@ def _run(
     outputs: Outputs,
     engine: Engine,
     observe: Observer,
-    settings: RunSettings,
+    request: ConversionRequest,
     index_files: IndexFiles,
 ) -> MoveReport:
     plan = conversion.plan
-    if settings.resume:
+    if request.resume:
         described = describe_targets(conversion)
         outputs.made = {p for p, target in outputs.targets.items() if _already_made(described[p], target)}
         for prefix in sorted(outputs.made):
             _check_published(outputs.targets[prefix], in_full=False)
         if len(outputs.made) == len(described):
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups, resumed_bytes=plan.written_bytes)
-        check_targets(conversion, outputs, settings.no_space_check)
+        check_targets(conversion, outputs, request.no_space_check)
     with outputs:
         observe(StepStarted("move", plan.written_bytes, plan.groups, plan.budget_bytes))
         report, receipts, sums = _move(conversion, outputs, engine, observe)

@@ -52,13 +52,11 @@ from paddle_reshard.pipeline.request.options import (
     takes,
 )
 from paddle_reshard.pipeline.request.parse import (
-    Asked,
     ConversionRequest,
-    ConversionSettings,
+    Locations,
     Values,
     locations_of,
-    read_request,
-    read_settings,
+    parse_request,
 )
 from paddle_reshard.pipeline.request.record import record_of_average
 from paddle_reshard.storage.store import Source
@@ -292,12 +290,12 @@ def ema(
         If the checkpoints are not of one model, or cannot be converted.
     """
     refuse_foreign(options)
-    settings = read_settings(options, target)
-    request = read_average(sources, locations_of(target), settings)
+    asked = parse_request(options, target)
+    locations, request = locations_of(sources, target, asked), of_average(asked)
     weighting = weigh(len(sources), decay, weights, uniform)
     how = {"decay": decay, "weights": weights, "uniform": uniform}
-    record = record_of_average(sources, settings.asked, how)
-    return run_request(request, settings.run, record, observe, partial(read_series, weighting))
+    record = record_of_average(locations.sources, asked, how)
+    return run_request(locations, request, record, observe, partial(read_series, weighting))
 
 
 average = ema
@@ -311,19 +309,19 @@ def refuse_foreign(options: Mapping[str, Any]) -> None:
             raise UsageError(f"{flag_of(name)} does not apply to averages; use it when converting the result")
 
 
-def read_average(
-    sources: Sequence[PathLike], targets: Sequence[str], settings: ConversionSettings
-) -> ConversionRequest:
+def of_average(request: ConversionRequest) -> ConversionRequest:
     """The request for an average; options that do not apply to averages are refused."""
-    asked = settings.asked
-    of_average = Asked(tuple(map(_of_average, asked.targets)), asked.shared)
-    return read_request(sources, targets, of_average, settings.sizes)
+    request = replace(request, target_options=tuple(map(_of_average, request.target_options)))
+    request.check()
+    return request
 
 
-def read_series(weighting: Weighting, request: ConversionRequest, index_files: IndexFiles) -> Altered:
-    """Index the sources of a request, and apply what alters their average."""
-    access = request.locations.reading
-    stores = [open_checkpoint(source, access) for source in request.locations.sources]
+def read_series(
+    weighting: Weighting, locations: Locations, request: ConversionRequest, index_files: IndexFiles
+) -> Altered:
+    """Index the sources of an average, and apply what alters their average."""
+    access = locations.reading
+    stores = [open_checkpoint(source, access) for source in locations.sources]
     missing = MissingPolicy(allowed=request.allow_missing)
     reading = Reading(load_tables(request.rules), load_config(request.config), missing, index_files)
     check_one_model(stores)

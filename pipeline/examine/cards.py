@@ -44,7 +44,13 @@ from paddle_reshard.pipeline.formats.targets import outline, starts_anew
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
 from paddle_reshard.pipeline.planning.simulate import least_seconds
 from paddle_reshard.pipeline.request.options import ConversionOptions, Decides, Kind, declarations, flag_of
-from paddle_reshard.pipeline.request.parse import Asked, Values, read_options, read_request, read_target
+from paddle_reshard.pipeline.request.parse import (
+    ConversionRequest,
+    Values,
+    locations_of,
+    parse_request,
+    read_target,
+)
 from paddle_reshard.tasks.index import index_here
 
 TARGET = "TARGET"
@@ -273,12 +279,14 @@ def plan_cards(
     """:func:`paddle_reshard.plan` for a number of cards; a :class:`PlanError` if no topology is possible."""
     format = options.get("format") or DEFAULT
     _check(cards, format, options)
-    asked = read_options({**options, "to": Topology(dp=cards)})
-    request = read_request((source,), (), asked)
-    altered = read_source(request, partial(index_here, observe=observe))
+    request = parse_request({**options, "to": Topology(dp=cards)})
+    request.check()
+    altered = read_source(
+        locations_of((source,), None, request), request, partial(index_here, observe=observe)
+    )
     store, checkpoint = altered.store, altered.source
     checkpoint.model.table.check_format(format, checkpoint.model.config)
-    offer = _Offer(altered, asked)
+    offer = _Offer(altered, request)
     alternatives, refused = [], []
     for topology in _topologies(cards, checkpoint):
         try:
@@ -359,7 +367,7 @@ class _Offer:
     """A checkpoint and the options of a request, from which each topology's alternative is made."""
 
     altered: Altered
-    asked: Asked
+    request: ConversionRequest
 
     @property
     def before(self) -> Topology | None:
@@ -372,7 +380,7 @@ class _Offer:
     @property
     def options(self) -> Values:
         """The options without the topology."""
-        given = {**self.asked.targets[0], **self.asked.shared}
+        given = {**self.request.target_options[0], **self.request.options}
         return {name: value for name, value in given.items() if name != "to"}
 
     def alternative(self, topology: Topology) -> Alternative:

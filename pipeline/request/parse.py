@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,6 +45,7 @@ from paddle_reshard.pipeline.request.options import (
     ConvertOptions,
     Decides,
     Kind,
+    RunOptions,
     TargetOptions,
     Targets,
     declarations,
@@ -73,90 +75,6 @@ class Size:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The options of a conversion as values: files are read, topologies and sizes parsed, choices known."""
-
-    targets: tuple[Values, ...]
-    """The options of each target."""
-    shared: Values
-    """The options of all targets."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether a topology or a format is among them; options that are not given then have their defaults."""
-        return any(target.get("to") or target.get("format") for target in self.targets)
-
-    @property
-    def of_outcome(self) -> list[str]:
-        """The given options that decide what is made."""
-        given = {
-            name for values in (*self.targets, self.shared) for name in values if values[name] is not None
-        }
-        deciding = (Decides.OUTCOME, Decides.LOCATION)
-        return [
-            name for name, option in declarations().items() if name in given and option.decides in deciding
-        ]
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory budget of each worker."""
-        memory: Size | None = self.shared.get("memory")
-        return parse_memory(DEFAULT_MEMORY) if memory is None else memory.nbytes
-
-    def with_shared(self, **values: Any) -> Asked:
-        """The same with other values of options of all targets."""
-        return replace(self, shared={**self.shared, **values})
-
-    def check_targets(self) -> None:
-        """Refuse options that do not apply to the format of their target.
-
-        Raises
-        ------
-        UsageError
-        """
-        for target in self.targets:
-            check_options(target.get("format") or DEFAULT, target)
-
-
-def read_options(options: ConversionOptions, target: Targets | None = None, resume: bool = False) -> Asked:
-    """Parse the options of a conversion. Nothing else looks at what a user wrote.
-
-    With ``resume``, options that describe no target may be completed by a session.
-
-    Raises
-    ------
-    UsageError
-        If an option is invalid, or does not apply to its target.
-    """
-    of_targets: Collection[Mapping[str, Any]] = [options]
-    if isinstance(target, Mapping):
-        for own in target.values():
-            if not isinstance(own, Mapping):
-                raise UsageError(f"target: the options of a location are a mapping, not {type(own).__name__}")
-            check_given(own, TargetOptions)
-        if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
-            raise UsageError(
-                f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
-            )
-        if not target:
-            raise UsageError("no target given")
-        of_targets = target.values()
-    asked = Asked(
-        tuple(_values(of_target, TARGET_OPTIONS) for of_target in of_targets),
-        _values(options, SHARED_OPTIONS),
-    )
-    if asked.is_complete or not resume:
-        asked.check_targets()
-    return asked
-
-
-def locations_of(target: Targets | None) -> tuple[str, ...]:
-    """The locations of all targets."""
-    targets = () if target is None else tuple(target) if isinstance(target, Mapping) else (target,)
-    return tuple(os.fspath(location) for location in targets)
 
 
 def _values(options: Mapping[str, Any], names: Sequence[str]) -> Values:
@@ -237,47 +155,146 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Locations:
-    """The paths and URLs of a conversion, and how to access them."""
-
-    sources: tuple[str, ...]
-    targets: tuple[str, ...]
-    """Empty if the conversion is only planned."""
-    brought: tuple[str, ...]
-    """What changes read besides the sources."""
-    reading: Access
-    """Access to everything that is read."""
-    writing: Access
-    """Access to the targets."""
-    overwrite: bool
-
-
-@dataclass(frozen=True)
 class ConversionRequest:
-    """A requested conversion, with every value parsed and in range."""
+    """What is asked of a conversion, wherever it reads and writes: files are read, sizes and topologies parsed.
 
-    target_requests: tuple[Request, ...]
-    """The request for each target."""
-    locations: Locations
-    changes: tuple[Change, ...]
-    """What alters the checkpoint, in order."""
-    rules: GivenFile | None
-    config: GivenFile | None
-    allow_missing: tuple[str, ...]
-    """Patterns of keys."""
-    planning: PlanSettings
-    fingerprint: str
-    check_in_full: bool
-    ranks: tuple[int, ...] = ()
-    """Global ranks of the target's job whose files are made, in order; empty: all files."""
+    An option that is not given has no value here, since the session of an interrupted conversion may have it.
+    """
 
-    def __post_init__(self) -> None:
+    target_options: tuple[Values, ...] = ()
+    """The options of each target."""
+    options: Values = field(default_factory=dict)
+    """The options that all targets share."""
+
+    cluster: str = "inline"
+    workers: int | None = None
+    label_selector: tuple[str, ...] = ()
+    device: str = DEVICES[0]
+    resume: bool = False
+    """Whether to continue an unfinished conversion, if there is one."""
+    take_over: bool = False
+    """Whether to continue it even if its process, on another machine, may still be running."""
+    expected_plan: Path | None = None
+    """File with the only plan that may be run."""
+    verify: bool = False
+    """Whether to finally read every byte of the targets."""
+    sizes: PlanSizes = PlanSizes()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a topology or a format is among the options; those that are not given then have their defaults."""
+        return any(target.get("to") or target.get("format") for target in self.target_options)
+
+    @property
+    def of_outcome(self) -> list[str]:
+        """The given options that decide what is made."""
+        of_all = (*self.target_options, self.options)
+        given = {name for values in of_all for name in values if values[name] is not None}
+        return [name for name, option in declarations().items() if name in given and option.changes_bytes]
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether a finished conversion at a target is replaced."""
+        return bool(self.options.get("overwrite"))
+
+    @property
+    def no_space_check(self) -> bool:
+        """Whether a target's disk may report less free space than it needs."""
+        return bool(self.options.get("no_space_check"))
+
+    @property
+    def rules(self) -> GivenFile | None:
+        """Rule table of the model family, instead of the built-in ones."""
+        return self.options.get("rules")
+
+    @property
+    def config(self) -> GivenFile | None:
+        """``config.json`` of a checkpoint without one."""
+        return self.options.get("config")
+
+    @property
+    def allow_missing(self) -> tuple[str, ...]:
+        """Patterns of keys."""
+        return self.options.get("allow_missing") or ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the target's job whose files are made, in order; empty: all files."""
+        return self.options.get("ranks") or ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Which fingerprints the manifests record."""
+        return self.options.get("fingerprint") or FINGERPRINTS[0]
+
+    @property
+    def check_in_full(self) -> bool:
+        """Whether every parameter is compared with its master weight, or samples of what is not loaded."""
+        return (self.options.get("check") or CHECKS[0]) != CHECKS[0]
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory budget of each worker."""
+        memory: Size | None = self.options.get("memory")
+        return parse_memory(DEFAULT_MEMORY) if memory is None else memory.nbytes
+
+    @property
+    def planning(self) -> PlanSettings:
+        """How it is to be planned."""
+        given = self.options
+        return PlanSettings(
+            budget_bytes=self.budget_bytes,
+            compare_replicas=(given.get("replicas") or REPLICAS[0]) == REPLICAS[0],
+            allow_replica_drift=bool(given.get("allow_replica_drift")),
+            allow_master_drift=bool(given.get("allow_master_drift")),
+            allow_reread=bool(given.get("allow_reread")),
+            sums=self.fingerprint != FINGERPRINTS[0],
+            sizes=self.sizes,
+        )
+
+    @cached_property
+    def target_requests(self) -> tuple[Request, ...]:
+        """The request for each target, made by its format."""
+        return tuple(map(read_target, self.target_options))
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """What alters the checkpoint, in order."""
+        from paddle_reshard.pipeline.changes.kinds import changes_of
+        from paddle_reshard.pipeline.request.inputs import load_adapter, load_program
+
+        given = {name: value for name, value in self.options.items() if value is not None}
+        _check_together(given, self.target_requests)
+        given["lora_config"] = load_adapter(given.get("lora_config"))
+        program = load_program(given.get("aoa"))
+        if program is not None:  # the statements rename; a library only says which rule table is meant
+            given |= {"aoa": (program, given.get("convention")), "convention": None}
+        return changes_of(given, self.target_requests)
+
+    def check_targets(self) -> None:
+        """Refuse options that do not apply to the format of their target.
+
+        Raises
+        ------
+        UsageError
+        """
+        for target in self.target_options:
+            check_options(target.get("format") or DEFAULT, target)
+
+    def check(self) -> None:
+        """Refuse options that contradict each other. Until then only each option by itself has been looked at.
+
+        Raises
+        ------
+        UsageError
+        """
+        self.changes  # noqa: B018 -- those of the targets and all changes are made once, here
         if self.ranks:
             self._check_ranks()
 
     def _check_ranks(self) -> None:
         asked = f"--ranks {ranks_in_words(self.ranks)}"
-        if len(self.target_requests) > 1:
+        if len(self.target_options) > 1:
             raise UsageError(
                 f"{asked} with several targets: the ranks are those of one job; convert one by one"
             )
@@ -292,58 +309,83 @@ class ConversionRequest:
             )
 
 
-def read_request(
-    sources: Sequence[PathLike], targets: Sequence[str], asked: Asked, sizes: PlanSizes = PlanSizes()
-) -> ConversionRequest:
-    """The request that options describe, for targets at these locations; none, if it is only to be planned.
+@dataclass(frozen=True)
+class Locations:
+    """Where a conversion reads and writes, and how that is reached; never from a session, which must not decide it."""
 
-    Raises
-    ------
-    UsageError
-        If an option is invalid, or options contradict each other.
-    """
-    given = {name: value for name, value in asked.shared.items() if value is not None}
-    fingerprint = given.get("fingerprint", FINGERPRINTS[0])
-    target_requests = tuple(map(read_target, asked.targets))
-    return ConversionRequest(
-        target_requests=target_requests,
-        locations=read_locations(sources, targets, asked),
-        changes=read_changes(given, target_requests),
-        rules=given.get("rules"),
-        config=given.get("config"),
-        allow_missing=given.get("allow_missing", ()),
-        planning=PlanSettings(
-            budget_bytes=asked.budget_bytes,
-            compare_replicas=given.get("replicas", REPLICAS[0]) == REPLICAS[0],
-            allow_replica_drift=bool(given.get("allow_replica_drift")),
-            allow_master_drift=bool(given.get("allow_master_drift")),
-            allow_reread=bool(given.get("allow_reread")),
-            sums=fingerprint != FINGERPRINTS[0],
-            sizes=sizes,
-        ),
-        fingerprint=fingerprint,
-        check_in_full=given.get("check", CHECKS[0]) != CHECKS[0],
-        ranks=given.get("ranks", ()),
+    sources: tuple[str, ...]
+    """Paths or URLs: one, or those of an average."""
+    targets: tuple[str, ...]
+    """Empty if the conversion is only planned."""
+    brought: tuple[str, ...]
+    """What changes read besides the sources."""
+    reading: Access
+    """Access to everything that is read."""
+    writing: Access
+    """Access to the targets."""
+
+
+def locations_of(
+    sources: Sequence[PathLike], target: Targets | None, request: ConversionRequest
+) -> Locations:
+    """The locations that a user gave, reached as the options of a request say."""
+    from paddle_reshard.storage.locate import source_access, target_access
+
+    targets = () if target is None else target if isinstance(target, Mapping) else (target,)
+    further = (name for name, option in declarations().items() if option.decides is Decides.LOCATION)
+    return Locations(
+        tuple(os.fspath(source) for source in sources),
+        tuple(os.fspath(location) for location in targets),
+        tuple(request.options[name] for name in further if request.options.get(name) is not None),
+        source_access(request.options),
+        target_access(request.options),
     )
 
 
-def read_changes(given: Values, targets: Sequence[Request]) -> tuple[Change, ...]:
-    """What alters the checkpoint, in order.
+def parse_request(
+    options: ConversionOptions | ConvertOptions | AverageOptions, target: Targets | None = None
+) -> ConversionRequest:
+    """Parse the options of a conversion. Nothing else looks at what a user wrote.
+
+    With ``resume``, options that describe no target may be completed by a session.
 
     Raises
     ------
     UsageError
-        If two changes contradict each other, or one does not apply to the targets.
+        If an option is invalid, or does not apply to its target.
     """
-    from paddle_reshard.pipeline.changes.kinds import changes_of
-    from paddle_reshard.pipeline.request.inputs import load_adapter, load_program
+    run = {name: value for name, value in _values(options, _OF_RUN).items() if value is not None}
+    run["resume"] = bool(run.get("resume") or run.get("take_over"))
+    plan: PathLike | None = options.get("expected_plan")  # type: ignore[assignment]
+    request = ConversionRequest(
+        tuple(_values(of_target, TARGET_OPTIONS) for of_target in _of_targets(options, target)),
+        _values(options, SHARED_OPTIONS),
+        expected_plan=Path(plan) if plan else None,
+        **run,
+    )
+    if request.is_complete or not request.resume:
+        request.check_targets()
+    return request
 
-    _check_together(given, targets)
-    asked = {**given, "lora_config": load_adapter(given.get("lora_config"))}
-    program = load_program(given.get("aoa"))
-    if program is not None:  # the statements rename; a library only says which rule table is meant
-        asked |= {"aoa": (program, given.get("convention")), "convention": None}
-    return changes_of(asked, targets)
+
+_OF_RUN = (*RunOptions.__annotations__, "device", "verify")
+
+
+def _of_targets(options: Mapping[str, Any], target: Targets | None) -> Collection[Mapping[str, Any]]:
+    """The options of each target: those of the conversion, or each of several locations has its own."""
+    if not isinstance(target, Mapping):
+        return [options]
+    for own in target.values():
+        if not isinstance(own, Mapping):
+            raise UsageError(f"target: the options of a location are a mapping, not {type(own).__name__}")
+        check_given(own, TargetOptions)
+    if misplaced := [name for name in TARGET_OPTIONS if options.get(name)]:
+        raise UsageError(
+            f"{flag_of(misplaced[0])}: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE,…"
+        )
+    if not target:
+        raise UsageError("no target given")
+    return target.values()
 
 
 def _check_together(given: Values, targets: Sequence[Request]) -> None:
@@ -366,92 +408,12 @@ def _check_together(given: Values, targets: Sequence[Request]) -> None:
         raise UsageError(f"--like would take what --drop {MTP} drops from the donor; use only one of the two")
 
 
-def read_locations(sources: Sequence[PathLike], targets: Sequence[str], asked: Asked) -> Locations:
-    """The locations of a conversion, which must be given even if a session supplies the rest."""
-    from paddle_reshard.storage.locate import source_access, target_access
-
-    given = asked.shared
-    return Locations(
-        sources=tuple(os.fspath(source) for source in sources),
-        targets=tuple(targets),
-        brought=tuple(
-            given[name]
-            for name, option in declarations().items()
-            if option.decides is Decides.LOCATION and given.get(name) is not None
-        ),
-        reading=source_access(given),
-        writing=target_access(given),
-        overwrite=bool(given.get("overwrite")),
-    )
-
-
 def read_target(values: Values) -> Request:
     """The request for one target."""
     from paddle_reshard.pipeline.request.inputs import load_target_names
 
     names = load_target_names(values.get("target_meta"))
     return FORMATS[values.get("format") or DEFAULT].request({**values, "target_meta": names})
-
-
-# ------------------------------------------------------------------------------------------- where and how
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """Where and how a conversion runs."""
-
-    cluster: str = "inline"
-    workers: int | None = None
-    label_selector: tuple[str, ...] = ()
-    device: str = DEVICES[0]
-    resume: bool = False
-    """Whether to continue an unfinished conversion, if there is one."""
-    take_over: bool = False
-    """Whether to continue it even if its process, on another machine, may still be running."""
-    expected_plan: Path | None = None
-    """File with the only plan that may be run."""
-    verify: bool = False
-    """Whether to finally read every byte of the targets."""
-    no_space_check: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ConversionSettings:
-    """The options of a conversion without the locations of its source and targets, so that many can have them."""
-
-    asked: Asked
-    """As given, without defaults: an omitted option may be in a session."""
-    run: RunSettings = RunSettings()
-    sizes: PlanSizes = PlanSizes()
-
-
-def read_settings(
-    options: ConversionOptions | ConvertOptions | AverageOptions, target: Targets | None = None
-) -> ConversionSettings:
-    """The options of :func:`~paddle_reshard.convert` or :func:`~paddle_reshard.average` as a value.
-
-    Raises
-    ------
-    UsageError
-        If an option is invalid.
-    """
-    run = read_run(options)
-    return ConversionSettings(read_options(options, target, run.resume), run)
-
-
-def read_run(options: Mapping[str, Any]) -> RunSettings:
-    """The run settings among ``options``.
-
-    Raises
-    ------
-    UsageError
-        If one is invalid.
-    """
-    plan = options.get("expected_plan")
-    names = [name for name in RunSettings.__dataclass_fields__ if name != "expected_plan"]
-    given = {name: value for name, value in _values(options, names).items() if value is not None}
-    given["resume"] = bool(given.get("resume") or given.get("take_over"))
-    return RunSettings(**given, expected_plan=Path(plan) if plan else None)
 
 
 # ------------------------------------------------------------------------------------------------- targets

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.format import Entries
 from paddle_reshard.pipeline.core.errors import StaleSessionError, UsageError
 from paddle_reshard.pipeline.core.ranks import ranks_in_words
-from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike
+from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY
 from paddle_reshard.pipeline.request.given_file import GivenFile
 from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
@@ -30,7 +30,7 @@ from paddle_reshard.pipeline.request.options import (
     declarations,
     flag_of,
 )
-from paddle_reshard.pipeline.request.parse import Asked, Values, value_of
+from paddle_reshard.pipeline.request.parse import ConversionRequest, Values, value_of
 from paddle_reshard.storage.documents.typed_json import EntryError, typed
 from paddle_reshard.storage.locate import shown_location
 
@@ -41,6 +41,7 @@ NOT_KEPT = tuple(name for name in OPTIONS if name not in KEPT)
 LOCATIONS = tuple(name for name in KEPT if OPTIONS[name].decides is Decides.LOCATION)
 OF_ALL_TARGETS = tuple(name for name in KEPT if name not in TARGET_OPTIONS)
 SOURCES = "sources"
+"""Entry of the request of an average; ``decay``, ``weights`` or ``uniform`` is beside it."""
 
 
 def averaging(asked: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -59,7 +60,6 @@ def averaging(asked: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     return tuple(asked[SOURCES]), how
 
 
-"""Entry of the request of an average; ``decay``, ``weights`` or ``uniform`` is beside it."""
 NOT_STATED = ("overwrite",)
 """It says what may be at the target's location, not what is made; a session keeps it all the same."""
 LARGEST_KEPT_BYTES = 1 << 20
@@ -89,18 +89,20 @@ TYPES: Mapping[Kind, Any] = {
 # ------------------------------------------------------------------------------------------------- to a record
 
 
-def record_of(asked: Asked) -> dict[str, Any]:
+def record_of(request: ConversionRequest) -> dict[str, Any]:
     """What a manifest states of the options of a conversion; defaults are omitted, except ``memory``."""
-    targets = [_recorded(target, TARGET_OPTIONS) for target in asked.targets]
-    memory = str(asked.shared.get("memory") or DEFAULT_MEMORY)
-    return {"targets": targets, **_recorded(asked.shared, OF_ALL_TARGETS), "memory": memory}
+    targets = [_recorded(target, TARGET_OPTIONS) for target in request.target_options]
+    memory = str(request.options.get("memory") or DEFAULT_MEMORY)
+    return {"targets": targets, **_recorded(request.options, OF_ALL_TARGETS), "memory": memory}
 
 
-def record_of_average(sources: Sequence[PathLike], asked: Asked, how: Mapping[str, Any]) -> dict[str, Any]:
+def record_of_average(
+    sources: Sequence[str], request: ConversionRequest, how: Mapping[str, Any]
+) -> dict[str, Any]:
     """The same for an average; ``how`` has ``decay``, ``weights`` or ``uniform``."""
     weighed = {name: list(value) if isinstance(value, Sequence) else value for name, value in how.items()}
     given = {name: value for name, value in weighed.items() if value}
-    return {SOURCES: [shown_location(source) for source in sources], **given, **record_of(asked)}
+    return {SOURCES: list(map(shown_location, sources)), **given, **record_of(request)}
 
 
 def session_record(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -111,8 +113,8 @@ def session_record(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _recorded(values: Values, names: Sequence[str]) -> dict[str, Any]:
-    found = {name: plain(name, values[name]) for name in names if values.get(name)}
-    return {name: value for name, value in found.items() if value != OPTIONS[name].default}
+    given = {name: plain(name, values[name]) for name in names if values.get(name)}
+    return {name: value for name, value in given.items() if value != OPTIONS[name].default}
 
 
 def plain(name: str, value: Any) -> Any:
@@ -139,8 +141,8 @@ def _listed(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------- from a record
 
 
-def completed(asked: Asked, record: Mapping[str, Any], location: str) -> Asked:
-    """The given options, completed with those that the session of the conversion at ``location`` has on ``record``.
+def completed(request: ConversionRequest, record: Mapping[str, Any], location: str) -> ConversionRequest:
+    """The request, completed with the options that the session of the conversion at ``location`` has on ``record``.
 
     A request with a topology or a format is complete: options of the outcome that it omits have their defaults. A
     request with neither takes everything from the session.
@@ -152,26 +154,26 @@ def completed(asked: Asked, record: Mapping[str, Any], location: str) -> Asked:
     UsageError
         If a file must be given again.
     """
-    original = _read_record(record, location)
-    if len(original.targets) != len(asked.targets):
+    original, shared = _read_record(record, location)
+    if len(original) != len(request.target_options):
         raise StaleSessionError(
-            f"{location}: the unfinished conversion here was started with {len(original.targets)} targets, not "
-            f"{len(asked.targets)}; give the same targets in the same order, or run {_clean(location)}"
+            f"{location}: the unfinished conversion here was started with {len(original)} targets, not "
+            f"{len(request.target_options)}; give the same targets in the same order, or run {_clean(location)}"
         )
-    complete = asked.is_complete
+    complete = request.is_complete
     targets = tuple(
         _merged(location, before, given, TARGET_OPTIONS, complete)
-        for before, given in zip(original.targets, asked.targets, strict=True)
+        for before, given in zip(original, request.target_options, strict=True)
     )
-    unrecorded = {name: asked.shared[name] for name in NOT_KEPT if name in asked.shared}
-    shared = _merged(location, original.shared, asked.shared, OF_ALL_TARGETS, complete)
-    found = Asked(targets, {**shared, **unrecorded})
-    found.check_targets()
-    return found
+    unrecorded = {name: request.options[name] for name in NOT_KEPT if name in request.options}
+    merged = _merged(location, shared, request.options, OF_ALL_TARGETS, complete)
+    whole = replace(request, target_options=targets, options={**merged, **unrecorded})
+    whole.check_targets()
+    return whole
 
 
-def _read_record(record: Mapping[str, Any], location: str) -> Asked:
-    """The options on record. Anyone who can write to the target's folder could have changed it.
+def _read_record(record: Mapping[str, Any], location: str) -> tuple[tuple[Values, ...], Values]:
+    """The options on record: of each target, and of all. Whoever can write to the target's folder could change them.
 
     Raises
     ------
@@ -183,10 +185,8 @@ def _read_record(record: Mapping[str, Any], location: str) -> Asked:
     try:
         if not isinstance(targets, list) or type(record.get("memory")) is not str:
             raise EntryError("", "no targets, or no budget")
-        return Asked(
-            tuple(_read_values(target, TARGET_OPTIONS) for target in targets),
-            _read_values(shared, OF_ALL_TARGETS),
-        )
+        of_targets = tuple(_read_values(target, TARGET_OPTIONS) for target in targets)
+        return of_targets, _read_values(shared, OF_ALL_TARGETS)
     except (EntryError, UsageError) as error:
         raise StaleSessionError(
             f"{location}: the record of the unfinished conversion here holds no valid options; remove it with "
@@ -205,10 +205,10 @@ def _read_value(name: str, value: Any) -> Any:
     option = OPTIONS[name]
     if option.consent:
         return typed(value, bool)
-    found = typed(value, TYPES[option.kind])
-    return (
-        GivenFile(found.name, found.sha256, found.text) if isinstance(found, _File) else value_of(name, found)
-    )
+    recorded = typed(value, TYPES[option.kind])
+    if isinstance(recorded, _File):
+        return GivenFile(recorded.name, recorded.sha256, recorded.text)
+    return value_of(name, recorded)
 
 
 def _merged(location: str, original: Values, given: Values, names: Sequence[str], complete: bool) -> Values:

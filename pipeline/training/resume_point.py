@@ -37,7 +37,7 @@ from paddle_reshard.pipeline.examine.overview import look_at
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
 from paddle_reshard.pipeline.request.options import ConversionOptions, ConvertOptions, declarations
-from paddle_reshard.pipeline.request.parse import read_settings
+from paddle_reshard.pipeline.request.parse import locations_of, parse_request
 from paddle_reshard.pipeline.request.read_options import InspectOptions, ResumeOptions
 from paddle_reshard.pipeline.training.launcher import Node
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -205,7 +205,7 @@ class Start:
         target = local.at(f"{OF_RANKS}{ranks_in_words(ranks)}/{found.name}")
         options: dict[str, Any] = {"format": _format_for(found.seen), **self.options}
         options |= {"to": topology, "ranks": ranks, "resume": True, "overwrite": True}
-        settings = read_settings(cast(ConvertOptions, options), target)
+        request = parse_request(cast(ConvertOptions, options), target)
         wholes: list[str] = []
 
         def approve(conversion: ConversionPlan) -> None:
@@ -223,7 +223,7 @@ class Start:
             self._forget_others(local, location)
 
         def convert() -> ConversionReport:
-            return convert_with(location, (target,), settings, self.observe, approve)
+            return convert_with(locations_of((location,), target, request), request, self.observe, approve)
 
         self._check_left(Path(target))
         try:

@@ -14,7 +14,7 @@ from paddle_reshard.pipeline import api
 from paddle_reshard.pipeline.convert.conversion import convert_with
 from paddle_reshard.pipeline.core.errors import StaleSessionError
 from paddle_reshard.pipeline.core.events import Event, Observer, StepEnded, StepStarted, ignore_events
-from paddle_reshard.pipeline.request.parse import ConversionSettings
+from paddle_reshard.pipeline.request.parse import ConversionRequest, locations_of
 from paddle_reshard.storage.locate import target_access
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 class Conversion:
     """How every checkpoint is converted."""
 
-    settings: ConversionSettings
+    request: ConversionRequest
     identify: Callable[[str, str], str]
     """Source and target → conversion id."""
 
@@ -67,9 +67,10 @@ def convert_inline(
             if isinstance(event, StepEnded):
                 log.info("%s: %s: %s", source.rsplit("/", 1)[-1], event.step, event.summary)
 
-        settings = replace(conversion.settings, run=replace(conversion.settings.run, resume=True))
+        request = replace(conversion.request, resume=True)
+        locations = locations_of((source,), target, request)
         with nullcontext() if make_page is None else make_page(source, target, observe) as page:
-            convert_it = partial(convert_with, source, (target,), settings, page or observe)
+            convert_it = partial(convert_with, locations, request, page or observe)
             report = _resumed_or_afresh(convert_it, target, conversion)
             if page is not None:
                 page.show_done(report)
@@ -83,7 +84,7 @@ def _resumed_or_afresh(convert: Callable[[], Result], target: str, conversion: C
         return convert()
     except StaleSessionError as error:
         log.info("%s", error)
-        options, schemes, _ = target_access(conversion.settings.asked.shared)
+        options, schemes, _ = target_access(conversion.request.options)
         api.clean(target, storage_options=options, allow_scheme=schemes)
         return convert()
 

@@ -26,6 +26,7 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.outcome import Outcome
 from paddle_reshard.pipeline.core.trainer_files import CHECKPOINT, steps_of
 from paddle_reshard.pipeline.progress.stream import Checked
+from paddle_reshard.pipeline.request.parse import locations_of
 from paddle_reshard.pipeline.watch.decisions import (
     Action,
     Policy,
@@ -59,7 +60,7 @@ from paddle_reshard.pipeline.watch.records import (
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root
-from paddle_reshard.storage.locate import comparable_path, source_access, target_access
+from paddle_reshard.storage.locate import comparable_path
 from paddle_reshard.storage.session.holder import user_at_host
 
 log = logging.getLogger(__name__)
@@ -90,16 +91,15 @@ class Watcher:
         convert: Convert | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        shared = conversion.settings.asked.shared
-        reading, writing = source_access(shared), target_access(shared)
-        self.run = open_root(run, reading.options, reading.schemes)
-        self.out = open_root(out, writing.options, writing.schemes)
+        folders = locations_of((run,), out, conversion.request)
+        self.run = open_root(run, folders.reading.options, folders.reading.schemes)
+        self.out = open_root(out, folders.writing.options, folders.writing.schemes)
         check_locations(self.run.location, self.out.location)
         self.conversion, self.policy, self.clock = conversion, policy, clock
         self.convert = convert or convert_inline(conversion)
         self.notices = Notices()
         self.records = Records(self.run, self.out, conversion.identify)
-        self.inspector = Inspector(self.records, shared, policy.settle_seconds)
+        self.inspector = Inspector(self.records, conversion.request.options, policy.settle_seconds)
         self.tell: Callable[[Outcome | Checked], None] = lambda event: None
         """Called when a checkpoint is converted, refused, failed or stale, and after each pass."""
         self._order: list[str] = []
@@ -205,15 +205,12 @@ class Watcher:
 
     def _compare(self, name: str, seen: Observation, record: CheckpointRecord) -> Action | Notice:
         """Decide about a target that no record explains, of a killed watcher or made by hand, from its manifest."""
-        target, settings = self.out.at(name), self.conversion.settings
-        asked = settings.asked.with_shared(overwrite=False)
-        run = replace(settings.run, resume=False)
+        target, request = self.out.at(name), self.conversion.request
+        request = replace(request, options={**request.options, "overwrite": False}, resume=False)
         try:
             if (incomplete := self.inspector.look(name, self._order, self.clock())) is not None:
                 return waiting(incomplete.reason)
-            planned = plan_with(
-                self.run.at(name), (f"{target}.planned",), replace(settings, asked=asked, run=run)
-            )
+            planned = plan_with(locations_of((self.run.at(name),), f"{target}.planned", request), request)
             if not same_content(describe_targets(planned)[""], self.records.manifest(name)):
                 if self.policy.overwrite:
                     return Action.LOOK

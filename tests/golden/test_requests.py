@@ -15,7 +15,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.convert.manifest import format_manifest
 from paddle_reshard.pipeline.request.options import TARGET_OPTIONS
-from paddle_reshard.pipeline.request.parse import read_options
+from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.pipeline.request.record import NOT_STATED, OF_ALL_TARGETS, record_of
 from tests.conftest import COMMITTED, REPO
 
@@ -109,7 +109,7 @@ def test_an_average_states_its_sources_and_weights(tmp_path: Path) -> None:
 
 
 def test_it_holds_no_secrets(tmp_path: Path) -> None:
-    asked = read_options(
+    asked = parse_request(
         {
             "format": "huggingface",
             "fill": "https://user:pa55word@host/missing.safetensors?X-Amz-Signature=5ecret",

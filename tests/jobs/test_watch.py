@@ -17,7 +17,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import GroupFailedError, TargetError, UsageError
-from paddle_reshard.pipeline.request.parse import read_settings
+from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.pipeline.watch import watcher as watch
 from paddle_reshard.pipeline.watch.decisions import Policy
 from paddle_reshard.pipeline.watch.notices import Result
@@ -77,7 +77,7 @@ def test_once_waits_then_converts_then_does_nothing(training: Run, one_card: dic
 def test_what_has_not_changed_is_known_from_its_listing_for_a_while(training: Run) -> None:
     left_out = "optimizer.tp00_pp00_shard00", "saved_signal_0"
     folder = copy_checkpoint(training.run / "checkpoint-3", leave_out=left_out)
-    conversion, now = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id"), [1e9]
+    conversion, now = Conversion(parse_request({"to": "tp=1"}), lambda source, target: "id"), [1e9]
 
     def look() -> str:
         watcher = Watcher(str(training.run), str(training.out), conversion, Policy(), clock=lambda: now[0])
@@ -138,7 +138,7 @@ def flex_case() -> Path:
 
 def test_a_growing_flex_checkpoint_becomes_a_model_when_it_is_whole(training: Run, flex_case: Path) -> None:
     options = {"format": "huggingface", "config": flex_case / "config.json"}
-    conversion = Conversion(read_settings(options), lambda source, target: conversion_id({"source": source}))
+    conversion = Conversion(parse_request(options), lambda source, target: conversion_id({"source": source}))
     watcher = Watcher(str(training.run), str(training.out), conversion, Policy())
     whole, folder = flex_case / "checkpoint-3", training.run / "checkpoint-3"
     order = (
@@ -179,7 +179,7 @@ def test_old_flex_targets_are_removed_with_their_folders_in_an_object_store(flex
 
     store = fsspec.filesystem("memory")
     root = f"memory://watch-{uuid.uuid4().hex}"
-    conversion = Conversion(read_settings({"format": "flex", "config": flex_case / "config.json"}), identify)
+    conversion = Conversion(parse_request({"format": "flex", "config": flex_case / "config.json"}), identify)
     watcher = Watcher(f"{root}/run", f"{root}/out", conversion, Policy(keep=1))
     for step in (1, 2):
         store.put(str(flex_case / "checkpoint-3"), f"{root}/run/checkpoint-{step}", recursive=True)
@@ -215,7 +215,7 @@ def test_killed_within_it_is_continued_by_the_next(training: Run, one_card: dict
         assert told + str(process.pid) in held.stderr
         assert training.records()[0]["failures"] == 0  # to wait for another is none
         seen: list[object] = []
-        conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
+        conversion = Conversion(parse_request({"to": "tp=1"}), lambda source, target: "id")
         also = Watcher(
             str(training.run),
             str(training.out),
@@ -353,7 +353,7 @@ def test_keep_does_not_touch_files_next_to_a_conversion(
     training: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     conversion = Conversion(
-        read_settings({"to": "tp=1"}), lambda one, other: f"id-{other.rpartition('-')[2]}"
+        parse_request({"to": "tp=1"}), lambda one, other: f"id-{other.rpartition('-')[2]}"
     )
     watcher = Watcher(str(training.run), str(training.out), conversion, Policy(keep=1, settle_seconds=0))
     copy_checkpoint(training.run / "checkpoint-3")
@@ -498,7 +498,7 @@ def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exceptio
         calls.append(now[0])
         raise trouble
 
-    conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
+    conversion = Conversion(parse_request({"to": "tp=1"}), lambda source, target: "id")
     policy = Policy(retries=2, backoff_seconds=60)
     watcher = Watcher(str(training.run), str(training.out), conversion, policy, convert)
     watcher.clock = lambda: now[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.request.parse import read_settings
+from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.pipeline.watch.decisions import Policy
 from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.records import conversion_id
@@ -44,7 +44,7 @@ def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
     def identify(source: str, target: str) -> str:
         return conversion_id({"source": source, "target": target})
 
-    conversion = Conversion(read_settings({"to": "tp=1"}), identify)
+    conversion = Conversion(parse_request({"to": "tp=1"}), identify)
     watcher = Watcher(str(training.run), str(training.out), conversion, Policy())
     assert watcher.once() == {}
     folder = training.run / "checkpoint-3"
@@ -68,7 +68,7 @@ def test_a_growing_checkpoint_is_converted_when_its_last_file_is_there(
 def test_a_file_that_appears_during_the_conversion_takes_it_back(training: Run) -> None:
 
     folder = copy_checkpoint(training.run / "checkpoint-3")
-    conversion = Conversion(read_settings({"to": "tp=1"}), lambda source, target: "id")
+    conversion = Conversion(parse_request({"to": "tp=1"}), lambda source, target: "id")
     plain, late = convert_inline(conversion), [folder / "special_tokens_map.json"]
 
     def convert(source: str, target: str, begin, check) -> None:

@@ -18,13 +18,13 @@ from paddle_reshard.pipeline.watch import runners
 real, moment, told = runners.convert_with, sys.argv.pop(1), pathlib.Path(sys.argv.pop(1))
 
 @functools.wraps(real)
-def convert(source, target, settings, observe):
+def convert(locations, request, observe):
     def hang(event):
         observe(event)
         if moment == "within" and isinstance(event, Progress):
             told.touch()
             time.sleep(60)
-    real(source, target, settings, hang)
+    real(locations, request, hang)
     os.kill(os.getpid(), signal.SIGKILL)
 
 runners.convert_with = convert

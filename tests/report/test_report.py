@@ -40,7 +40,7 @@ from paddle_reshard.pipeline.report.html_report import HtmlReport
 from paddle_reshard.pipeline.report.next_steps import after_conversion
 from paddle_reshard.pipeline.report.run_record import MOST_SAMPLES, MOST_STRETCHES, RunRecord
 from paddle_reshard.pipeline.report.writing import save_report
-from paddle_reshard.pipeline.request.parse import read_options, read_request
+from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.storage.s3 import target as s3
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import load, read_one_card
@@ -146,7 +146,7 @@ LIMITS = PartLimits(s3.SMALLEST_PART_BYTES, s3.MOST_PARTS, s3.COPIES)
 
 def synthetic(dims: Any, source: HybridTarget, to: str, limits: PartLimits) -> ConversionPlan:
     store = EmptySource(files_of(dims, source), json.dumps(dims.config).encode())
-    request = read_request(("nowhere",), (), read_options({"to": to}))
+    request = parse_request({"to": to})
     return plan_checkpoint(Altered.of(store, catalog_of(dims, source)), request, limits)
 
 

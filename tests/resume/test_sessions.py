@@ -399,7 +399,7 @@ def test_a_watcher_resumes_where_it_can_and_restarts_otherwise(
             to=before,
             workers=1,
         )
-    conversion = Conversion(SMALL.settings(None, {"to": "tp=1", "workers": 1}), lambda one, other: "an-id")
+    conversion = Conversion(SMALL.request({"to": "tp=1", "workers": 1}), lambda one, other: "an-id")
     with caplog.at_level("INFO"):
         results = Watcher(str(run), str(out), conversion, Policy(settle_seconds=0)).once()
     assert results == {"checkpoint-3": Result.CONVERTED}

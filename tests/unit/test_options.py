@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.request.options import (
     declarations,
     flag_of,
 )
-from paddle_reshard.pipeline.request.parse import RunSettings, check_options
+from paddle_reshard.pipeline.request.parse import ConversionRequest, check_options
 from tests.conftest import COMMITTED
 from tests.jobs.command import invoke
 
@@ -66,7 +66,7 @@ def test_the_command_line_offers_every_option_under_its_name_in_python() -> None
 
 
 def test_what_is_left_out_means_the_same_on_the_command_line_and_in_python() -> None:
-    for name, default in ((name, getattr(RunSettings(), name)) for name in RUN_OPTIONS):
+    for name, default in ((name, getattr(ConversionRequest(), name)) for name in RUN_OPTIONS):
         option = declarations()[name]
         assert default == {Kind.FLAG: False, Kind.LIST: ()}.get(option.kind, option.default), name
     context = CONVERT.make_context("convert", ["a", "b"])

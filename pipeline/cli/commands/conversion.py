@@ -40,7 +40,7 @@ from paddle_reshard.pipeline.request.options import (
     TargetOptions,
     flag_of,
 )
-from paddle_reshard.pipeline.request.parse import locations_of, parse_target, read_settings
+from paddle_reshard.pipeline.request.parse import locations_of, parse_request, parse_target
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
@@ -140,7 +140,7 @@ def plan(
     if rates is not None and not worker_counts:
         raise UsageError("--rates is for --workers")
     destination = _targets(target, targets) if target or targets else None
-    settings = read_settings(cast(ConversionOptions, options), destination)
+    request = parse_request(cast(ConversionOptions, options), destination)
     from paddle_reshard.pipeline.convert.conversion import plan_with
 
     if save is not None:
@@ -149,7 +149,7 @@ def plan(
 
         check_writable(save, UsageError)
     with running("reading headers and planning") as run:
-        planned = plan_with(source, locations_of(destination), settings, run)
+        planned = plan_with(locations_of((source,), destination, request), request, run)
         coverage = paddle_reshard.prove(planned) if prove else None
         simulations = _simulated(planned, worker_counts, rates)
         if run.page is not None:
@@ -239,11 +239,12 @@ def convert(
             raise UsageError("--cards chooses the topology of one target; with --target give each its own")
         options["to"] = _nearest(context, source, cards, options)
     destination = _targets(target, targets, bool(options.get("resume") or options.get("take_over")))
-    settings, locations = read_settings(cast(ConvertOptions, options), destination), locations_of(destination)
+    request = parse_request(cast(ConvertOptions, options), destination)
+    locations = locations_of((source,), destination, request)
     from paddle_reshard.pipeline.convert.conversion import convert_with  # mistakes above are told at once
 
-    with _finished(), running() as run, run.converting([source], locations) as converted:
-        report = convert_with(source, locations, settings, run)
+    with _finished(), running() as run, run.converting([source], locations.targets) as converted:
+        report = convert_with(locations, request, run)
         converted(report)
     answer(report, lambda: print_facts([*report.facts(), *next_of(report)]))
 

@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.choices import UPLOADS
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.request.options import ConvertOptions, Decides, flag_of
-from paddle_reshard.pipeline.request.parse import read_settings
+from paddle_reshard.pipeline.request.parse import parse_request
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -124,7 +124,7 @@ class ConvertArguments:
                 raise UsageError(f"{flag} is not for the conversions of submit and watch")
         plain = command.make_context("convert", ["SRC", "DST"], obj=WITHOUT_VARIABLES)
         request = cls(context, plain.params, given(context))
-        read_settings(cast(ConvertOptions, request.given))
+        parse_request(cast(ConvertOptions, request.given))
         locations = (value for option, value in request.options() if decides(option) is Decides.LOCATION)
         for location in (values["source"], values["target"], *locations):
             check_scheme(location, values["allow_scheme"])

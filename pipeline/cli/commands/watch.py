@@ -35,7 +35,7 @@ from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, pr
 from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.request.options import ConvertOptions, declarations, flag_of
-from paddle_reshard.pipeline.request.parse import read_request, read_settings
+from paddle_reshard.pipeline.request.parse import parse_request
 
 if TYPE_CHECKING:
     from paddle_reshard.clusters.ray.jobs import ConversionJob
@@ -167,9 +167,9 @@ def _conversion(request: ConvertArguments) -> Conversion:
         raise UsageError(
             "--report is the page of one conversion; watch writes one for each with --report-dir DIR"
         )
-    settings = read_settings(cast(ConvertOptions, request.given))
-    read_request((), (), settings.asked)
-    return Conversion(settings, request.identify)
+    asked = parse_request(cast(ConvertOptions, request.given))
+    asked.check()
+    return Conversion(asked, request.identify)
 
 
 def _runner(
@@ -187,9 +187,7 @@ def _runner(
     if address is None:
         if flags := [f"--{name}" for name in ("env", "pip", "cpus") if job[name]]:
             raise UsageError(f"{flags[0]} applies only to jobs: give --submit ADDRESS too")
-        engine_of(
-            conversion.settings.run, conversion.settings.asked.budget_bytes
-        )  # refuses at once what none can have
+        engine_of(conversion.request)  # refuses at once what none can have
         return convert_inline(conversion, observe, _pages(request, report_dir))
 
     def job_of(source: str, target: str) -> ConversionJob:
