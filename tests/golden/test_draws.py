@@ -26,6 +26,7 @@ EXACT = (
     "qwen3_next_ep2tp2",
     "qwen3_next_bias",
     "qwen2_moe_ep2",
+    "qwen2_moe_ep2_plain",
     "qwen2_moe_stacked",
     "llama_bias",
 )
@@ -48,7 +49,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 def unpacked(name: str, into: Path) -> Path:
     with tarfile.open(DRAWS / f"{name}.tar.xz") as packed:
         packed.extractall(into, filter="data")
-    return into / name / "checkpoint-2"
+    [checkpoint] = (into / name).rglob("checkpoint-*")
+    return checkpoint
 
 
 def truth_beside(checkpoint: Path) -> dict[str, bytes]:
@@ -61,7 +63,7 @@ def test_a_drawn_job_comes_out_as_its_memory_was_and_as_the_job_of_the_target_wr
     name: str, tmp_path: Path
 ) -> None:
     """The first of its two jobs converted to the second's topology, a third and back, as ``make draws`` does."""
-    folder = unpacked(name, tmp_path).parent
+    folder = unpacked(name, tmp_path).parent.parent
     draw = draw_of(json.loads((folder / "draw.json").read_text()))
     tensors, wrong = conversions(draw, folder)
     if (folder / STRUCTURE).exists():
@@ -77,6 +79,30 @@ def test_one_card_holds_what_the_job_had(name: str, tmp_path: Path) -> None:
         source, tmp_path / "one", to="tp=1", format="hybrid-plain", allow_replica_drift="tp2" in name
     )
     assert read_one_card(tmp_path / "one") == truth_beside(source)
+
+
+def test_expert_ranks_that_all_have_all_experts_have_copies(tmp_path: Path) -> None:
+    """As the trainer names them without ``model_meta.json``, where more ranks hold experts than tp cuts tensors."""
+    source = unpacked("qwen2_moe_ep2", tmp_path)
+    plain = tmp_path / "plain"
+    paddle_reshard.convert(source, plain, to="sharding=2", format="hybrid-plain")
+    weights = (plain / "model_state.pdparams").read_bytes()
+    (plain / "model_state.pdparams").rename(plain / "model_state.moe_sharding00.pdparams")
+    (plain / "model_state.moe_sharding01.pdparams").write_bytes(weights)
+    for signal in plain.glob("saved_signal*"):
+        signal.touch()
+
+    paddle_reshard.convert(plain, tmp_path / "one", to="tp=1")
+    assert read_one_card(tmp_path / "one") == truth_beside(source)
+
+    position = weights.rindex(truth_beside(source)["lm_head.weight"])
+    other = bytearray(weights)
+    other[position] ^= 1
+    (plain / "model_state.moe_sharding01.pdparams").write_bytes(other)
+    for signal in plain.glob("saved_signal*"):
+        signal.touch()
+    with pytest.raises(ReshardError, match=r"lm_head\.weight"):
+        paddle_reshard.convert(plain, tmp_path / "other", to="tp=1")
 
 
 @pytest.mark.parametrize(("name", "options", "reason"), REFUSED)

@@ -78,8 +78,26 @@ def test_a_layer_without_states_is_missed(case: str, layer: int, tmp_path: Path)
         paddle_reshard.convert(source, tmp_path / "target", to="tp=2", allow_replica_drift=True)
 
     done = tmp_path / "done"
-    paddle_reshard.convert(source, done, to="tp=1,sharding=2", allow_missing=(f"model.layers.{layer}.*",))
+    paddle_reshard.convert(source, done, to="tp=1,sharding=2", allow_missing=[f"{key}*" for key in of_stage])
     assert any("have no optimizer states" in remark for remark in _remarks(done))
+
+
+def test_a_stage_whose_files_of_the_optimizer_hold_nothing_is_missed(tmp_path: Path) -> None:
+    """The first, before which nothing is trained."""
+    first = ("model.embed_tokens", "model.layers.0.")
+    source = _without("moe/moe_pp2", tmp_path / "source", lambda key, _: key.startswith(first))
+
+    allowed = r"--allow-missing 'model\.embed_tokens\.weight' 'model\.layers\.0\.\*'"
+    with pytest.raises(CoverageError, match=rf"optimizer\.pp00\.pdopt holds no states.*{allowed}"):
+        paddle_reshard.plan(source, to="tp=1")
+    assert "optimizer.pp00.pdopt holds no states" in dict(paddle_reshard.inspect(source).facts())["left out"]
+    with pytest.raises(CoverageError, match=r"model\.embed_tokens\.weight \(optimizer states\)"):
+        paddle_reshard.plan(source, to="tp=1", allow_missing=("model.layers.0.*",))
+
+    paddle_reshard.convert(source, tmp_path / "parameters", format="huggingface")
+    frozen = ("model.embed_tokens.weight", "model.layers.0.*")
+    paddle_reshard.convert(source, tmp_path / "done", to="tp=1", allow_missing=frozen)
+    assert any("have no optimizer states" in remark for remark in _remarks(tmp_path / "done"))
 
 
 def test_a_parameter_without_states_is_named_and_counted(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ from paddle_reshard.pipeline.formats.jobs.keys import (
 from paddle_reshard.pipeline.formats.model_meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.model.model import NamedTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
-from paddle_reshard.pipeline.model.rules.choose import choose_table, keys_in_model
+from paddle_reshard.pipeline.model.rules.choose import choose_table, is_known, keys_in_model
 from paddle_reshard.pipeline.model.rules.entries import Config, derived_sizes
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
@@ -190,6 +190,8 @@ def sort_ranks(
     topology = _topology(files, meta)
     by_kind = {kind: [f for f in files if f.kind == kind] for kind in (weights, OPTIMIZER, EMA)}
     _check_kinds(paths, files, weights, by_kind, topology)
+    if meta is None and _all_hold_all(by_kind[weights], entries, tables, config):
+        topology = replace(topology, ep=1)
     files_of_cell: dict[tuple[int, int, int], list[RankFile]] = {}
     for file in files:
         files_of_cell.setdefault(_coordinates(file, topology), []).append(file)
@@ -299,6 +301,22 @@ def _without_expert_ranks(meta: ModelMeta) -> ModelMeta:
     return replace(meta, ep=1, moe_sharding=None, cells=alike)
 
 
+def _all_hold_all(
+    files: Sequence[RankFile], entries: Mapping[str, FileEntries], tables: RuleTables, config: Config
+) -> bool:
+    """Whether expert ranks are named and the class gives none of them experts of its own, as in
+    :func:`_without_expert_ranks`: the files of a stage hold the same keys."""
+    keys: dict[int, list[str]] = {}
+    for file in files:
+        held = list(entries[file.path].names())
+        if file.ep is None or keys.setdefault(file.pp or 0, held) != held:
+            return False
+    held = [key for of_stage in keys.values() for key in of_stage if key != STRUCTURED_NAMES]
+    if not is_known(tables, config, HYBRID):
+        return False
+    return choose_table(tables, held, config, HYBRID, stages_known=True).expert_axis is None
+
+
 def _topology(files: list[RankFile], meta: ModelMeta | None) -> Topology:
     """Degree of each axis from the file names, checked against ``parallel_config``."""
     written = {} if meta is None else {"tp": meta.tp, "pp": meta.pp, "shard": meta.sharding, "ep": meta.ep}
@@ -356,8 +374,8 @@ def _check_expert_ranks(topology: Topology, meta: ModelMeta | None) -> None:
 def _coordinates(file: RankFile, topology: Topology) -> tuple[int, int, int]:
     """Coordinates ``(pp, ep, tp)`` of the cell that a file belongs to."""
     tp = file.tp or 0
-    if file.ep is not None:
-        return file.pp or 0, file.ep, tp
+    if file.ep is not None:  # without experts of their own, ranks beyond those of tp have copies
+        return file.pp or 0, file.ep if topology.ep > 1 else file.ep // topology.tp, tp
     if file.moe is not None:
         return file.pp or 0, file.moe, tp
     return file.pp or 0, topology.expert_rank(tp, file.shard or 0), tp

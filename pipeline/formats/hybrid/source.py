@@ -8,7 +8,7 @@ the result is a catalog of fragments that is checked to cover every tensor exact
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
 from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.checkpoint.stages import without_copies
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, of_optimizer
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -42,6 +42,8 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
 )
 from paddle_reshard.pipeline.formats.hybrid.names import (
     LORA_MODEL_STATE,
+    OPTIMIZER,
+    rank_file_name,
 )
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
@@ -116,6 +118,7 @@ def read_hybrid(
     source = _Source(ranks, _choose_table_and_rename(ranks, tables, config), config)
     strategy = source.strategy()
     stored = source.model(adapter, missing)
+    source.check_stages(stored, missing)
     check_experts(ranks, source.expert_axis, stored.tensors, expert_count(source.table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
@@ -297,6 +300,25 @@ class _Source:
         model = Model(tuple(lead_experts(tied, unified=False)), table, self.config)
         return completed(model, policy.lets_lack, mtp=not policy.drops_mtp)
 
+    def check_stages(self, model: Model, policy: MissingPolicy) -> None:
+        """Refuse a stage whose optimizer files hold no states, beside others that do."""
+        states = {tensor.key for tensor in model.tensors if tensor.trained}
+        trains = {cell.pp for cell in self.cells if not states.isdisjoint(cell.names)}
+        for cell in self.cells if trains and not model.has_lora else ():
+            keys = [] if cell.pp in trains else [k for k in cell.names if not policy.lets_lack_states(k)]
+            if keys := [key for key in keys if not self.find(key)[0].untrained]:
+                of = self.ranks.topology
+                path = rank_file_name(
+                    OPTIMIZER, 0 if of.tp > 1 else None, cell.pp, 0 if of.sharding > 1 else None
+                )
+                error = CoverageError(
+                    f"{keys[0]} (optimizer states)",
+                    f"{path} holds no states, nor does any other file of its pipeline stage, and those of other "
+                    "stages do. Take the files of one whole save; if the job froze the stage, say so with "
+                    f"--allow-missing {' '.join(map(repr, _patterns(keys)))}",
+                )
+                raise of_optimizer(error)
+
     def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
         topology = self.ranks.topology
         rule, layer = self.find(key)
@@ -371,6 +393,11 @@ class _Source:
             f"{MODEL_META} says no_sync={cell.no_sync[key]} with {topology}; expected is no_sync=true for experts "
             "under expert parallelism, and false for everything else",
         )
+
+
+def _patterns(keys: Iterable[str]) -> list[str]:
+    """Patterns of keys, one for all of a layer: ``model.norm.weight model.layers.0.*``."""
+    return list(dict.fromkeys(re.sub(r"(\.\d+\.).*", r"\1*", key) for key in keys))
 
 
 def _vpp(cells: Sequence[StoredCell], model: Model) -> int:

@@ -159,8 +159,10 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
     ranks = target.expert_ranks
     what = f"{axis}={ranks}"
     if table.expert_axis != axis:
+        alike = axis == "ep" and table.expert_axis is None
+        instead = "; omit ep, also in the job's arguments: each of its ranks has all experts" if alike else ""
         raise PlanError(
-            f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}"
+            f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}{instead}"
         )
     experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
     in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
