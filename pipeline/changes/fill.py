@@ -30,15 +30,17 @@ from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.completeness import lost
-from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
-from paddle_reshard.pipeline.model.weights import dtype_of_tag
-from paddle_reshard.storage.files.safetensors import parse_safetensors
+from paddle_reshard.pipeline.model.weights import PADDLE_LAYOUTS, TRANSFORMERS_LAYOUT, dtype_of_tag
+from paddle_reshard.storage.files.safetensors import SafetensorsPayload, parse_safetensors
 from paddle_reshard.storage.locate import Access, is_local, local_path, open_file
 from paddle_reshard.storage.store import Source
 from paddle_reshard.storage.views import JoinedSource, Mount
 
 ENDING: Final = ".safetensors"
+LAYOUT: Final = "format"
+"""Entry of a safetensors file's metadata that tells the layout of its tensors."""
 PREFIX: Final = "FILL/"
 """Prefix of the paths of the other checkpoint's files among those of the source."""
 
@@ -70,6 +72,8 @@ class Filler:
     catalog: Catalog
     numbers: Mapping[str, int]
     """Structured key → tensor of ``catalog``."""
+    layout_told: bool = True
+    """Whether the layout of the tensors is known, and not taken for that of the source."""
 
     @property
     def location(self) -> str:
@@ -88,33 +92,62 @@ def open_filling(location: str, access: Access) -> Filling:
 def filled(filling: Filling, altered: Altered, reading: Reading) -> Altered:
     """A checkpoint with what ``filling`` gives it, and the store that serves both."""
     checkpoint = altered.source
-    given = None if filling.file is None else _of_file(filling)
-    whole = _filled(checkpoint, given or _of_checkpoint(filling, checkpoint, reading), reading.missing)
+    payload = None if filling.file is None else _header(filling)
+    published = payload is None or _is_published(payload, checkpoint.model)
+    if payload is None or published:
+        filler = _of_checkpoint(filling, checkpoint, reading)
+    else:
+        filler = _of_file(filling, payload, layout_told=published is not None)
+    whole = _filled(checkpoint, filler, reading.missing)
     store = JoinedSource((Mount("", altered.store), Mount(PREFIX, filling.store)))
     return altered.read_as(whole, store)
 
 
-def _of_file(filling: Filling) -> Filler:
-    """The tensors of a safetensors file, by structured key."""
+def _header(filling: Filling) -> SafetensorsPayload:
     name, store = filling.file or "", filling.store
-    size_bytes = store.sizes()[name]
-    shown = f"--fill {filling.location}"
     try:
-        payload = parse_safetensors(
-            lambda offset, nbytes: store.read(name, offset, nbytes), size_bytes, shown
+        return parse_safetensors(
+            lambda offset, nbytes: store.read(name, offset, nbytes),
+            store.sizes()[name],
+            f"--fill {filling.location}",
         )
     except FormatError as error:
         raise CheckpointError(f"{error}; expected a safetensors file") from error
+
+
+def _is_published(payload: SafetensorsPayload, model: Model) -> bool | None:
+    """Whether a file is of a published model: as it says, or as keys and shapes show, if they do."""
+    if (layout := payload.metadata.get(LAYOUT)) is not None:
+        return layout not in PADDLE_LAYOUTS
+    if model.table.not_known is not None:
+        return False
+    if not payload.tensors.keys() <= {tensor.key for tensor in model.tensors}:
+        return True
+    for tensor in model.tensors:
+        shape = payload.tensors[tensor.key].shape if tensor.key in payload.tensors else ()
+        if _is_turned(tensor) and shape != shape[::-1]:
+            return shape != tensor.global_shape
+    return None
+
+
+def _is_turned(tensor: ModelTensor) -> bool:
+    """Whether a published model has a tensor transposed, under whatever key."""
+    return tensor.rule.huggingface is not None and tensor.rule.huggingface.transposed
+
+
+def _of_file(filling: Filling, payload: SafetensorsPayload, layout_told: bool) -> Filler:
+    """The tensors of a safetensors file, by structured key."""
     tensors, rows = [], []
     for number, (key, array) in enumerate(payload.tensors.items()):
-        dtype = dtype_of_tag(payload.tags[key], f"{shown}: {key}")
+        dtype = dtype_of_tag(payload.tags[key], f"--fill {filling.location}: {key}")
         tensors.append(Tensor(key, PARAM, dtype, array.shape))
         strides = row_major_strides(array.shape, dtype.itemsize)
         begins = (0,) * len(array.shape)
         rows.append(fragment_row(number, 0, dtype, 0, array.byte_offset, begins, array.shape, strides))
-    catalog = Catalog(Tensors(tensors), (File(name, size_bytes),), fragment_rows(rows), {})
+    name = filling.file or ""
+    catalog = Catalog(Tensors(tensors), (File(name, filling.store.sizes()[name]),), fragment_rows(rows), {})
     numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
-    return Filler(filling, catalog, numbers)
+    return Filler(filling, catalog, numbers, layout_told)
 
 
 def _of_checkpoint(filling: Filling, source: Checkpoint, reading: Reading) -> Filler:
@@ -126,7 +159,7 @@ def _of_checkpoint(filling: Filling, source: Checkpoint, reading: Reading) -> Fi
             f"another checkpoint; give a {ENDING} file with the missing tensors, by the keys of the source"
         )
     known = reading.tables if reading.tables.for_any_family else shipped_tables(table.convention)
-    any_missing = MissingPolicy(allowed=("*",))
+    any_missing = MissingPolicy(allowed=("*",), lacks_layers=filling.file is not None)
     base = index_checkpoint(store, known, source.model.config, any_missing, reading.index_files)
     theirs = base.model.table
     if (theirs.family, theirs.convention) != (table.family, table.convention):
@@ -143,7 +176,7 @@ def _of_checkpoint(filling: Filling, source: Checkpoint, reading: Reading) -> Fi
 
 
 def _filled(checkpoint: Checkpoint, filler: Filler, policy: MissingPolicy) -> Checkpoint:
-    """The checkpoint with the tensors that it lacked; of a file, it has to take all."""
+    """The checkpoint with the tensors that it lacked."""
     lacking = [tensor for tensor in checkpoint.model.tensors if tensor.missing]
     taken: dict[str, int] = {}  # identity → tensor of the filler
     for tensor in lacking:
@@ -157,8 +190,6 @@ def _filled(checkpoint: Checkpoint, filler: Filler, policy: MissingPolicy) -> Ch
     for tensor in lacking:
         if tensor.key in absent and not (tensor.of_base or policy.allows(tensor.key)):
             raise lost(tensor, filler.location)
-    if filler.filling.file is not None:
-        _check_all_taken(filler, taken)
     tensors = tuple(replace(t, missing=t.key in absent) for t in checkpoint.model.tensors)
     catalog = _joined(checkpoint, taken, filler)
     check_catalog(catalog)
@@ -186,6 +217,13 @@ def _check(tensor: ModelTensor, filler: Filler, number: int) -> None:
             f"{tensor.dtype.name} {tensor.global_shape} in the checkpoint, but {given.dtype.name} "
             f"{given.global_shape} in {filler.location}, given with --fill",
         )
+    if not filler.layout_told and _is_turned(tensor):
+        raise CoverageError(
+            f"{tensor.key} (param)",
+            f"{filler.location}, given with --fill, does not say whether it has Paddle's layout or that of published "
+            f'models, which is transposed; write the file with the metadata {{"{LAYOUT}": "{PADDLE_LAYOUTS[0]}"}} or '
+            f'"{TRANSFORMERS_LAYOUT}"',
+        )
 
 
 def _check_base(lacking: Sequence[ModelTensor], absent: set[str], filler: Filler) -> None:
@@ -198,16 +236,6 @@ def _check_base(lacking: Sequence[ModelTensor], absent: set[str], filler: Filler
             without[0],
             f"belongs to the base model, of which --fill gives {given}, but not this; give the whole base or none",
             (filler.location,),
-        )
-
-
-def _check_all_taken(filler: Filler, taken: Mapping[str, int]) -> None:
-    """Refuse tensors of a file that would be ignored."""
-    used = set(taken.values())
-    for key in sorted(key for key, number in filler.numbers.items() if number not in used):
-        raise CoverageError(
-            key,
-            "given with --fill, but the checkpoint already holds it or has no such tensor; remove it from the file",
         )
 
 

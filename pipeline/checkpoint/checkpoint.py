@@ -36,6 +36,8 @@ class MissingPolicy:
     """Whether MTP layers are omitted from every target, so that their tensors need no rules."""
     parameters_only: bool = False
     """Whether nothing but stored parameters is wanted, so that an optimizer that cannot be read is no obstacle."""
+    lacks_layers: bool = False
+    """Whether the files may be of a part of the model, without whole layers."""
 
     def lets_lack(self, key: str) -> bool:
         """Whether the checkpoint may lack a tensor that its model has."""

@@ -29,13 +29,16 @@ def not_allowed(key: str) -> bool:
     return False
 
 
-def completed(model: Model, allows: Allows = not_allowed, *, mtp: bool = True) -> Model:
+def completed(
+    model: Model, allows: Allows = not_allowed, *, mtp: bool = True, layers_counted: bool = True
+) -> Model:
     """The model with those tensors of its class that no file holds; without leave they are refused.
 
     Required are all rows of the table that apply to the config, in every layer of their item: outside layers, in the
-    decoder layers, and in the layers of multi-token prediction that the config announces (unless ``mtp`` is false, as
-    targets omit them). Of the rows in ``alternatives`` a layer has those of one alternative. A table that does not say
-    the alternatives only tells that a layer whose tensors are a proper subset of another's of its kind is incomplete.
+    decoder layers (all that the config counts, if ``layers_counted``), and in the layers of multi-token prediction that
+    the config announces (unless ``mtp`` is false, as targets omit them). Of the rows in ``alternatives`` a layer has
+    those of one alternative. A table that does not say the alternatives only tells that a layer whose tensors are a
+    proper subset of another's of its kind is incomplete.
 
     Raises
     ------
@@ -52,7 +55,8 @@ def completed(model: Model, allows: Allows = not_allowed, *, mtp: bool = True) -
         if "{" not in rule.key and _is_required(rule, config) and rule.key not in keys
     ]
     if table.counts_layers:
-        check_layers(model.tensors, table, config)
+        if layers_counted:
+            check_layers(model.tensors, table, config)
         layers = _names_of_layers(model.tensors)
         if table.alternatives is None:
             lacking += _lacking_beside_others(model, layers)

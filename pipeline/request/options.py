@@ -171,7 +171,7 @@ class ConversionOptions(TargetOptions, total=False):
             of_one_source=True,
             help="Checkpoint in any format and topology, Hugging Face model, or safetensors file that has "
             "what the source lacks (parameters that were not trained, buffers): only that is taken from "
-            "it. A file must hold nothing else.",
+            "it. A file has the source's keys, or is of a published model.",
         ),
     ]
     merge_into: Annotated[

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import save_file
 
 import paddle_reshard
@@ -22,6 +23,7 @@ from paddle_reshard.storage.locate import Access, open_source
 from paddle_reshard.tasks.index import index_here
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
+from tests.golden.unified_cases import write_safetensors
 from tests.oracle import read_truth
 
 SHARDED = "small-frozen/frozen_llama_sh2_s1v2_meta_ema"
@@ -49,6 +51,12 @@ def frozen() -> list[str]:
     """Parameters of which the trainer kept no state."""
     found = truth()
     return [key for key in found if f"{key}.w_0" not in found and re.fullmatch(r".*\.weight", key)]
+
+
+def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Key → dtype tag, shape and bytes of a safetensors file."""
+    found = safetensors.deserialize(path.read_bytes())
+    return {key: (entry["dtype"], entry["shape"], bytes(entry["data"])) for key, entry in found}
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +124,56 @@ def test_a_base_of_another_family_is_refused() -> None:
         paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=other)
 
 
-def test_a_file_still_holds_exactly_what_is_missing(tmp_path: Path) -> None:
-    arrays = read_truth(case_directory(SHARDED) / "truth.safetensors")
-    save_file({key: np.array(arrays[key]) for key in frozen()}, tmp_path / "lost.safetensors")
-    paddle_reshard.convert(
-        checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=tmp_path / "lost.safetensors"
-    )
-    assert read_one_card(tmp_path / "card") == truth()
-    more = {key: np.array(arrays[key]) for key in [*frozen(), "model.norm.weight"]}
-    save_file(more, tmp_path / "more.safetensors")
-    with pytest.raises(paddle_reshard.CoverageError, match=r"model\.norm\.weight: given with --fill"):
-        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=tmp_path / "more.safetensors")
+def test_a_file_gives_what_is_missing_and_the_rest_is_ignored(bases: Path, tmp_path: Path) -> None:
+    """By the keys of the source, or as a model is published."""
+    published = stored(bases / "huggingface" / "model.safetensors")
+    held = stored(case_directory(SHARDED) / "truth.safetensors")
+    own = {key: held[key] for key in [*frozen(), "model.norm.weight"]}
+    files = {"own": (own, "np"), "said": (published, "pt")}
+    for name, (tensors, layout) in files.items():
+        write_safetensors(tmp_path / f"{name}.safetensors", tensors, layout)
+        report = paddle_reshard.convert(
+            checkpoint(SHARDED), tmp_path / name, to="tp=1", fill=tmp_path / f"{name}.safetensors"
+        )
+        assert read_one_card(tmp_path / name) == truth()
+        assert "model.norm.weight" not in dict(report.facts())["filled"]
+
+
+@pytest.mark.parametrize("layout", ["pt", None])
+def test_a_file_of_a_published_model_is_told_by_its_metadata_or_its_keys(
+    layout: str | None, tmp_path: Path
+) -> None:
+    """Queries, keys and values are one tensor in training, and cut from its three parts."""
+    source, file = tmp_path / "source", tmp_path / "whole.safetensors"
+    paddle_reshard.convert(checkpoint("families/qwen3_single"), source, format="huggingface")
+    whole = stored(source / "model.safetensors")
+    write_safetensors(file, whole, layout)
+    kept = {key: held for key, held in whole.items() if "layers.0.self_attn" not in key}
+    write_safetensors(source / "model.safetensors", kept)
+
+    paddle_reshard.convert(source, tmp_path / "one", to="tp=1", fill=file)
+    paddle_reshard.convert(tmp_path / "one", tmp_path / "again", format="huggingface")
+    assert stored(tmp_path / "again" / "model.safetensors") == whole
+
+
+def test_a_square_projection_is_taken_only_in_a_layout_that_the_file_says(tmp_path: Path) -> None:
+    """Published models transpose it, under the same key and in the same shape."""
+    key = "model.layers.0.self_attn.o_proj.weight"
+    whole, source, own = checkpoint("dense/single"), tmp_path / "source", tmp_path / "own.safetensors"
+    paddle_reshard.convert(whole, source, format="huggingface")
+    given = stored(source / "model.safetensors")
+    write_safetensors(source / "model.safetensors", {name: given[name] for name in given.keys() - {key}})
+    dtype, shape, data = given[key]
+    assert shape[0] == shape[1]
+
+    write_safetensors(own, {key: given[key]}, None)
+    with pytest.raises(paddle_reshard.CoverageError, match=rf"{re.escape(key)}.*does not say.*transposed"):
+        paddle_reshard.plan(source, to="tp=1", fill=own)
+    turned = np.frombuffer(data, "<u2").reshape(shape).T.tobytes()
+    for layout, values in (("pt", data), ("np", turned)):
+        write_safetensors(own, {key: (dtype, shape, values)}, layout)
+        paddle_reshard.convert(source, tmp_path / layout, to="tp=1", fill=own)
+        assert read_one_card(tmp_path / layout)[key] == turned
 
 
 @pytest.mark.parametrize("key", ["lm_head.weight", EMBEDDING])

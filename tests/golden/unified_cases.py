@@ -64,9 +64,11 @@ def read(folder: Path) -> Entries:
     }
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, tuple[str, Sequence[int], bytes]], layout: str | None = "pt"
+) -> None:
     """Write tensors (dtype tag, shape, bytes) as ``transformers`` does; bfloat16 too, which NumPy does not know."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {} if layout is None else {"__metadata__": {"format": layout}}
     at = 0
     for key, (tag, shape, data) in tensors.items():
         header[key] = {"dtype": tag, "shape": list(shape), "data_offsets": [at, at + len(data)]}

@@ -177,7 +177,8 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
     mtp = _mtp_layers(tables_to_train_with(tables, config), config, keys) if missing.drops_mtp else _NOTHING
     held = stored_tensors(headers, index, re.compile(rf"{mtp.pattern}|{BUFFERS.pattern}"))
     model, stored, reading = _models(held, config, tables)
-    model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp)
+    counted = not missing.lacks_layers
+    model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp, layers_counted=counted)
     held = reading.renamed(held)
     copies = _copies_of(held, reading, files)
     catalog = read_huggingface(stored, {**files.safetensors, **_sizes_of(copies, files)}, held, copies=copies)
