@@ -8,12 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from paddle_reshard import convert, plan
-from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
+from paddle_reshard import convert
+from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.test_flex import run_paddle
@@ -197,9 +195,3 @@ def test_tied_weights_that_differ_are_found_while_moving(tmp_path: Path) -> None
     data[data.index(value, first + 1)] ^= 1
     path.write_bytes(data)
     refused(checkpoint, tmp_path / "target", r"embed_tokens.* and lm_head.*tie_word_embeddings")
-
-
-def test_nothing_is_filled_into_what_loses_nothing(whole: Path, tmp_path: Path) -> None:
-    save_file({"model.norm.weight": np.zeros(3, np.float32)}, tmp_path / "given.safetensors")
-    with pytest.raises(CoverageError, match=r"model\.norm\.weight: given with --fill"):
-        plan(whole, tmp_path / "made", to="tp=1", fill=tmp_path / "given.safetensors")

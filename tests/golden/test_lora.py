@@ -155,7 +155,9 @@ def test_matrices_become_a_flexcheckpoint_with_the_base_that_is_given(source: st
     base = case_directory(f"states/{source}") / "truth_base.safetensors"
     held = oracle.read_truth(base)
     given, trained = tmp_path / "base.safetensors", truth_of(source)
-    write_safetensors(given, {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items() if k not in trained})
+    write_safetensors(
+        given, {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items() if k not in trained}, "np"
+    )
     paddle_reshard.convert(checkpoint(source), tmp_path / "made", format="flex", fill=given)
     assert flex_arrays(tmp_path / "made") == {k: a.tobytes() for k, a in {**held, **trained}.items()}
 
@@ -174,7 +176,7 @@ def test_the_base_of_a_unified_checkpoint_makes_the_trainers_own_flexcheckpoint(
 def test_a_part_of_the_base_is_refused(tmp_path: Path) -> None:
     held = oracle.read_truth(case_directory("states/lora_single") / "truth_base.safetensors")
     held.pop("model.norm.weight")
-    write_safetensors(tmp_path / "part", {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items()})
+    write_safetensors(tmp_path / "part", {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items()}, "np")
     with pytest.raises(
         CoverageError, match=r"model\.norm\.weight: belongs to the base .* give the whole base"
     ):

@@ -330,12 +330,3 @@ def test_weights_of_a_rank_under_another_name(copied: Callable[[str], Folder]) -
     (folder / "model.tp00_pp00.safetensors").rename(folder / "weights.tp00_pp00.safetensors")
     with pytest.raises(CheckpointError, match=r"weights\.tp00_pp00\.safetensors: not the weights of a rank"):
         _plan(folder)
-
-
-def test_a_tensor_that_was_given_and_is_not_missing(copied: Callable[[str], Folder]) -> None:
-    folder = copied(FOUR)
-    safetensors.numpy.save_file({NORM: np.zeros(16, np.float32)}, folder.parent / "fill.safetensors")
-    with pytest.raises(CoverageError, match=rf"{NORM}: given with --fill"):
-        paddle_reshard.plan(
-            folder, folder.parent / "target", format="unified", fill=folder.parent / "fill.safetensors"
-        )
