@@ -15,6 +15,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape, padded
 from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES, DType, Tensor, dtype_number
 
 if TYPE_CHECKING:
@@ -74,6 +75,52 @@ class Identities:
         self._key.append(of_key)
         self._state.append(of_state)
         return number
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """All keys and all states, in the order of their numbers."""
+        return self._keys.values, self._states.values
+
+    def columns(self, first: int, stop: int) -> tuple[Ints, Ints]:
+        """The numbers of the keys and states of the pairs from one number to another."""
+        key, state = self._key[first:stop], self._state[first:stop]
+        return np.array(key, dtype=np.int64), np.array(state, dtype=np.int64)
+
+    def numbers_of_names(self, keys: Iterable[str], states: Iterable[str]) -> tuple[Ints, Ints]:
+        """The numbers of keys, and of states, each of which is added if it is new."""
+        key = np.array(list(map(self._keys.number, keys)), dtype=np.int64)
+        state = np.array(list(map(self._states.number, states)), dtype=np.int64)
+        self._numbers += (array("i") for _ in range(len(self._states.values) - len(self._numbers)))
+        return key, state
+
+    def numbers_of(self, keys: Ints, states: Ints) -> Ints:
+        """The numbers of many pairs, given by the numbers of their keys and states; -1 for a pair that is not known."""
+        numbers = np.full(len(keys), -1, dtype=np.int64)
+        for state in distinct(states).tolist():
+            table = np.append(np.array(self._numbers[state], dtype=np.int64), -1)
+            of_state = np.flatnonzero(states == state)
+            numbers[of_state] = table[np.minimum(keys[of_state], len(table) - 1)]
+        return numbers
+
+    def add_identities(self, keys: Ints, states: Ints) -> Ints:
+        """Add pairs, none of which may be known, by the numbers of their keys and states; return their own."""
+        added = np.arange(len(self._key), len(self._key) + len(keys))
+        for state in distinct(states).tolist():
+            numbers, of_state = self._numbers[state], states == state
+            numbers.extend([-1] * (int(keys[of_state].max()) + 1 - len(numbers)))
+            np.asarray(numbers)[keys[of_state]] = added[of_state]
+        self._key.frombytes(keys.astype(np.int32).tobytes())
+        self._state.frombytes(states.astype(np.int16).tobytes())
+        return added
+
+    def states_by_key(self) -> dict[str, tuple[str, ...]]:
+        """Key → its states; keys with the same states share one tuple."""
+        held = np.zeros(len(self._keys.values), dtype=np.int64)
+        np.bitwise_or.at(held, np.array(self._key), 1 << np.array(self._state, dtype=np.int64))
+        tuples = {
+            bits: tuple(state for number, state in enumerate(self._states.values) if bits >> number & 1)
+            for bits in distinct(held).tolist()
+        }
+        return dict(zip(self._keys.values, map(tuples.__getitem__, held.tolist()), strict=True))
 
     def __len__(self) -> int:
         return len(self._key)
@@ -159,6 +206,27 @@ class Tensors(Identities, Sequence[Tensor]):
         if aliases:
             self._aliases[number] = aliases
         return number
+
+    def add_alike(self, keys: Ints, states: Ints, dtypes: Ints, shapes: Ints) -> Ints | None:
+        """The numbers of tensors, of which new ones are added, given as the numbers of keys, states, dtypes and shapes.
+
+        ``None``, and nothing is added, if one is known with another dtype or shape. No tensor may be given twice.
+        """
+        numbers = self.numbers_of(keys, states)
+        new = numbers < 0
+        known = numbers[~new]
+        if (np.array(self._dtype)[known] != dtypes[~new]).any() or (
+            np.array(self._shape)[known] != shapes[~new]
+        ).any():
+            return None
+        numbers[new] = self.add_identities(keys[new], states[new])
+        self._dtype.frombytes(dtypes[new].astype(np.int8).tobytes())
+        self._shape.frombytes(shapes[new].astype(np.int32).tobytes())
+        return numbers
+
+    def shape_number(self, shape: Shape) -> int:
+        """The number of a global shape."""
+        return self._shapes.number(shape)
 
     @overload
     def __getitem__(self, at: int) -> Tensor: ...

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, DType
 from paddle_reshard.pipeline.model.placement import ArrayKind, Placements
+
+
+class Alike(NamedTuple):
+    """Columns of many arrays, each a rank's whole piece of a tensor; dtypes and shapes of the tensors are numbers."""
+
+    dtype: Ints
+    shape: Ints
+    kind: Ints
+    rank: Ints
+    file: Ints
+    byte_offset: Ints
+
+    def of(self, rows: slice) -> Alike:
+        """Some of the rows."""
+        return Alike(*(column[rows] for column in self))
 
 
 class TensorCollector:
@@ -55,6 +74,34 @@ class TensorCollector:
         index = tensor * self._ranks + rank
         self._copies[index] += 1
         return self._copies[index] - 1
+
+    def file(self, path: str) -> int:
+        """The number of a file."""
+        return self._file[path]
+
+    def place_alike(self, keys: Ints, states: Ints, arrays: Alike) -> bool:
+        """Add arrays of tensors, given by the numbers that ``tensors`` has for their keys and states.
+
+        Whether they were added: not if a tensor is known with another dtype or shape. No tensor may be given twice, nor
+        one that has aliases.
+        """
+        tensors = self.tensors.add_alike(keys, states, arrays.dtype, arrays.shape)
+        if tensors is None:
+            return False
+        self._copies.extend(self._none * (len(self.tensors) - len(self._copies) // self._ranks))
+        copies, index = np.asarray(self._copies), tensors * self._ranks + arrays.rank
+        columns = (
+            arrays.kind,
+            arrays.rank,
+            tensors,
+            arrays.file,
+            arrays.byte_offset,
+            arrays.dtype,
+            copies[index],
+        )
+        self.placements.add_all(columns, len(keys))
+        copies[index] += 1
+        return True
 
     def place(
         self, tensor: int, kind: ArrayKind, dtype: DType, rank: int, copy: int, path: str, byte_offset: int

@@ -145,6 +145,13 @@ class Placements:
         """Add an array of a kind, stored by tp rank ``rank`` at ``byte_offset``."""
         self._arrays.extend((kind, rank, tensor, file, byte_offset, dtype_number(dtype), replica))
 
+    def add_all(self, columns: Sequence[Ints | int], count: int) -> None:
+        """The same for so many arrays; each of the seven arguments is a column, or a number for all of them."""
+        rows = np.empty((count, _COLUMNS), dtype=np.int64)
+        for number, column in enumerate(columns):
+            rows[:, number] = column
+        self._arrays.frombytes(rows.tobytes())
+
     def add_file(self, arrays: Ints, rank: int, file: int) -> None:
         """Add all arrays of a file of tp rank ``rank``; rows are (kind, tensor, byte offset, index of the dtype).
 

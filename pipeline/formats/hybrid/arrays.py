@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from array import array as numbers_of
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.sorting import order_of
 from paddle_reshard.pipeline.core.tensor_columns import Identities, Identity, Numbered
 from paddle_reshard.pipeline.core.tensors import DType, dtype_of_code
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 
 Array = ArrayRef | SplitArray
+ArrayKind = tuple[str, Shape, Shape | None]
+"""NumPy code, shape and order of dims of an array."""
+StoredPlace = tuple[int, int, str]
+"""Copy, shard and path, as in :class:`StoredArray`."""
+
+
+def array_of(value: object) -> Array | None:
+    """The array in an entry; the entry may be a ``(name, array)`` tuple, which ``paddle.load`` accepts too."""
+    if type(value) is ArrayRef:  # as nearly all are
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        value = value[1]
+    return value if isinstance(value, ArrayRef | SplitArray) else None
 
 
 class StoredArray(NamedTuple):
@@ -34,7 +52,7 @@ class ArrayColumns:
     __slots__ = ("_kind", "_kinds", "_offset", "_others")
 
     def __init__(self) -> None:
-        self._kinds: Numbered[tuple[str, Shape, Shape | None]] = Numbered()
+        self._kinds: Numbered[ArrayKind] = Numbered()
         self._kind = numbers_of("i")  # -1: another value
         self._offset = numbers_of("q")  # of the payload, or the index in ``_others``
         self._others: list[Any] = []
@@ -55,8 +73,62 @@ class ArrayColumns:
             return self._others[self._offset[row]]
         return ArrayRef(self._offset[row], *self._kinds.values[self._kind[row]], name)
 
+    def of_kinds(self) -> tuple[list[ArrayKind], Ints, Ints]:
+        """The kinds of arrays, and for each row the number of its kind and its first byte; -1 for another value."""
+        return self._kinds.values, np.array(self._kind), np.array(self._offset)
+
+    def shapes(self) -> list[Shape]:
+        """The shape of the array of each row; ``()`` of another value."""
+        of_kinds = [shape for _, shape, _ in self._kinds.values]
+        shapes = [of_kinds[kind] if kind >= 0 else () for kind in self._kind]
+        for row, value in self.others():
+            array = array_of(value)
+            shapes[row] = () if array is None else array.shape
+        return shapes
+
+    def others(self) -> list[tuple[int, Any]]:
+        """The rows that are no arrays, and their values."""
+        return [(row, self.get(row)) for row in np.flatnonzero(np.array(self._kind) < 0).tolist()]
+
+    def only(self, rows: Ints) -> ArrayColumns:
+        """Some of the rows."""
+        chosen = ArrayColumns()
+        chosen._kinds, chosen._others = self._kinds, self._others
+        chosen._kind.frombytes(np.array(self._kind)[rows].tobytes())
+        chosen._offset.frombytes(np.array(self._offset)[rows].tobytes())
+        return chosen
+
+    def extend(self, other: ArrayColumns) -> None:
+        """Add all rows of other columns, of which those that are no arrays may have the array in a tuple."""
+        kinds, kind, offset = other.of_kinds()
+        if (kind < 0).any():
+            for row in range(len(kind)):
+                self.append(array_of(other.get(row)))
+            return
+        numbers = np.array(list(map(self._kinds.number, kinds)), dtype=np.int32)
+        self._kind.frombytes(numbers[kind].tobytes())
+        self._offset.frombytes(offset.tobytes())
+
     def __len__(self) -> int:
         return len(self._kind)
+
+
+class Lone(NamedTuple):
+    """Columns of some of the tensors that :class:`StoredArrays` holds, and of the last array of each."""
+
+    kinds: list[ArrayKind]
+    places: list[StoredPlace]
+    key: Ints
+    """Numbers of the key and of the state."""
+    state: Ints
+    kind: Ints
+    """-1: more than one array, or an array of another sort."""
+    place: Ints
+    byte_offset: Ints
+
+    def of(self, rows: slice) -> Lone:
+        """Some of the rows."""
+        return Lone(*self[:2], *(column[rows] for column in self[2:]))
 
 
 class StoredArrays(Mapping[Identity, list[StoredArray]]):
@@ -68,7 +140,7 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         self._identities = Identities()
         self._last = numbers_of("i")  # of each identity: its last array
         self._before = numbers_of("i")  # of each array: the one before it of the same identity, -1 for none
-        self._places: Numbered[tuple[int, int, str]] = Numbered()  # (copy, shard, path)
+        self._places: Numbered[StoredPlace] = Numbered()
         self._place = numbers_of("i")
         self._arrays = ArrayColumns()
 
@@ -86,6 +158,50 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
         self._arrays.append(array)
         return None if before < 0 else self._places.values[self._place[before]][2]
 
+    def add_file(
+        self, keys: Iterable[str], states: Iterable[str], place: StoredPlace, arrays: ArrayColumns
+    ) -> int | None:
+        """Add the arrays of a file, of which each is given the key and the state.
+
+        If a tensor is in the file twice, nothing is added: returned is the index of the key that is the second.
+        """
+        of_key, of_state = self._identities.numbers_of_names(keys, states)
+        pairs = of_state * len(self._identities.names()[0]) + of_key
+        numbers = self._identities.numbers_of(of_key, of_state)
+        known, here = numbers >= 0, self._places.number(place)
+        twice, order = np.zeros(len(pairs), dtype=np.bool_), order_of(pairs)
+        twice[order[1:]] = pairs[order[1:]] == pairs[order[:-1]]
+        last = np.array(self._last, dtype=np.int64)[numbers[known]]
+        twice[known] |= np.array(self._place)[last] == here
+        if twice.any():
+            return int(np.argmax(twice))
+        numbers[~known] = self._identities.add_identities(of_key[~known], of_state[~known])
+        before = np.full(len(pairs), -1, dtype=np.int32)
+        before[known] = last
+        self._last.extend([0] * (len(self._identities) - len(self._last)))
+        np.asarray(self._last)[numbers] = np.arange(len(self._before), len(self._before) + len(pairs))
+        self._before.frombytes(before.tobytes())
+        self._place.frombytes(np.full(len(pairs), here, dtype=np.int32).tobytes())
+        self._arrays.extend(arrays)
+        return None
+
+    def names(self) -> tuple[list[str], list[str]]:
+        """All keys and all states, in the order of their numbers."""
+        return self._identities.names()
+
+    def lone(self, first: int, stop: int) -> Lone:
+        """The tensors from one number to another as columns."""
+        key, state = self._identities.columns(first, stop)
+        last = np.array(self._last[first:stop], dtype=np.int64)
+        kinds, kind, byte_offset = self._arrays.of_kinds()
+        kind = np.where(np.array(self._before)[last] < 0, kind[last], -1)
+        place = np.array(self._place)[last]
+        return Lone(kinds, self._places.values, key, state, kind, place, byte_offset[last])
+
+    def states_by_key(self) -> dict[str, tuple[str, ...]]:
+        """Key → the states of which there are arrays; keys with the same states share one tuple."""
+        return self._identities.states_by_key()
+
     def renamed(self, keys: Mapping[str, str], states: Mapping[str, str]) -> StoredArrays:
         """The same arrays under other structured keys, or as other states."""
         renamed = StoredArrays()
@@ -100,9 +216,11 @@ class StoredArrays(Mapping[Identity, list[StoredArray]]):
             raise KeyError(identity)
         return self._of(number)
 
-    def entries(self) -> Iterator[tuple[Identity, list[StoredArray]]]:
-        """All items; faster than one by one."""
-        for number, identity in enumerate(self._identities.identities()):
+    def entries(
+        self, first: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[Identity, list[StoredArray]]]:
+        """All items, or some of them; faster than one by one."""
+        for number, identity in enumerate(islice(self._identities.identities(), first, stop), first):
             yield identity, self._of(number)
 
     def _of(self, number: int) -> list[StoredArray]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import numpy as np
+
 from paddle_reshard.pipeline.checkpoint.reading import Readable, index_tensor_file
 from paddle_reshard.pipeline.formats.hybrid.arrays import ArrayColumns
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
@@ -18,28 +20,54 @@ SPECIAL = (LR_SCHEDULER, MASTER_WEIGHTS, STRUCTURED_NAMES)
 """Entries that are accessed by name."""
 
 
+class Entries:
+    """Entries of a file: the name of each, what its array is called besides, and its value."""
+
+    __slots__ = ("called", "names", "values")
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.called: list[str | None] = []  # nearly always the name of the entry
+        self.values = ArrayColumns()
+
+    def add(self, entry: str, value: object) -> None:
+        """Add an entry."""
+        called = value.name if isinstance(value, ArrayRef) else None
+        self.names.append(str(entry))
+        self.called.append(entry if called == entry else called)
+        self.values.append(value)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """All entries, in the order of the file."""
+        for number, (entry, called) in enumerate(zip(self.names, self.called, strict=True)):
+            yield entry, self.values.get(number, called)
+
+    def without(self, names: Collection[str]) -> Entries:
+        """The entries except those with some names."""
+        rows = [row for row, name in enumerate(self.names) if name not in names]
+        if len(rows) == len(self.names):
+            return self
+        others = Entries()
+        others.names, others.called = [self.names[row] for row in rows], [self.called[row] for row in rows]
+        others.values = self.values.only(np.array(rows, dtype=np.int64))
+        return others
+
+
 class FileEntries:
     """The entries of a file, or of its ``master_weights``; they are removed from the given dict."""
 
-    __slots__ = ("_called", "_entries", "_special", "_values")
+    __slots__ = ("_entries", "_special")
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._entries: list[str] = []
-        self._called: list[str | None] = []  # the names of arrays; nearly always those of their entries
-        self._values = ArrayColumns()
+        self._entries = Entries()
         self._special: dict[str, Any] = {}
         for entry in list(root):
-            self._add(entry, root.pop(entry))
-
-    def _add(self, entry: str, value: object) -> None:
-        if entry == MASTER_WEIGHTS and isinstance(value, dict):
-            value = FileEntries(value)
-        if entry in SPECIAL:
-            self._special[entry] = value
-        called = value.name if isinstance(value, ArrayRef) else None
-        self._entries.append(str(entry))
-        self._called.append(entry if called == entry else called)
-        self._values.append(value)
+            value = root.pop(entry)
+            if entry == MASTER_WEIGHTS and isinstance(value, dict):
+                value = FileEntries(value)
+            if entry in SPECIAL:
+                self._special[entry] = value
+            self._entries.add(entry, value)
 
     def __contains__(self, entry: str) -> bool:
         """Whether there is an entry of ``SPECIAL``."""
@@ -51,19 +79,16 @@ class FileEntries:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """All entries, in the order of the file."""
-        for number, (entry, called) in enumerate(zip(self._entries, self._called, strict=True)):
-            yield entry, self._values.get(number, called)
+        return self._entries.items()
 
     def names(self) -> Iterator[str]:
         """Names of the entries."""
-        return iter(self._entries)
+        return iter(self._entries.names)
 
-    def drained(self, but: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-        """Iterate over the entries except those named in ``but``; afterwards only those of ``SPECIAL`` remain."""
-        for entry, value in self.items():
-            if entry not in but:
-                yield entry, value
-        self._entries, self._called, self._values = [], [], ArrayColumns()
+    def drained(self, but: Collection[str] = ()) -> Entries:
+        """The entries except those named in ``but``; afterwards only those of ``SPECIAL`` remain."""
+        drained, self._entries = self._entries.without(but), Entries()
+        return drained
 
 
 def index_rank_file(store: Readable, path: str, size_bytes: int) -> FileEntries:

@@ -65,7 +65,7 @@ def unfuse(
     for name, buffer in masters.items():
         for parameter, array in _pieces(name, buffer, of_buffer[name], path):
             unfused[MASTER_WEIGHTS][parameter.name] = array
-    for entry, value in root.drained([MASTER_WEIGHTS]):
+    for entry, value in root.drained([MASTER_WEIGHTS]).items():
         parts = split_accumulator_key(entry, of_buffer)
         if parts is None:
             unfused[entry] = value

@@ -8,12 +8,22 @@ closed. If no number explains what the ranks hold, files have changed places, or
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, is_per_parameter
+from paddle_reshard.pipeline.core.numbers import Ints, hashed
+from paddle_reshard.pipeline.core.tensors import (
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    MASTER_WEIGHT,
+    PARAM,
+    is_per_parameter,
+)
 from paddle_reshard.pipeline.formats.hybrid.ranks import Ranks, StoredCell
 from paddle_reshard.pipeline.formats.sharding import (
     FlatSlice,
@@ -28,6 +38,8 @@ from paddle_reshard.pipeline.model.model import Model, ModelTensor
 
 Slices = dict[str, dict[int, FlatSlice]]
 """Key → rank of its sharding group → slice of the flattened, padded tensor."""
+_MOST_NUMBERS = 7 << 12
+"""Facts of arrays that wait to be added up."""
 
 
 def expected_slices(
@@ -102,32 +114,56 @@ def _are_held(expected: Sequence[Slices], cells: Sequence[StoredCell], model: Mo
     )
 
 
+def shown_in_file(cell: StoredCell, tensor: ModelTensor, state: str) -> str:
+    """What tells which tensor a state belongs to: its key, or only the name of a parameter, which each cell has anew.
+
+    Master weights belong to the parameters that they are compared with. Other states are in the same file as these,
+    but averages are not.
+    """
+    if state in (PARAM, EMA_PARAM):
+        return tensor.key
+    by_value = state != EMA_MASTER_WEIGHT and tensor.master and (tensor.key, PARAM) in cell.arrays
+    return tensor.key if by_value else cell.names[tensor.key]
+
+
 class RankFiles:
     """What the files of ranks show and what it stands for, to find those that could be exchanged without a trace."""
 
-    def __init__(self) -> None:
-        self._shown: dict[str, int] = {}
-        self._meant: dict[str, int] = {}
+    def __init__(self, count: int) -> None:
+        self._shown, self._meant = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.uint64)
+        self._rows = array("q")  # seven numbers for each array that is yet to be added
 
-    def add(self, path: str, shown: tuple[object, ...], meant: tuple[object, ...]) -> None:
-        """Add an array: what anyone can see of it in its file, and which part of which tensor it is said to be.
+    def add(self, file: int, state: str, shown: str, seen: int, key: str, start: int, rank: int) -> None:
+        """Add an array of a file: what anyone can see of it there, and which part of which tensor it is said to be."""
+        self._rows.extend((file, hash(state), hash(shown), seen, hash(key), start, rank))
+        if len(self._rows) >= _MOST_NUMBERS:
+            self._add_rows()
 
-        The sums of hashes are only compared with each other.
-        """
-        self._shown[path] = self._shown.get(path, 0) + hash(shown)
-        self._meant[path] = self._meant.get(path, 0) + hash(meant)
+    def add_whole(self, file: Ints, state: Ints, shown: Ints, key: Ints, rank: Ints) -> None:
+        """Add arrays that are whole tensors; state, what is shown, and key are given as hashes."""
+        nothing = np.zeros(1, dtype=np.int64)
+        np.add.at(self._shown, file, hashed((state, shown, nothing), len(file)))
+        np.add.at(self._meant, file, hashed((state, key, nothing, rank), len(file)))
+
+    def _add_rows(self) -> None:
+        file, state, shown, seen, key, start, rank = np.array(self._rows).reshape(-1, 7).T
+        np.add.at(self._shown, file, hashed((state, shown, seen), len(file)))
+        np.add.at(self._meant, file, hashed((state, key, start, rank), len(file)))
+        self._rows = array("q")
 
     def in_words(self) -> str:
         """The number of files that only their names tell apart from those of other ranks, in words; empty if none."""
-        alike: dict[int, list[str]] = {}
-        for path, shown in self._shown.items():
-            alike.setdefault(shown, []).append(path)
-        files = sum(len(paths) for paths in alike.values() if len({self._meant[path] for path in paths}) > 1)
+        self._add_rows()
+        alike: dict[int, list[int]] = {}
+        for shown, meant in zip(self._shown.tolist(), self._meant.tolist(), strict=True):
+            if shown:
+                alike.setdefault(shown, []).append(meant)
+        files = sum(len(meant) for meant in alike.values() if len(set(meant)) > 1)
         if not files:
             return ""
         return (
-            f"which rank wrote {files} of {len(self._shown)} files with tensors: each holds the same names and shapes "
-            "as that of another rank, and only the names of the files tell"
+            f"which rank wrote {files} of {np.count_nonzero(self._shown)} files with tensors: each holds the same "
+            "names and shapes as that of another rank, and only the names of the files tell"
         )
 
 

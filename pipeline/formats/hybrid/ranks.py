@@ -40,7 +40,7 @@ from paddle_reshard.pipeline.core.tensors import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid import HYBRID
-from paddle_reshard.pipeline.formats.hybrid.arrays import Array, StoredArray, StoredArrays
+from paddle_reshard.pipeline.formats.hybrid.arrays import ArrayColumns, StoredArrays, array_of
 from paddle_reshard.pipeline.formats.hybrid.entries import LR_SCHEDULER, SPECIAL, FileEntries
 from paddle_reshard.pipeline.formats.hybrid.fused_buffers import FusedParameter, holds_buffers, unfuse
 from paddle_reshard.pipeline.formats.hybrid.names import (
@@ -68,7 +68,7 @@ from paddle_reshard.pipeline.model.rules.choose import choose_table, is_known, k
 from paddle_reshard.pipeline.model.rules.entries import Config, derived_sizes
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
-from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
+from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef
 
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
@@ -478,10 +478,11 @@ class _CellReader:
         if self.meta is not None:
             self._describe(cell, self.meta, with_lora)
         for file in model_files:
-            for key, value in self.entries[file.path].drained([STRUCTURED_NAMES]):
+            entries = self.entries[file.path].drained([STRUCTURED_NAMES])
+            for key in entries.names:
                 if key not in cell.names:
                     raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
-                _add(cell, key, PARAM, file, value)
+            _add(cell, file, entries.names, PARAM, entries.values)
         keys = first_keys(cell.names)
         cell.holders = {key: keys[name] for key, name in cell.names.items()}
         for file in optimizers:
@@ -509,7 +510,7 @@ class _CellReader:
         rules = {key: find(key)[0] for key in keys}
         named = [NamedTensor(key, rule, rule.twin(config, key)) for key, rule in rules.items()]
         roots = [self.entries[f.path] for f in optimizers]
-        entries = [entry for root in roots for entry, value in root.items() if _array_of(value) is not None]
+        entries = [entry for root in roots for entry, value in root.items() if array_of(value) is not None]
         for parallel in (False, True):
             names = predict_parameter_names(named, config, topology.pp, topology.tp, parallel, topology.ep)
             known = set(names.values())
@@ -669,7 +670,7 @@ def _names_from_model_state(
         for key, value in root.items():
             if key == STRUCTURED_NAMES:
                 continue
-            array = _array_of(value)
+            array = array_of(value)
             if array is None:
                 raise CheckpointError(f"{file.path}: {key} is not an array")
             name = array.name if isinstance(array, ArrayRef) and array.name else (table or {}).get(key)
@@ -679,22 +680,17 @@ def _names_from_model_state(
             cell.dtypes[key] = dtype_of_code(array.dtype, f"{file.path}: {key}")
 
 
-def _add(cell: StoredCell, key: str, state: str, file: RankFile, value: object) -> None:
-    array = _array_of(value)
-    if array is None:
-        raise CheckpointError(f"{file.path}: {key} ({state}) is not an array")
-    before = cell.arrays.add(key, state, StoredArray(file.shard or 0, file.path, array))
-    if before == file.path:  # files are read one after the other
-        raise CoverageError(f"{key} ({state})", "stored twice in one file", (file.path,))
-
-
-def _array_of(value: object) -> Array | None:
-    """The array in an entry; the entry may be a ``(name, array)`` tuple, which ``paddle.load`` accepts too."""
-    if type(value) is ArrayRef:  # as nearly all are
-        return value
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        value = value[1]
-    return value if isinstance(value, ArrayRef | SplitArray) else None
+def _add(
+    cell: StoredCell, file: RankFile, keys: Sequence[str], states: str | Sequence[str], arrays: ArrayColumns
+) -> None:
+    """Add arrays of a file, of which each is given the structured key, and the state, or that of all."""
+    of_rows = [states] * len(keys) if isinstance(states, str) else states
+    for row, value in arrays.others():
+        if array_of(value) is None:
+            raise CheckpointError(f"{file.path}: {keys[row]} ({of_rows[row]}) is not an array")
+    twice = cell.arrays.add_file(keys, of_rows, (0, file.shard or 0, file.path), arrays)
+    if twice is not None:
+        raise CoverageError(f"{keys[twice]} ({of_rows[twice]})", "stored twice in one file", (file.path,))
 
 
 def _key_of(cell: StoredCell, name: str, keys: Mapping[str, str], file: RankFile, what: str) -> str:
@@ -718,17 +714,19 @@ def _master_weights(file: RankFile, root: FileEntries) -> FileEntries:
 
 
 def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
-    masters: dict[str, str | None] = {}  # key → the name that the array has besides
-    for name, value in _master_weights(file, root).drained():
-        key = _key_of(cell, name, keys, file, "master weight")
-        _add(cell, key, MASTER_WEIGHT, file, value)
-        array = _array_of(value)
-        masters[key] = array.name if isinstance(array, ArrayRef) else None
-    for entry, value in root.drained(SPECIAL):
+    stored = _master_weights(file, root).drained()
+    trained = [_key_of(cell, name, keys, file, "master weight") for name in stored.names]
+    _add(cell, file, trained, MASTER_WEIGHT, stored.values)
+    masters = dict(zip(trained, stored.called, strict=True))  # key → the name that the array has besides
+    stored = root.drained(SPECIAL)
+    of_keys: list[str] = []
+    states: list[str] = []
+    for entry in stored.names:
         if entry == "offload_buffer":
             detail = f"{file.path}: offload_buffer: offloaded optimizer state is not supported"
             raise of_optimizer(UnsupportedError(detail))
-        parts = split_accumulator_key(entry.removeprefix(SLICE_PREFIX), keys)
+        bare = entry.removeprefix(SLICE_PREFIX)
+        parts = split_accumulator_key(bare, keys)
         if parts is None:
             raise of_optimizer(
                 CheckpointError(
@@ -738,11 +736,10 @@ def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Ma
             )
         name, accumulator, separate = parts
         key = keys[name]
+        of_keys.append(key)
+        states.append(accumulator)
         if entry.startswith(SLICE_PREFIX):
             cell.sliced.add(key)
-        _add(cell, key, accumulator, file, value)
-        if accumulator in (_MOMENT1, _MOMENT2) and (array := _array_of(value)) is not None:
-            cell.single.add((accumulator, prod(array.shape) == 1))
         if key in masters:
             cell.master_spellings.add(separate)
             of_master = masters[key]
@@ -751,12 +748,17 @@ def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Ma
                     f"{file.path}: the master weight of {name} is named {of_master}, its accumulator {entry}: Paddle "
                     "looks for accumulators by the name of the master weight, and would begin with new ones"
                 )
+    _add(cell, file, of_keys, states, stored.values)
+    shapes = set(zip(states, stored.values.shapes(), strict=True))
+    cell.single |= {(state, prod(shape) == 1) for state, shape in shapes if state in (_MOMENT1, _MOMENT2)}
 
 
 def _add_ema(cell: StoredCell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:
-    for name, value in _master_weights(file, root).drained():
-        _add(cell, _key_of(cell, name, keys, file, "EMA master weight"), EMA_MASTER_WEIGHT, file, value)
-    for key, value in root.drained([MASTER_WEIGHTS, STRUCTURED_NAMES]):
+    stored = _master_weights(file, root).drained()
+    masters = [_key_of(cell, name, keys, file, "EMA master weight") for name in stored.names]
+    _add(cell, file, masters, EMA_MASTER_WEIGHT, stored.values)
+    stored = root.drained([MASTER_WEIGHTS, STRUCTURED_NAMES])
+    for key in stored.names:
         if key not in cell.names:
             raise CheckpointError(f"{file.path}: EMA entry {key} is not a structured key of this cell")
-        _add(cell, key, EMA_PARAM, file, value)
+    _add(cell, file, stored.names, EMA_PARAM, stored.values)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
+
+import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
@@ -45,7 +47,7 @@ from paddle_reshard.pipeline.formats.hybrid.names import (
     OPTIMIZER,
     rank_file_name,
 )
-from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices
+from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices, shown_in_file
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
     HALF_DTYPES,
     Ranks,
@@ -58,6 +60,7 @@ from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
     one_number,
     whole_in_model_state,
 )
+from paddle_reshard.pipeline.formats.hybrid.whole import WholeArrays
 from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta
 from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_held
@@ -86,6 +89,8 @@ from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
+_BLOCK_TENSORS = 1 << 16
+"""Tensors of which the arrays are looked at together."""
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
 
@@ -125,7 +130,12 @@ def read_hybrid(
     builder = _HybridCatalogBuilder(source, stored, strategy, files, missing)
     catalog = builder.catalog()
     check_catalog(catalog)
-    tensors = tuple(replace(tensor, missing=tensor.key in builder.missing) for tensor in stored.tensors)
+    tensors = tuple(
+        tensor
+        if tensor.missing == (lacks := tensor.key in builder.missing)
+        else replace(tensor, missing=lacks)
+        for tensor in stored.tensors
+    )
     model = replace(stored, tensors=tensors)
     return Checkpoint(
         format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
@@ -214,6 +224,8 @@ class _Source:
         self.ranks, self.table, self.config = ranks, table, config
         self.find = table.finder(config)
         self._alike: dict[int, tuple[Rule, TensorCut, Shape | None]] = {}
+        self._accumulators: dict[tuple[str, ...], tuple[str, ...]] = {}
+        """All states that files hold of a tensor → those that are accumulators."""
         self.cells = join_cells(ranks, lambda key: self.find(key)[0].shared_out)
         """Of each stage and tp rank, all cells joined into one."""
         self.expert_axis = expert_axis_of(ranks)
@@ -282,8 +294,9 @@ class _Source:
         tensors: dict[str, ModelTensor] = {}
         order = {key: position for position, key in enumerate(_keys_in_order(self.ranks))}
         for cell in self.cells:
+            states = cell.arrays.states_by_key()
             for key in cell.names:
-                tensor = self._tensor(cell, key)
+                tensor = self._tensor(cell, key, states.get(cell.holders[key], ()))
                 _check_agreement(tensors.setdefault(key, tensor), tensor, cell)
         table, items = self.table, self.table.build_order(pp=1)
 
@@ -293,7 +306,10 @@ class _Source:
             return items[tensor.rule.item], -1 if number is None else number, order[tensor.key]
 
         ordered = sorted(tensors.values(), key=place)
-        tied = [replace(t, tied_to=t.tied_to if t.tied_to in tensors else None) for t in ordered]
+        tied = [
+            replace(t, tied_to=None) if t.tied_to is not None and t.tied_to not in tensors else t
+            for t in ordered
+        ]
         _check_same_tensors(self.ranks, tensors)
         if self.ranks.has_lora:
             return _read_adapter(Model(tuple(tied), table, self.config), adapter)
@@ -319,7 +335,7 @@ class _Source:
                 )
                 raise of_optimizer(error)
 
-    def _tensor(self, cell: StoredCell, key: str) -> ModelTensor:
+    def _tensor(self, cell: StoredCell, key: str, held: tuple[str, ...]) -> ModelTensor:
         topology = self.ranks.topology
         rule, layer = self.find(key)
         cut, expected = self.cut_and_shape(rule, key)
@@ -332,7 +348,9 @@ class _Source:
             )
         self._check_marks(cell, key, rule, cut)
         holder, name = cell.holders[key], cell.names[key]
-        states = tuple(state for state in ACCUMULATORS if (holder, state) in cell.arrays)
+        if held not in self._accumulators:
+            self._accumulators[held] = tuple(state for state in ACCUMULATORS if state in held)
+        states = self._accumulators[held]
         return ModelTensor(
             key=key,
             rule=rule,
@@ -340,7 +358,7 @@ class _Source:
             global_shape=shape,
             dtype=cell.dtypes[key],
             accumulators=states,
-            master=(holder, MASTER_WEIGHT) in cell.arrays,
+            master=MASTER_WEIGHT in held,
             tied_to=self._tied_to(key, rule, holder, bool(states)),
             automatic_name=None if states or not AUTOMATIC_NAME.fullmatch(name) else name,
         )
@@ -601,21 +619,39 @@ class _HybridCatalogBuilder:
             ShardingGroup(strategy, self.topology.sharding, of_cell, _listed_twice(cell, model))
             for cell, of_cell in zip(source.cells, slices, strict=True)
         ]
-        self.rank_files = RankFiles()
+        self.rank_files = RankFiles(len(files))
         self.missing: set[str] = set()
         self.by_key = {tensor.key: tensor for tensor in model.tensors}
         self.kinds: dict[tuple[Shape, int, int, tuple[int, int] | None, Shape | None], int] = {}
         """What an array's :class:`ArrayKind` is made of, with the id of its cut, → the number of the kind."""
-        self.stored = TensorCollector(files, model.aliases, max(self.topology.tp, self.topology.ep))
+        self.aliases = model.aliases
+        self.stored = TensorCollector(files, self.aliases, max(self.topology.tp, self.topology.ep))
 
     def catalog(self) -> Catalog:
         for cell, group in zip(self.source.cells, self.groups, strict=True):
-            for (key, state), arrays in cell.arrays.entries():
-                self._add(cell, group, key, state, arrays)
+            self._add_cell(cell, group)
             cell.arrays = StoredArrays()  # large, and not used again
         implied = self._imply()
         _check_states(self.model, self.source.ranks.has_ema, self.stored.tensors)
         return self.stored.catalog(implied)
+
+    def _add_cell(self, cell: StoredCell, group: ShardingGroup) -> None:
+        """Add the arrays of a cell in their order: at once where each is all of a tensor, as those of many others."""
+        single = {t.key: t for t in self.model.tensors if t.tied_to is None and t.key not in self.aliases}
+        whole = WholeArrays(cell, group, single, self._cut, self.stored)
+        for begin in range(0, len(cell.arrays), _BLOCK_TENSORS):
+            lone = cell.arrays.lone(begin, begin + _BLOCK_TENSORS)
+            fit, columns = whole.among(lone)
+            ends = [*(np.flatnonzero(np.diff(fit)) + 1).tolist(), len(fit)]
+            for first, stop in pairwise([0, *ends]):
+                run = slice(first, stop)
+                if fit[first] and whole.add(lone.of(run), columns.of(run), self.rank_files):
+                    continue
+                for (key, state), arrays in cell.arrays.entries(begin + first, begin + stop):
+                    self._add(cell, group, key, state, arrays)
+
+    def _cut(self, tensor: ModelTensor) -> TensorCut:
+        return self.source.cut_and_shape(tensor.rule, tensor.key)[0]
 
     def _tensor(self, key: str, state: str, dtype: DType, shape: Shape, where: str) -> int:
         return self.stored.tensor(self.by_key[key].tied_to or key, state, dtype, shape, where)
@@ -633,14 +669,14 @@ class _HybridCatalogBuilder:
         cut, _ = self.source.cut_and_shape(tensor.rule, key)
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
-        shown, local_shape = _shown(cell, tensor, state), cell.shapes[key]
+        shown, local_shape = shown_in_file(cell, tensor, state), cell.shapes[key]
         for number, copy in enumerate(group.copies(cell, key, state, arrays)):
             rank = number if tensor.rule.shared_out and self.topology.ep > 1 else rank
             replica = self.stored.copy(index, rank)
             for path, byte_offset, flat, axes in copy:
                 start, stop = flat or (0, 0)
                 seen = start if shown == key else stop - start
-                self.rank_files.add(path, (state, shown, seen), (state, key, start, rank))
+                self.rank_files.add(self.stored.file(path), state, shown, seen, key, start, rank)
                 alike = local_shape, id(cut), dtype.itemsize, flat, axes
                 kind = self.kinds.get(alike)
                 if kind is None:
@@ -679,17 +715,6 @@ def _listed_twice(cell: StoredCell, model: Model) -> frozenset[str]:
     named = {t.key for t in model.tensors if t.rule.parameter_name is not None and not t.is_alias}
     of_two = {cell.holders[key] for key in cell.names if key in named and cell.holders[key] != key}
     return frozenset(key for key in cell.names if key in named and cell.holders[key] in of_two)
-
-
-def _shown(cell: StoredCell, tensor: ModelTensor, state: str) -> str:
-    """What tells which tensor a state belongs to: its key, or only the name of a parameter, which each cell has anew.
-
-    Master weights belong to the parameters that they are compared with. Other states are in the same file as these,
-    but averages are not.
-    """
-    of_optimizer = state not in (PARAM, EMA_PARAM, EMA_MASTER_WEIGHT)
-    by_value = of_optimizer and tensor.master and (tensor.key, PARAM) in cell.arrays
-    return tensor.key if by_value or state in (PARAM, EMA_PARAM) else cell.names[tensor.key]
 
 
 def _check_states(model: Model, has_ema: bool, tensors: Tensors) -> None:
