@@ -54,7 +54,7 @@ from paddle_reshard.storage.files.dist_metadata_values import (
     PIECE_FIELDS,
     Memo,
 )
-from paddle_reshard.storage.files.framed_pickle import BATCH, TUPLE_ENDS, FramedPickle, get_opcode
+from paddle_reshard.storage.files.framed_pickle import FramedPickle, UnframedPickle
 from paddle_reshard.storage.files.paddle_pickle import (
     ARRAY_GLOBALS,
     Global,
@@ -64,7 +64,6 @@ from paddle_reshard.storage.files.paddle_pickle import (
     is_file_name,
     shown_text,
 )
-from paddle_reshard.storage.files.paddle_pickle_writer import plain_opcodes
 
 READ_AHEAD_BYTES: Final = 1 << 23
 """Size of one ranged read."""
@@ -633,14 +632,22 @@ def encode_dist_metadata(metadata: DistMetadata, generation: str = "3.3", protoc
     """
     if generation not in GENERATIONS:
         raise ValueError(f"generation {generation!r}; known: {', '.join(GENERATIONS)}")
-    encoder = _FramedMetadataEncoder if protocol == 5 else _MetadataEncoder
-    return encoder(metadata, _Form(metadata, generation)).encoded()
+    out = bytearray()
+    file = (FramedPickle if protocol == 5 else UnframedPickle)(lambda _, data: out.extend(data))
+    _MetadataEncoder(metadata, generation, file).write()
+    file.finish()
+    return bytes(out)
 
 
-class _Form:
-    """The attributes of a generation's objects, after a check that it can hold the metadata."""
+class _MetadataEncoder:
+    """Writes the objects as one process shares them: each key, file name and name of an attribute is one object.
 
-    def __init__(self, metadata: DistMetadata, generation: str) -> None:
+    With protocol 5, which ``pickle`` writes so, also offset, shape and range of a piece with those of its index.
+    """
+
+    def __init__(self, metadata: DistMetadata, generation: str, file: FramedPickle | UnframedPickle) -> None:
+        self.metadata, self.file = metadata, file
+        self.pieces: list[tuple[int, ...]] = metadata.pieces.tolist()
         self.module, self.piece_fields, self.index_fields = GENERATIONS[generation]
         self.has_mapping = generation != "2.6"
         if "dtype" in self.piece_fields and (metadata.pieces["dtype"] < 0).any():
@@ -650,48 +657,32 @@ class _Form:
             raise ValueError(f"the metadata of Paddle {generation} has no flattened pieces and no replicas")
         if metadata.flat_mapping and not self.has_mapping:
             raise ValueError(f"the metadata of Paddle {generation} has no flat_mapping")
-
-
-class _FramedMetadataEncoder:
-    """Writes protocol 5 as ``pickle`` does.
-
-    In one process these objects are shared: each key, each file name, and the offset, shape and range of a piece with
-    those of its index.
-    """
-
-    def __init__(self, metadata: DistMetadata, form: _Form) -> None:
-        self.metadata, self.form = metadata, form
-        self.out = bytearray()
-        self.file = FramedPickle(lambda _, data: self.out.extend(data))
         self.attributes: dict[str, int] = {}
         self.keys: dict[str, int] = {}
         self.files: dict[int, int] = {}
         self.shared = {name: np.full(len(metadata.pieces), -1, np.int64) for name in _SHARED}
         """Memo indexes of the tuples of each piece; -1: not stored."""
 
-    def encoded(self) -> bytes:
-        tables: list[tuple[str, Callable[[], None]]] = [
-            ("state_dict_metadata", self._pieces_by_key),
-            ("storage_metadata", self._locations),
-        ]
-        if self.form.has_mapping:
-            tables.append(("flat_mapping", self._paths))
-        self._instance(METADATA, tables, lambda write: write())
-        self.file.finish()
-        return bytes(self.out)
+    def write(self) -> None:
+        tables = {
+            "state_dict_metadata": self._pieces_by_key,
+            "storage_metadata": self._locations,
+            **({"flat_mapping": self._paths} if self.has_mapping else {}),
+        }
+        self._instance(METADATA, tables, lambda name: tables[name]())
 
-    def _instance(self, kind: str, fields: Iterable[tuple[str, T]], save: Callable[[T], object]) -> None:
+    def _instance(self, kind: str, names: Iterable[str], save: Callable[[str], object]) -> None:
         file = self.file
 
-        def attribute(field: tuple[str, T]) -> None:
-            self._text(self.attributes, field[0], field[0])
-            save(field[1])
+        def attribute(name: str) -> None:
+            self._text(self.attributes, name, name)
+            save(name)
 
-        file.named(self.form.module, kind)
-        file.tuple_of((), save)
+        file.named(self.module, kind)
+        file.numbers(())
         file.emit(b"\x81")
         file.memoize()
-        file.dict_of(fields, attribute)
+        file.dict_of(names, attribute)
         file.emit(b"b")
 
     def _text(self, known: dict[U, int], name: U, text: str) -> None:
@@ -714,16 +705,14 @@ class _FramedMetadataEncoder:
         self.file.dict_of(zip(metadata.keys, pairwise(starts), strict=True), entry)
 
     def _piece(self, number: int) -> None:
-        ids = _named(self.metadata.pieces[number].tolist())
-        fields = [(name, name) for name in self.form.piece_fields]
-        self._instance(PIECE, fields, lambda name: self._attribute(number, name, ids))
+        ids = _named(self.pieces[number])
+        self._instance(PIECE, self.piece_fields, lambda name: self._attribute(number, name, ids))
 
     def _locations(self) -> None:
         def entry(location: tuple[int, int, int]) -> None:
             number, file, replica = location
-            ids = {**_named(self.metadata.pieces[number].tolist()), "replica_id": replica}
-            fields = [(name, name) for name in self.form.index_fields]
-            self._instance(INDEX, fields, lambda name: self._attribute(number, name, ids))
+            ids = {**_named(self.pieces[number]), "replica_id": replica}
+            self._instance(INDEX, self.index_fields, lambda name: self._attribute(number, name, ids))
             self._text(self.files, file, self.metadata.files[file])
 
         self.file.dict_of(self.metadata.locations.tolist(), entry)
@@ -753,7 +742,7 @@ class _FramedMetadataEncoder:
         elif name in self.shared and self.shared[name][number] >= 0:
             file.recall(int(self.shared[name][number]))
         else:
-            stored = file.tuple_of(self.metadata.shapes[ids[name]], file.simple)
+            stored = file.numbers(self.metadata.shapes[ids[name]])
             if stored is not None and name in self.shared:
                 self.shared[name][number] = stored
 
@@ -761,105 +750,5 @@ class _FramedMetadataEncoder:
 _SHARED: Final = ("global_offset", "local_shape", "flattened_range")
 
 
-class _MetadataEncoder:
-    """Writes protocol 4 without frames. Names, keys and files are written once."""
-
-    def __init__(self, metadata: DistMetadata, form: _Form) -> None:
-        self.metadata = metadata
-        self.module, self.piece_fields, self.index_fields = form.module, form.piece_fields, form.index_fields
-        self.has_mapping = form.has_mapping
-        self.shapes = [_tuple_opcodes(shape) for shape in metadata.shapes]
-        self.memo: dict[object, bytes] = {}
-        self.out = bytearray(b"\x80\x04")
-
-    def encoded(self) -> bytes:
-        self._new(METADATA)
-        self.out += self._text("state_dict_metadata")
-        self._dict(self._pieces_by_key())
-        self.out += self._text("storage_metadata")
-        self._dict(self._locations())
-        if self.has_mapping:
-            self.out += self._text("flat_mapping")
-            self._dict(self._paths())
-        self.out += b"ub."
-        return bytes(self.out)
-
-    def _text(self, value: str) -> bytes:
-        """A string at its first use, a memo reference later. The result must be written immediately."""
-        return self._stored(value, lambda: plain_opcodes(value))
-
-    def _stored(self, name: object, opcodes: Callable[[], bytes]) -> bytes:
-        if name in self.memo:
-            return self.memo[name]
-        self.memo[name] = get_opcode(len(self.memo))
-        return opcodes() + b"\x94"
-
-    def _new(self, kind: str) -> None:
-        """A new instance, open for its attributes."""
-        class_ = self.module, kind
-        self.out += self._stored(class_, lambda: b"".join(map(plain_opcodes, class_)) + b"\x93")
-        self.out += b")\x81}("
-
-    def _dict(self, items: Iterator[None]) -> None:
-        """Write a dict; each step of ``items`` writes one item."""
-        self.out += b"}("
-        for number, _ in enumerate(items, start=1):
-            if number % BATCH == 0:
-                self.out += b"u("
-        self.out += b"u"
-
-    def _pieces_by_key(self) -> Iterator[None]:
-        pieces = self.metadata.pieces
-        order = np.argsort(pieces["key"], kind="stable")
-        bounds = np.searchsorted(pieces["key"][order], np.arange(len(self.metadata.keys) + 1))
-        for key, (start, stop) in zip(self.metadata.keys, pairwise(bounds.tolist()), strict=True):
-            self.out += self._text(key) + b"]("
-            for row in pieces[order[start:stop]].tolist():
-                self._instance(PIECE, self.piece_fields, _named(row))
-            self.out += b"e"
-            yield
-
-    def _locations(self) -> Iterator[None]:
-        metadata = self.metadata
-        rows = zip(
-            metadata.locations.tolist(), metadata.pieces[metadata.locations["piece"]].tolist(), strict=True
-        )
-        for (_, file, replica), row in rows:
-            self._instance(INDEX, self.index_fields, {**_named(row), "replica_id": replica})
-            self.out += self._text(metadata.files[file])
-            yield
-
-    def _paths(self) -> Iterator[None]:
-        for key, path in self.metadata.flat_mapping.items():
-            self.out += self._text(key) + b"("
-            for part in path:
-                self.out += self._text(part)
-            self.out += b"t"
-            yield
-
-    def _instance(self, kind: str, fields: Sequence[str], ids: Mapping[str, int]) -> None:
-        self._new(kind)
-        for name in fields:
-            self.out += self._text(name)
-            self.out += self._value(name, ids)
-        self.out += b"ub"
-
-    def _value(self, name: str, ids: Mapping[str, int]) -> bytes:
-        if name == "is_flattened":
-            return plain_opcodes(ids["flattened_range"] >= 0)
-        if name == "tensor_key":
-            return self._text(self.metadata.keys[ids["key"]])
-        if ids[name] < 0:
-            return plain_opcodes(None)
-        if name == "dtype":
-            return self._text(self.metadata.dtypes[ids[name]])
-        return plain_opcodes(ids[name]) if name == "replica_id" else self.shapes[ids[name]]
-
-
 def _named(piece: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(PIECE_COLUMNS.names or (), piece, strict=True))
-
-
-def _tuple_opcodes(shape: Shape) -> bytes:
-    items = b"".join(plain_opcodes(extent) for extent in shape)
-    return items + TUPLE_ENDS[len(shape)] if len(shape) < 4 else b"(" + items + b"t"

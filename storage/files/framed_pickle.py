@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Final, TypeVar
 
+from paddle_reshard.pipeline.core.geometry import Shape
+
 FRAME_BYTES: Final = 1 << 16
 """A frame ends as soon as it may, once it holds so many bytes; a payload of as many is in none."""
 BATCH: Final = 1000
@@ -185,6 +187,10 @@ class FramedPickle:
         self.emit(TUPLE_ENDS[len(items)] if len(items) < 4 else b"t")
         return self.memoize() if items else None
 
+    def numbers(self, items: Shape) -> int | None:
+        """A tuple of integers."""
+        return self.tuple_of(items, self.simple)
+
     def dict_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
         """A dict, of which ``save`` writes each key and its value."""
         self._container(b"}")
@@ -264,3 +270,82 @@ class FramedPickle:
         for byte_offset, data in self._pending:
             self._literal(byte_offset, bytes(data))
         self._pending.clear()
+
+
+class UnframedPickle:
+    """A file of protocol 4, without frames: equal texts and classes are one object, and nothing else is in the memo."""
+
+    def __init__(self, literal: Callable[[int, bytes], None]) -> None:
+        self._literal = literal
+        self._out = bytearray(b"\x80\x04")
+        self._memo: dict[object, int] = {}
+        self._numbers: dict[Shape, bytes] = {}
+
+    def emit(self, opcodes: bytes) -> None:
+        """Write opcodes that store nothing in the memo."""
+        self._out += opcodes
+
+    def memoize(self) -> None:
+        """Containers and instances are in no memo."""
+
+    def recall(self, number: int) -> None:
+        """An object of the memo again."""
+        self._out += get_opcode(number)
+
+    def finish(self) -> int:
+        """End the file; returns its size in bytes."""
+        self._out += b"."
+        self._literal(0, bytes(self._out))
+        return len(self._out)
+
+    def text(self, value: str) -> int:
+        """Write a text; returns its number."""
+        return self._once(value, (value,), b"")
+
+    def simple(self, value: object) -> None:
+        """``None``, a flag, an integer or a float."""
+        self._out += simple_opcodes(value)
+
+    def named(self, module: str, name: str) -> None:
+        """A class or function."""
+        self._once((module, name), (module, name), b"\x93")
+
+    def tuple_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
+        """A tuple, each item of which ``save`` writes."""
+        self._out += b"("
+        for item in items:
+            save(item)
+        self._out += b"t"
+
+    def numbers(self, items: Shape) -> None:
+        """A tuple of integers."""
+        if items not in self._numbers:
+            opcodes = b"".join(map(simple_opcodes, items))
+            few = len(items) < len(TUPLE_ENDS)
+            self._numbers[items] = opcodes + TUPLE_ENDS[len(items)] if few else b"(" + opcodes + b"t"
+        self._out += self._numbers[items]
+
+    def dict_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
+        """A dict, of which ``save`` writes each key and its value."""
+        self._out += b"}("
+        for number, item in enumerate(items, start=1):
+            save(item)
+            if number % BATCH == 0:
+                self._out += b"u("
+        self._out += b"u"
+
+    def list_of(self, items: Iterable[T], save: Callable[[T], object]) -> None:
+        """A list, each item of which ``save`` writes."""
+        self._out += b"]("
+        for item in items:
+            save(item)
+        self._out += b"e"
+
+    def _once(self, value: object, texts: Iterable[str], end: bytes) -> int:
+        if value in self._memo:
+            self.recall(self._memo[value])
+        else:
+            self._memo[value] = len(self._memo)
+            opcodes = (sized_opcodes(text.encode(), b"\x8c", b"X") for text in texts)
+            self._out += b"".join(opcodes) + end + _MEMOIZE
+        return self._memo[value]

@@ -333,7 +333,7 @@ class _FramedEncoder:
         steps: tuple[Callable[[], object], ...] = (
             lambda: self._payload(slot.slot, nbytes),
             lambda: self._dtype(slot.dtype),
-            lambda: self._file.tuple_of(slot.shape, self._file.simple),
+            lambda: self._file.numbers(slot.shape),
             lambda: self._file.text("C"),
         )
         self._file.named("numpy.core.numeric", "_frombuffer")
