@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table elastic lab draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table elastic lab again draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -31,6 +31,7 @@ help:
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
 	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
 	@echo "make lab      the environment of the real trainer (needs Python 3.11)"
+	@echo "make again    make a sample of the corpus again in the real trainer, and compare (ARGS='moe/moe_mp2')"
 	@echo "make draws    real jobs drawn by chance, converted, and held against live memory and real files (ARGS='--seed 7 --count 40')"
 	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into tests/parity/losses.md (two hours; can be interrupted)"
@@ -209,6 +210,9 @@ parity: $(VENV)/.test
 
 lab: $(VENV)/.test
 	$(BIN)/python -c "from tests.parity.lab import open_lab; print(open_lab().python)"
+
+again: $(VENV)/.test
+	$(BIN)/python -m tests.lab.corpus $(ARGS)
 
 draws: $(VENV)/.test
 	$(BIN)/python -m tests.lab.draws $(ARGS)

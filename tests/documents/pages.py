@@ -214,7 +214,7 @@ PAGES: dict[str, Page] = {
     ),
     "tests/lab/README.md": Page(
         not_run={
-            "CORPUS=out LAB=lab": "needs the trainers of the lab",
+            "make again": "needs the trainer",
             "python3 -m tests.lab.pack": "packs what they wrote",
         }
     ),

@@ -1,12 +1,11 @@
 """One rank of a pre-training recipe: its own entry function, of a mixture of experts, with arguments on a command line.
 
-The laboratory's script takes them as JSON; the environment is that of ``tests/parity/command_line_rank.py``, and
+The environment is that of ``tests/parity/command_line_rank.py``, and
 ``RUN_MODEL`` are the sizes of the model, in JSON.
 """
 
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,22 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    sys.path[:0] = [str(TESTS / folder) for folder in ("lab/recipes", "lab/models", "parity")]
+    sys.path[:0] = [str(TESTS / folder) for folder in ("lab/trainer", "parity")]
     # The order matters: the shim patches what the rest then uses.
     import paddle
 
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
-    import truth_recipe
+    import train
     from command_line_rank import dump_state, tell_loss
     from paddleformers.trainer import Trainer
 
     names, values = sys.argv[1::2], sys.argv[2::2]
     given = {name.removeprefix("--"): _value(value) for name, value in zip(names, values, strict=True)}
     out, steps = given.pop("output_dir"), given.pop("max_steps")
-    script = str(TESTS / "lab" / "recipes" / "train_ernie.py")
-    sys.argv = [script, "--case", os.environ["RUN_NAME"], "--out", out, "--steps", str(steps)]
-    sys.argv += ["--args", json.dumps(given), "--model", os.environ["RUN_MODEL"]]
-    dump_state(truth_recipe)
+    model = json.loads(os.environ["RUN_MODEL"])
+    asked = train.Asked(out, os.environ["RUN_NAME"], given, model, "ernie_pretrain", steps=steps)
+    dump_state()
     train = Trainer.train
 
     def tell_and_train(trainer, *arguments, **options):
@@ -53,7 +51,7 @@ def main() -> None:
         return train(trainer, *arguments, **options)
 
     Trainer.train = tell_and_train
-    runpy.run_path(script, run_name="__main__")
+    train.run(asked)
 
 
 def _value(word: str) -> Any:

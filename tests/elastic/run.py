@@ -26,7 +26,6 @@ from tests.parity.lab import (
     MASTER_OFFSET,
     PARITY,
     REPO,
-    SCRIPTS_MOE,
     Lab,
     LabError,
     free_ports,
@@ -157,7 +156,7 @@ def main(wanted: list[str]) -> int:
             if not (WORK / "in").exists():
                 write_inputs(WORK / "in", **SMALL)
             store.client.create_bucket(Bucket=BUCKET)
-            lab = open_lab(SCRIPTS_MOE)
+            lab = open_lab()
             for name in wanted or JOBS:
                 failed += _follow(name, Bench(lab, JOBS[name], _folder(name), store))
     except LabError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,12 +22,8 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.deepseek_names import SAME_THERE, named
+from tests.lab import reader, recipe_reader
 from tests.sampling import exhaustive
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "models"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "recipes"))
-import verify_corpus
-import verify_recipes
 
 V1, V2 = {"sharding_strategy": "stage1v1"}, {"sharding_strategy": "stage1v2"}
 TOPOLOGIES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
@@ -105,8 +100,7 @@ def targets_of(name: str) -> dict[str, dict[str, Any]]:
 def truth_of(folder: Path, file: str = "truth") -> oracle.Tensors:
     """In float32, which holds every bfloat16."""
     return {
-        key: verify_corpus.f32(array)
-        for key, array in oracle.read_truth(folder / f"{file}.safetensors").items()
+        key: reader.f32(array) for key, array in oracle.read_truth(folder / f"{file}.safetensors").items()
     }
 
 
@@ -172,11 +166,11 @@ def read(case: Case, made: Path, truth: oracle.Tensors, tp: int) -> oracle.Tenso
     if list(made.glob("*model_state*.pdparams")):
         return _of_ranks(case, made, truth)
     if not (made / "model_state").is_dir():
-        return verify_corpus.unified(str(made), truth)
+        return reader.unified(str(made), truth)
     folders = [made / name for name in ("model_state", "optimizer_state", "master_weight")]
-    found = verify_corpus.flex([str(folder) for folder in folders if folder.is_dir()], truth)
+    found = reader.flex([str(folder) for folder in folders if folder.is_dir()], truth)
     if (made / "ema_state").is_dir():
-        average = verify_corpus.flex([str(made / "ema_state")], truth)
+        average = reader.flex([str(made / "ema_state")], truth)
         found |= {
             f"{key[:-4]}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema": array
             for key, array in average.items()
@@ -203,12 +197,12 @@ def _of_ranks(case: Case, made: Path, truth: oracle.Tensors) -> oracle.Tensors:
     if case.recipe:
         config = json.loads((case.config() or case.checkpoint / "config.json").read_bytes())
         shaped = {key: ("", array) for key, array in truth.items()}
-        found = verify_recipes.legacy(str(made), shaped, config, case.name.startswith("ernie"))
-        return {key: verify_corpus.f32(array) for key, array in found.items()}
+        found = recipe_reader.legacy(str(made), shaped, config, case.name.startswith("ernie"))
+        return {key: reader.f32(array) for key, array in found.items()}
     saved = {_as_saved(case.name, key): key for key in truth}
     wrapped = {f"model.{key}": key for key in truth} if "lora" in case.name else {}
     spelled = {name: truth[key] for name, key in {**saved, **wrapped}.items()} | dict(truth)
-    found = verify_corpus.legacy(str(made), spelled)
+    found = reader.legacy(str(made), spelled)
     known = {**saved, **wrapped} if (made / "model_meta.json").exists() else saved
     return {known.get(key, key): array for key, array in found.items()}
 
@@ -225,7 +219,7 @@ def _published(case: Case, made: Path) -> tuple[oracle.Tensors, oracle.Tensors]:
     """What a Hugging Face checkpoint holds, and what it is to hold."""
     parameters = {key: array for key, array in case.truth.items() if not STATES.search(key)}
     held = {
-        key: verify_corpus.f32(array)
+        key: reader.f32(array)
         for path in sorted(made.glob("*.safetensors"))
         for key, array in oracle.read_truth(path).items()
     }

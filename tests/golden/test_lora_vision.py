@@ -6,7 +6,6 @@ The classes rename keys where they save weights, and ``model_meta.json`` has a p
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.golden.compare_one_card import ArraysOnly, bits, load
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "models"))
-import verify_corpus
+from tests.lab import reader
 
 CASES = [name.rpartition("/")[2] for name in case_names("small-lora")]
 FAMILIES = ("paddleocr_vl", "qwen2_5_vl", "qwen3_vl")
@@ -85,7 +82,7 @@ def truth_of(name: str, file: str = "truth") -> dict[str, np.ndarray]:
 
 
 def widened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {key: verify_corpus.f32(array) for key, array in arrays.items()}
+    return {key: reader.f32(array) for key, array in arrays.items()}
 
 
 def matrices_of(name: str) -> dict[str, np.ndarray]:
@@ -96,7 +93,7 @@ def held_in_ranks(made: Path, name: str, truth: dict[str, np.ndarray]) -> dict[s
     """The tensors under the keys of training."""
     saved = {saved_as(name, key): key for key in truth}
     wrapped = {f"model.{key}": key for key in truth}
-    found = verify_corpus.legacy(str(made), truth)
+    found = reader.legacy(str(made), truth)
     known = wrapped if (made / "model_meta.json").exists() else saved
     return {known.get(key, saved.get(key, key)): array for key, array in found.items()}
 
@@ -115,7 +112,7 @@ def test_every_topology_and_format_holds_the_truth(name: str, target: str, tmp_p
         places = [
             str(tmp_path / "made" / part) for part in ("model_state", "optimizer_state", "master_weight")
         ]
-        found = verify_corpus.flex(places, truth)
+        found = reader.flex(places, truth)
     else:
         found = held_in_ranks(tmp_path / "made", name, truth)
     assert found.keys() == truth.keys()

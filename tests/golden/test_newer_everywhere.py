@@ -1,6 +1,6 @@
 """Newer cases in every strategy and format that they can have, in two topologies each: all equals the truth.
 
-What is written is read by the laboratory's own reader (``tests/lab/models/verify_corpus.py``: NumPy and pickle alone),
+What is written is read by the laboratory's own reader (``tests/lab/reader.py``: NumPy and pickle alone),
 which compared the trainers' files with the truth when the corpus was made. What no trainer of the family can have is
 refused. ``make exhaustive`` converts all cases. LoRA, Muon and AdamWMini have tests of their own.
 """
@@ -8,7 +8,6 @@ refused. ``make exhaustive`` converts all cases. LoRA, Muon and AdamWMini have t
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,10 +21,8 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.test_newer_checkpoints import CONVERTED, DRIFTED, checkpoint, config_of, truth_of
+from tests.lab import reader
 from tests.sampling import exhaustive
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "models"))
-import verify_corpus
 
 BIAS = "*e_score_correction_bias"
 V1, V2 = {"sharding_strategy": "stage1v1"}, {"sharding_strategy": "stage1v2"}
@@ -88,14 +85,14 @@ PAIRS = [
 def read(folder: Path, truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every tensor in float32, called as in the truth."""
     if list(folder.glob("model_state*.pdparams")):
-        found = verify_corpus.legacy(str(folder), truth)
-        return {key: verify_corpus.f32(array) for key, array in found.items()}  # moments may have 16 bits
+        found = reader.legacy(str(folder), truth)
+        return {key: reader.f32(array) for key, array in found.items()}  # moments may have 16 bits
     if not (folder / "model_state").is_dir():
-        return verify_corpus.unified(str(folder), truth)
+        return reader.unified(str(folder), truth)
     names = ("model_state", "optimizer_state", "master_weight")
-    found = verify_corpus.flex([str(folder / name) for name in names if (folder / name).is_dir()], truth)
+    found = reader.flex([str(folder / name) for name in names if (folder / name).is_dir()], truth)
     if (folder / "ema_state").is_dir():
-        average = verify_corpus.flex([str(folder / "ema_state")], truth)
+        average = reader.flex([str(folder / "ema_state")], truth)
         found |= {
             f"{key[:-4]}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema": array
             for key, array in average.items()
@@ -115,7 +112,7 @@ def outcome(case: str, target: str, folder: Path) -> str:
     found: set[str] = set()
     of_model = oracle.read_truth(case_directory(case) / "truth.safetensors")
     for truth in (truth_of(case), of_model):  # qwen2_5_vl has other keys in files without model_meta.json
-        wanted = {key: verify_corpus.f32(array) for key, array in as_saved(case, truth).items()}
+        wanted = {key: reader.f32(array) for key, array in as_saved(case, truth).items()}
         found = differences(read(folder, wanted), wanted, "unified" in target)
         if not found:
             return "equal"
@@ -128,7 +125,7 @@ def as_saved(case: str, truth: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     if "noopt" in case:
         return parameters
     if "rmmaster" in case:  # the loader makes master weights of the parameters
-        return {**truth, **{f"{key}.w_0": verify_corpus.f32(array) for key, array in parameters.items()}}
+        return {**truth, **{f"{key}.w_0": reader.f32(array) for key, array in parameters.items()}}
     return dict(truth)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "lab" / "models"))
-import verify_corpus
+from tests.lab import reader
 
 LLAMA, ERNIE = "pf041_llama_mp2sh2_s1v2_meta", "pf100_ernie4_5_mp2sh2_s1v2_meta"
 AVERAGED = "pf111_llama_fc_sh2_s1v2_ema"
@@ -46,16 +43,16 @@ def options_of(name: str) -> dict[str, Any]:
 
 def truth_of(name: str) -> dict[str, np.ndarray]:
     truth = oracle.read_truth(checkpoint(name).parent / "truth.safetensors")
-    return {key: verify_corpus.f32(array) for key, array in truth.items()}
+    return {key: reader.f32(array) for key, array in truth.items()}
 
 
 def read(made: Path, truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if list(made.glob("model_state*.pdparams")):
-        return verify_corpus.legacy(str(made), truth)
+        return reader.legacy(str(made), truth)
     if not (made / "model_state").is_dir():
-        return verify_corpus.unified(str(made), truth)
+        return reader.unified(str(made), truth)
     folders = ("model_state", "optimizer_state", "master_weight")
-    return verify_corpus.flex([str(made / name) for name in folders], truth)
+    return reader.flex([str(made / name) for name in folders], truth)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -107,7 +104,7 @@ def published(truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_a_model_has_the_published_names(name: str, tmp_path: Path) -> None:
     paddle_reshard.convert(checkpoint(name), tmp_path / "model", format="huggingface")
     found = {
-        key: verify_corpus.f32(np.frombuffer(entry["data"], "<u2").reshape(entry["shape"]))
+        key: reader.f32(np.frombuffer(entry["data"], "<u2").reshape(entry["shape"]))
         for key, entry in safetensors.deserialize((tmp_path / "model/model.safetensors").read_bytes())
     }
     expected = published(truth_of(name))
@@ -123,7 +120,7 @@ def test_current_names_for_a_job_of_the_current_version(tmp_path: Path) -> None:
     for key, array in truth_of(LLAMA).items():
         turned = key.startswith("lm_head") and array.ndim == 2
         expected[key.replace("llama.", "model.")] = array.T if turned else array
-    found = verify_corpus.legacy(str(tmp_path / "made"), expected)
+    found = reader.legacy(str(tmp_path / "made"), expected)
     assert found.keys() == expected.keys()
     assert [key for key in expected if not np.array_equal(found[key], expected[key])] == []
     assert (tmp_path / "made/trainer_state.bin").exists()
@@ -138,7 +135,7 @@ def test_projections_are_fused_for_a_job_of_the_current_version(tmp_path: Path) 
     )
     config = json.loads((source / "config.json").read_bytes())
     groups, truth = config["num_key_value_heads"], truth_of(ERNIE)
-    found = verify_corpus.legacy(str(tmp_path / "made"), {})
+    found = reader.legacy(str(tmp_path / "made"), {})
     for layer in range(config["num_hidden_layers"]):
         of_layer = f"model.layers.{layer}"
         for state in ("", ".w_0", ".moment1_0", ".moment2_0"):
@@ -178,7 +175,7 @@ def test_a_published_model_is_given_the_current_names(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     paddle_reshard.convert(checkpoint(ERNIE), folder, format="huggingface")
     paddle_reshard.convert(folder, tmp_path / "made", format="hybrid-plain", to="tp=1")
-    found = verify_corpus.legacy(str(tmp_path / "made"), {})
+    found = reader.legacy(str(tmp_path / "made"), {})
     assert "model.layers.0.self_attn.qkv_proj.weight" in found
 
 

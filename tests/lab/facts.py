@@ -5,24 +5,23 @@ gets forked ranks, which build the base config and its variants one after the ot
 that a constructor was seen to read.
 """
 
-import itertools
 import json
 import lzma
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", GLOG_v="0", SHIM_BOX=tempfile.mkdtemp(prefix="facts_"))
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "lab"), str(TESTS / "lab" / "models")]
+sys.path[:0] = [str(TESTS / "lab"), str(TESTS / "lab" / "trainer")]
 
+from job import described
 from ranks import fork_ranks
 
 TARGET = TESTS / "facts" / "facts.json.xz"
@@ -67,12 +66,12 @@ def arguments(options: Mapping[str, Any]) -> Any:
 
 def build(family: str, model: Mapping[str, Any], args: Any, *, tied: bool, vpp: int = 1) -> Any:
     """Build one class as the laboratory's training scripts do, with names counted from zero."""
-    import new_models
+    import models
     from paddle.utils import unique_name
 
     with unique_name.guard():
         pipe = args.pipeline_model_parallel_size > 1
-        return new_models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe)[1:]
+        return models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe)[1:]
 
 
 def rows(model: Any) -> list[list[Any]]:
@@ -149,10 +148,10 @@ def saved(config: Any) -> dict[str, Any]:
 
 def read_entries(family: str, args: Any) -> dict[str, Any]:
     """Build the base config and note which of its entries the constructors read, with their values."""
-    import new_models
+    import models
 
     seen: dict[str, Any] = {}
-    kind = new_models.get(family, SEQUENCE)[1]
+    kind = models.get(family, SEQUENCE)[1]
     building = False
 
     def noting(self: Any, name: str) -> Any:
@@ -225,12 +224,11 @@ def switches(builds: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
     return [*(c for c in found if c and c != TIED and set(map(type, c.values())) <= {bool, type(None)}), TIED]
 
 
-def case_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
+def case_of(job: Any) -> list[dict[str, Any]]:
     """Build what a case of the corpus trained."""
-    options = dict(description["args"])
-    vpp, tied = options.pop("_vpp", 1), options.pop("_tie", False)
-    args = arguments(options)
-    one = attempt(description["family"], description["model"], args, tied=tied, vpp=vpp)
+    options = job.trainer_arguments()
+    vpp, tied = options.pop("_vpp"), options.pop("_tie")
+    one = attempt(job.family, job.model, arguments(options), tied=tied, vpp=vpp)
     return [{"config": {}, **one}]
 
 
@@ -259,19 +257,10 @@ def run_ranks(count: int, work: Callable[[], Any]) -> list[Any]:
         shutil.rmtree(box, ignore_errors=True)
 
 
-def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read the descriptions of the corpus cases that ``tests/facts`` is held against."""
-    for name in (TESTS / "facts" / "cases.txt").read_text().split():
-        group, _, case = name.partition("/")
-        with tarfile.open(TESTS / "corpus" / group / f"{case}.tar.xz") as packed:
-            member = packed.extractfile(f"{case}/case.json")
-            assert member is not None
-            description = json.load(member)
-        command = description["cmd"]
-        options = dict(itertools.pairwise(command))
-        description |= {key: json.loads(options.get(f"--{key}", "{}")) for key in ("args", "model")}
-        description["family"] = options.get("--family", "llama")
-        yield name, description
+def cases() -> list[tuple[str, Any]]:
+    """Look up the jobs of the corpus cases that ``tests/facts`` is held against."""
+    jobs = described()
+    return [(name, jobs[name]) for name in (TESTS / "facts" / "cases.txt").read_text().split()]
 
 
 def pack(builds: list[dict[str, Any]]) -> bytes:
@@ -305,14 +294,14 @@ def main(families: list[str]) -> int:
 
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
-    import new_models
+    import models
     import paddle.distributed.fleet
     import paddleformers.trainer  # noqa: F401
 
     jobs: list[Any] = [*cases(), *(families or [*TEXT, *EXPERTS])]
     for job in jobs:
         if isinstance(job, str):
-            new_models.get(job, SEQUENCE)  # imports its module once, for all ranks
+            models.get(job, SEQUENCE)  # imports its module once, for all ranks
     box = Path(os.environ["SHIM_BOX"])
     workers = [_work_on(jobs, worker, box) for worker in range(WORKERS)]
     if any(os.waitpid(worker, 0)[1] for worker in workers):
@@ -356,9 +345,9 @@ def _work_on(jobs: list[Any], worker: int, box: Path) -> int:
                         flush=True,
                     )
             else:
-                name, description = job
-                found = run_ranks(description["n"], lambda d=description: case_of(d))
-                add(builds, description["family"], f"case {name}", found)
+                name, described_job = job
+                found = run_ranks(described_job.topology.ranks, lambda of=described_job: case_of(of))
+                add(builds, described_job.family, f"case {name}", found)
                 print(name, [r and r[0].get("refused", "built") for r in found], flush=True)
             (box / f"job{i}.json").write_text(json.dumps(builds))
         code = 0

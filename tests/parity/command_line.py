@@ -19,7 +19,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.parity.first_job import CLOSE, LOSS
-from tests.parity.lab import PARITY, REPO, SCRIPTS_MOE, Lab, LabError, open_lab, run_command, say
+from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_command, say
 from tests.parity.tensors import differences, read_tensors
 
 WORK = PARITY / "command-line"
@@ -69,7 +69,7 @@ def main(wanted: Sequence[str]) -> int:
     rows = {name: ROWS[name] for name in wanted or ROWS}
     shutil.rmtree(WORK, ignore_errors=True)
     write_inputs(WORK / "in")
-    lab, failed = open_lab(SCRIPTS_MOE), []
+    lab, failed = open_lab(), []
     for tuning in dict.fromkeys(row.tuning for row in rows.values()):
         undisturbed = f"before-{tuning}"
         ranks, topology = OF_TUNING[tuning]

@@ -18,17 +18,14 @@ NODE = "{node}"
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab" / "models"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab" / "trainer"))
     # The order matters: the shim patches what the rest then uses.
     import paddle
 
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
-    import new_models
-    import truth
 
-    new_models._patch()
-    dump_state(truth)
+    dump_state()
     rank = os.environ.get("PADDLE_TRAINER_ID", "0")
     sys.argv = ["paddleformers-cli", "train", *(word.replace(NODE, rank) for word in sys.argv[1:])]
     from paddleformers.cli.train.tuner import run_tuner
@@ -36,11 +33,8 @@ def main() -> None:
     run_tuner()
 
 
-def dump_state(truth) -> None:
-    """Have the job dump what its ranks hold, in whole tensors, tell its losses, and end when it has trained.
-
-    ``truth`` is the module of the laboratory that gathers the tensors of such a model.
-    """
+def dump_state() -> None:
+    """Have the job dump what its ranks hold, in whole tensors, tell its losses, and end when it has trained."""
     import paddle.distributed as dist
     from paddleformers.trainer import Trainer
 
@@ -52,7 +46,7 @@ def dump_state(truth) -> None:
     train = Trainer.train
 
     def train_and_dump(trainer, *arguments, **options):
-        trainer.add_callback(_witness(truth, trainer))
+        trainer.add_callback(_witness(trainer))
         if trainer.args.resume_from_checkpoint:
             names = names_callback(trainer)
             names.check()
@@ -69,8 +63,8 @@ def dump_state(truth) -> None:
     Trainer.train = train_and_dump
 
 
-def _witness(truth, trainer):
-    import driver
+def _witness(trainer):
+    import truth
     from paddleformers.trainer import TrainerCallback
 
     after = {int(step) for step in os.environ["DUMP_AFTER"].split()}
@@ -94,7 +88,7 @@ def _witness(truth, trainer):
         def dump(self, step: int) -> None:
             lora = "lora" if type(trainer.model).__name__.startswith("LoRA") else ""
             place = types.SimpleNamespace(out=f"{os.environ['RUN_OUT']}/{step}", lora=lora, patch="")
-            driver.show_and_gather(truth, truth.gather, trainer, place, trainer.args)
+            truth.gather(trainer, place, trainer.args)
 
     return Witness()
 

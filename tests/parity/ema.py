@@ -23,7 +23,7 @@ import numpy as np
 
 import paddle_reshard
 from tests.conftest import case_directory
-from tests.parity.lab import PARITY, REPO, SCRIPTS_MOE, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.run import EMA, PP2, SHARDED_FILES, SHARDING2, TIMEOUT_SECONDS, TP2, V1, V2, alone
 from tests.parity.tensors import read_ema_file, read_flex_ema
 
@@ -103,8 +103,7 @@ def main(wanted: list[str]) -> int:
     try:
         with alone():
             for name in wanted or RUNS:
-                experts = RUNS[name].experts
-                lab = open_lab(SCRIPTS_MOE) if experts else open_lab()
+                lab = open_lab()
                 found = _check(lab, name, RUNS[name])
                 say(
                     f"{'FAILED' if found else 'passed'}  {name}"
@@ -174,13 +173,12 @@ def _train(
         name,
         work / "out",
         driver=DRIVER,
-        options=["--steps", str(steps), "--truth", "0"],
+        options=["--steps", str(steps), "--truth", "0", "--family", "qwen3_moe" if run.experts else "llama"],
         ranks=ranks,
         arguments=SHARDED_FILES | arguments,
         model={} if run.experts else model,
         timeout_seconds=TIMEOUT_SECONDS,
         environment=environment,
-        script="train_moe.py" if run.experts else "train_pf.py",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_command, say
+from tests.parity.lab import PARITY, REPO, SCRIPTS, Lab, LabError, open_lab, run_command, say
 
 WORK = PARITY / "first-job"
 TRAIN = Path(__file__).with_name("first_job_train.py")
@@ -131,7 +131,7 @@ def _arguments(launch: str) -> str:
 
 def _train(lab: Lab, name: str, arguments: str, ranks: int, steps: int) -> str:
     out = WORK / name
-    command = [str(lab.python), str(TRAIN), "--name", name, "--shim", str(lab.scripts)]
+    command = [str(lab.python), str(TRAIN), "--name", name, "--shim", str(SCRIPTS)]
     command += f"--output_dir {out} --max_steps {steps} {ALWAYS} {arguments}".split()
     logs = WORK / f"{name}-logs"
     logs.mkdir()

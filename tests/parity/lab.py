@@ -1,6 +1,6 @@
 """The laboratory: the real trainer on CPUs, one process per rank, every process ours to end.
 
-The scripts that start it are those that made the corpus, ``tests/lab``; they are used as they are.
+The script that starts it makes the corpus too: ``tests/lab/trainer``.
 """
 
 import contextlib
@@ -20,9 +20,8 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 PARITY = REPO / ".parity"
-SCRIPTS = REPO / "tests" / "lab" / "dense"
-SCRIPTS_MOE = REPO / "tests" / "lab" / "models"
-SCRIPTS_RECIPES = REPO / "tests" / "lab" / "recipes"
+SCRIPTS = REPO / "tests" / "lab" / "trainer"
+SCRIPT = SCRIPTS / "train.py"
 DRIVER = Path(__file__).resolve().parent / "driver.py"
 LOCK = REPO / "tests" / "lab" / "environments" / "requirements-pf.lock.txt"
 PYTHON = "3.11"
@@ -37,14 +36,13 @@ class LabError(Exception):
 
 @dataclass(frozen=True)
 class Lab:
-    """A Python with the trainer, and the scripts that drive it."""
+    """A Python with the trainer, and the folder that holds its environment."""
 
     python: Path
-    scripts: Path
     root: Path
 
 
-def open_lab(scripts: Path = SCRIPTS) -> Lab:
+def open_lab() -> Lab:
     """Return the laboratory, made on first use; ``PARITY_LAB`` names one that exists already."""
     given = os.environ.get("PARITY_LAB")
     root = Path(given).resolve() if given else PARITY / "lab"
@@ -54,7 +52,7 @@ def open_lab(scripts: Path = SCRIPTS) -> Lab:
         raise LabError(f"PARITY_LAB={given}: there is no {python}")
     if not given and not (environment / "complete").exists():
         _make_environment(environment)
-    return Lab(python, scripts, root)
+    return Lab(python, root)
 
 
 def _make_environment(environment: Path) -> None:
@@ -112,7 +110,6 @@ def resume(
     model: Mapping[str, Any],
     timeout_seconds: float,
     environment: Mapping[str, str],
-    script: str = "train_pf.py",
     options: Sequence[str] = (),
 ) -> list[str]:
     """Let the real trainer resume from a checkpoint and dump what it then holds; return the ranks' logs."""
@@ -127,7 +124,6 @@ def resume(
         model=model,
         timeout_seconds=timeout_seconds,
         environment=environment,
-        script=script,
     )
 
 
@@ -143,10 +139,9 @@ def run_trainer(
     model: Mapping[str, Any],
     timeout_seconds: float,
     environment: Mapping[str, str],
-    script: str = "train_pf.py",
 ) -> list[str]:
-    """Run the laboratory's ``script`` under ``driver``, one process per rank; return the ranks' logs."""
-    command = [str(lab.python), str(driver), str(lab.scripts / script), "--case", name]
+    """Run the laboratory's script under ``driver``, one process per rank; return the ranks' logs."""
+    command = [str(lab.python), str(driver), str(SCRIPT), "--case", name]
     command += ["--out", str(out), "--args", json.dumps(dict(arguments)), "--model", json.dumps(dict(model))]
     command += options
     return run_command(

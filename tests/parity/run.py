@@ -24,7 +24,8 @@ import numpy as np
 import paddle_reshard
 from tests.conftest import REPO, case_directory
 from tests.deepseek_names import named
-from tests.parity.lab import PARITY, SCRIPTS_MOE, SCRIPTS_RECIPES, Lab, LabError, open_lab, resume, say
+from tests.lab.job import Job, described
+from tests.parity.lab import PARITY, Lab, LabError, open_lab, resume, say
 from tests.parity.tensors import ITEM_BYTES, Tensor, differences, read_tensors, write_tensors
 
 TIMEOUT_SECONDS = 300
@@ -59,8 +60,6 @@ EMA = {"zcc_save_ema_coef": 0.9}
 COLD = {"ignore_load_lr_and_optim": True}
 # A FlexCheckpoint has no config.json; these cases train such a model, with other sizes where the case says so.
 SAME_MODEL = {"llama": "states/fp16_single", "qwen3_moe": "moe/moe_single"}
-RECIPES = {"dsv3": "train_dsv3.py", "ernie": "train_ernie.py"}
-"""Family of a case → the script that runs the recipe's own entry function."""
 ERNIE_MOE = {"use_moe": True, "moe_group": "ep"}
 MUON = {"optim": "muon", **FLEX}
 # The buffer size, in whole MiB for a job, that decides over how many ranks a model's matrices are spread.
@@ -561,7 +560,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     if row.through is not None:
         paddle_reshard.convert(checkpoint, work / "between", to=row.through)
         checkpoint = work / "between"
-    case = json.loads((source / "case.json").read_bytes())
+    job = described()[row.source if "/" in row.source else f"dense/{row.source}"]
     all_of_truth = read_tensors(source / "truth.safetensors")
     if row.fill:
         biases = {key: tensor for key, tensor in all_of_truth.items() if key.endswith(CORRECTION_BIAS)}
@@ -579,7 +578,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
             layout=row.layout or None,
             master_weights="from-parameters" if row.masters else "stored",
             fill=work / "fill.safetensors" if row.fill else None,
-            config=None if (checkpoint / "config.json").exists() else _config_like(case, work),
+            config=None if (checkpoint / "config.json").exists() else _config_like(job, work),
             convention="paddleformers" if row.to_library else None,
             allow_replica_drift=row.drifted,
         )
@@ -588,8 +587,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     if len({one.plan.portion and one.plan.portion.digest for one in made}) > 1:
         return 0, ["the nodes did not make portions of one whole"]
     if row.to_library:
-        case, all_of_truth = in_the_library(case, source), renamed(all_of_truth)
-    lab, script, options = script_of(lab, case, row.trains_on)
+        job, all_of_truth = in_the_library(job, source), renamed(all_of_truth)
     logs = resume(
         lab,
         name,
@@ -597,7 +595,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         work / "out",
         ranks=row.ranks,
         arguments=row.arguments,
-        model={**(case["model"] or {}), **row.model},
+        model={**job.model, **row.model},
         timeout_seconds=TIMEOUT_SECONDS,
         environment={
             **row.environment,
@@ -605,8 +603,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
             **({"PYTHONPATH": str(REPO / "src")} if NAMES_FIT in row.log_must_say else {}),
             **({"TRAIN_ON": "yes"} if row.trains_on else {}),
         },
-        script=script,
-        options=options,
+        options=options_of(job),
     )
     with_ema = "zcc_save_ema_coef" in row.arguments
     truth = {key: tensor for key, tensor in all_of_truth.items() if with_ema or not key.endswith(EMA_STATES)}
@@ -652,19 +649,19 @@ def _in_order(tensor: Tensor, widths: tuple[int, int, int]) -> Tensor:
     return tensor._replace(data=items[..., order].tobytes())
 
 
-def _config_like(case: dict[str, Any], folder: Path) -> Path:
+def _config_like(job: Job, folder: Path) -> Path:
     """``config.json`` of the model of a case."""
-    like = case_directory(SAME_MODEL[case["family"]]) / CHECKPOINT / "config.json"
+    like = case_directory(SAME_MODEL[job.family]) / CHECKPOINT / "config.json"
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(like.read_bytes()), **(case["model"] or {})}))
+    path.write_text(json.dumps({**json.loads(like.read_bytes()), **job.model}))
     return path
 
 
-def in_the_library(case: dict[str, Any], source: Path) -> dict[str, Any]:
+def in_the_library(job: Job, source: Path) -> Job:
     """A case of the library's deepseek_v3 with the sizes of the recipe's model."""
     config = json.loads((source / CHECKPOINT / "config.json").read_bytes())
     sizes = {name: value for name, value in config.items() if type(value) is int and not name.endswith("_id")}
-    return {**case, "family": "deepseek_v3", "model": sizes}
+    return replace(job, family="deepseek_v3", model=sizes)
 
 
 def renamed(truth: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -703,20 +700,14 @@ def states_that_are_not_new(names: Iterable[str], loaded: dict[str, Tensor]) -> 
     return [f"{name}: not zero in a job that starts" for name in moments if any(loaded[name].data)]
 
 
-def script_of(lab: Lab, case: dict[str, Any], any_family: bool = False) -> tuple[Lab, str, list[str]]:
-    """Choose the laboratory's script that builds the model of a case, and its options."""
-    if "family" not in case:
-        return lab, "train_pf.py", []
-    options = ["--family", case["family"]]
-    if case["family"] in RECIPES:
-        return replace(lab, scripts=SCRIPTS_RECIPES), RECIPES[case["family"]], options
-    if any_family:
-        return replace(lab, scripts=SCRIPTS_MOE), "train_new.py", options
-    if "--lora" in case["cmd"]:
-        options += ["--lora", case["cmd"][case["cmd"].index("--lora") + 1]]
-    if (case["args"] or {}).get("optim") == "muon":
+def options_of(job: Job) -> list[str]:
+    """What the laboratory's script is told of a case's job: the model, its adapters, its optimizer."""
+    options = ["--family", job.family]
+    if job.lora:
+        options += ["--lora", json.dumps({**job.adapters, "r": job.lora})]
+    if "muon" in job.needs:
         options += ["--patch", "muon"]
-    return replace(lab, scripts=SCRIPTS_MOE), "train_states.py", options
+    return options
 
 
 def differences_of_reports(

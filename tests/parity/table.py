@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from tests.parity.lab import PARITY, SCRIPTS, SCRIPTS_MOE, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.lab import PARITY, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.measure import drift, largest_ulps
 from tests.parity.run import TIMEOUT_SECONDS, alone
 from tests.parity.table_report import is_exact, write_report
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     try:
         with alone(TABLE):
             if "--report" not in options:
-                bench = Bench(open_lab(SCRIPTS_MOE), TABLE, "--again" in options)
+                bench = Bench(open_lab(), TABLE, "--again" in options)
                 wanted = [rows[name] for name in names] or OUR_ROWS
                 failed = sum(not follow(bench, row) for row in wanted)
                 if not names:
@@ -267,7 +267,6 @@ def _run(
             slug(name),
             run / "out",
             driver=DRIVER,
-            script="train_moe.py",
             options=[
                 *options,
                 "--family",
@@ -363,7 +362,7 @@ def _upstreams_converter(bench: Bench) -> None:
 
 def _converter_says(python: Path, checkpoint: Path, truth: Path) -> str:
     ended = subprocess.run(
-        [str(python), str(SCRIPTS / "peer_ckptconv.py"), str(checkpoint), str(truth)],
+        [str(python), str(Path(__file__).with_name("checkpoint_converter.py")), str(checkpoint), str(truth)],
         capture_output=True,
         text=True,
         check=False,

@@ -14,7 +14,7 @@ import sys
 import types
 from pathlib import Path
 
-from driver import copy_to_host, show_and_gather
+from driver import copy_to_host
 
 
 def main() -> None:
@@ -27,18 +27,16 @@ def main() -> None:
 
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
-    import moe_models
+    import models
     import truth
     from paddleformers.trainer import Trainer
 
-    moe_models.get = functools.partial(_model, moe_models.get)
+    models.get = functools.partial(_model, models.get)
     copy_to_host()
-    own_gather = truth.gather
-    truth.gather = functools.partial(show_and_gather, truth, own_gather)
     train = Trainer.train
 
     def go_on(trainer, *_, **__):
-        trainer.add_callback(_witness(trainer, truth, own_gather))
+        trainer.add_callback(_witness(trainer, truth))
         return train(trainer, resume_from_checkpoint=os.environ.get("TABLE_RESUME"))
 
     Trainer.train = go_on
@@ -69,7 +67,7 @@ def _model(known, family, sequence):
     return known(family, sequence)
 
 
-def _witness(trainer, truth, own_gather):
+def _witness(trainer, truth):
     import paddle
     import paddleformers
     from paddle import distributed
@@ -81,7 +79,7 @@ def _witness(trainer, truth, own_gather):
     class Witness(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
             if "TABLE_TRUTH" in os.environ:
-                told["overwritten"] = _overwrite(trainer, truth, own_gather, args)
+                told["overwritten"] = _overwrite(trainer, truth, args)
             if "TABLE_LOADED" in os.environ:
                 where = types.SimpleNamespace(out=os.environ["TABLE_LOADED"])
                 truth.gather(trainer, where, args)
@@ -102,7 +100,7 @@ class _Gathered(Exception):
     """What a rank would have written down: the places of its pieces."""
 
 
-def _overwrite(trainer, truth, own_gather, args) -> int:
+def _overwrite(trainer, truth, args) -> int:
     """Run the laboratory's gathering backwards: it says what lies where, and the truth is written there.
 
     Every tensor is made NaN first and must hold the wanted value in the end, so that nothing of what the
@@ -129,9 +127,7 @@ def _overwrite(trainer, truth, own_gather, args) -> int:
     pickle, truth._np = truth.pickle, look_and_keep
     truth.pickle = types.SimpleNamespace(dump=stop)
     try:
-        show_and_gather(
-            truth, own_gather, trainer, types.SimpleNamespace(out=os.environ["TABLE_LOADED"]), args
-        )
+        truth.gather(trainer, types.SimpleNamespace(out=os.environ["TABLE_LOADED"]), args)
     except _Gathered as gathered:
         pieces, coordinate = gathered.args[0]["pieces"], gathered.args[0]["coord"]
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.lab import PARITY, SCRIPTS_MOE, open_lab
+from tests.parity.lab import PARITY, open_lab
 from tests.parity.measure import largest_ulps
 from tests.parity.table import Bench, follow, slug
 from tests.parity.table_report import is_exact
@@ -25,7 +25,7 @@ TRAINER = (Path(GIVEN) if GIVEN else PARITY / "lab") / "venv-pf"
 )
 def test_the_trainer_continues_with_another_strategy(tmp_path):
     row = Row("llama", "sharding2 v1", "sharding2 v2", ema=True)
-    bench = Bench(open_lab(SCRIPTS_MOE), tmp_path)
+    bench = Bench(open_lab(), tmp_path)
 
     assert follow(bench, row)
 

@@ -1,7 +1,7 @@
 """``transformers`` reads our exports: no key is missing or unexpected, and it computes what the Paddle model does.
 
 Run by ``make serving``: it needs torch and transformers. The answers of the Paddle models (``logits``) are those of
-``tests/lab/models/logits_pf.py``, in float32, with the parameters that the trainer had in memory.
+``tests/lab/trainer/answers.py``, in float32, with the parameters that the trainer had in memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.conftest import REPO
 from tests.lab.draws.chance import EVERY_FAMILY, draw
 from tests.lab.draws.check import Draw, Outcome, check, draw_of, shrink
 from tests.lab.draws.keep import keep
-from tests.lab.draws.laboratory import Laboratory
+from tests.lab.laboratory import Laboratory
 from tests.parity.lab import LabError, say
 from tests.parity.run import alone
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.lab.draws.check import Draw
-from tests.lab.draws.job import Job, Topology
-from tests.lab.draws.recipes import RECIPES, job_of_recipe, placed_recipe
+from tests.lab.draws.recipes import job_of_recipe, placed_recipe
+from tests.lab.job import RECIPES, Job, Topology
 
 HEADS = ((4, 2), (4, 4), (6, 3), (6, 6), (8, 4), (12, 3), (8, 2), (4, 1), (12, 6))
 """Attention heads, and those of keys and values."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import paddle_reshard
 from tests.lab.draws import files
-from tests.lab.draws.job import Job, Topology, job_of
-from tests.lab.draws.laboratory import Laboratory
+from tests.lab.job import Job, Topology, job_of
+from tests.lab.laboratory import Laboratory
 from tests.parity.tensors import Tensor, differences, read_tensors, write_tensors
 
 STRUCTURE = "structure.json"

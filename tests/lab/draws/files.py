@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.golden.compare_one_card import load, read_one_card
-from tests.lab.draws.job import Job
+from tests.lab.job import Job
 from tests.parity.run import _in_order
 from tests.parity.tensors import Tensor, read_metadata, read_tensors
 

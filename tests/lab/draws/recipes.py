@@ -4,9 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from tests.lab.draws.job import Job, Topology
-
-RECIPES = ("ernie_pretrain", "deepseek_v3_pretrain")
+from tests.lab.job import RECIPES, Job, Topology
 
 
 def job_of_recipe(family: str, chance: random.Random) -> Job:

@@ -1,0 +1,104 @@
+"""Runs in the trainer's Python: imports the library once, and forks the ranks of one job after the other.
+
+A request is a line of JSON: ``job``, as ``job.py`` describes it, the folder ``out``, and ``seconds``; with ``resume``
+the job loads that checkpoint, tells what it then holds and ends; ``init`` is a file of the values to begin with, and
+with ``dump`` a job ends when it has put its own there. The answer is a line with the trainer's refusal, or none.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "GLOG_v": "0"}
+LAB = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(LAB / "trainer"), str(LAB), str(LAB.parents[1] / "src")]
+
+from job import BY_KEY, RECIPES, SEQUENCE, Job, job_of
+
+
+def main() -> int:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import models
+    import paddleformers.cli.utils.llm_utils
+    import paddleformers.peft  # noqa: F401
+    import train  # noqa: F401
+    from ranks import fork_ranks
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        job, out = job_of(request["job"]), Path(request["out"])
+        if job.family not in RECIPES:
+            models.get(job.family, SEQUENCE)  # its module is imported for all ranks
+        for _ in range(2):
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
+            ends = fork_ranks(
+                job.topology.ranks,
+                lambda _, job=job, out=out, request=request: be_rank(job, out, request),
+                out,
+                request["seconds"],
+            )
+            words = "" if not any(ends) else words_of(out, ends)
+            if -6 not in ends and "gloo" not in words:  # two groups that met at one port
+                break
+        answers.write(json.dumps({"refused": words}) + "\n")
+        answers.flush()
+    return 0
+
+
+def words_of(out: Path, ends: list[int]) -> str:
+    """The error of the rank that failed by itself rather than by another's end, and where it was raised."""
+    found = []
+    for rank in range(len(ends)):
+        lines = (out / f"rank{rank}.log").read_text(errors="replace").splitlines()
+        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
+        last = [line for line in lines[starts[-1] + 1 :] if line.strip()] if starts else []
+        error = next((line for line in last if not line.startswith(" ")), "")
+        places = [Path(line.split('"')[1]).name for line in last if line.strip().startswith('File "')]
+        if error:
+            found.append(f"{error[:300]} ({places[-1] if places else ''})")
+    return min(found, key=lambda words: "gloo" in words, default=f"exit statuses {ends}")
+
+
+def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
+    """Train and tell what is in memory, or load, tell, and leave."""
+    import train
+
+    os.environ |= job.environment
+    if job.segment:
+        os.environ["SHIM_SEGMENT"] = str(job.segment)
+    resume, of_recipe = request.get("resume") or "", job.family in RECIPES
+    args = job.trainer_arguments()
+    if resume and job.format == "hybrid" and not of_recipe:
+        args |= {"load_checkpoint_format": "sharding_io", "load_sharded_model": True}
+    further = 0 if of_recipe else job.model.get("num_nextn_predict_layers") or 0
+    train.run(
+        train.Asked(
+            out=str(out),
+            args=args,
+            model=dict(job.model),
+            family=job.family,
+            init=request.get("init") or (BY_KEY if job.start == BY_KEY else ""),
+            dump_init=request.get("dump") or "",
+            global_batch=job.batch,
+            seq=job.sequence or SEQUENCE + further,
+            steps=job.steps,
+            resume=resume,
+            lora=json.dumps({**job.adapters, "r": job.lora}) if job.lora else "",
+            patch=job.patches(),
+            freeze=job.frozen,
+            optimizer=job.optimizer,
+            export=int(job.export),
+            names=int(bool(resume) and job.format.startswith("hybrid")),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
