@@ -75,7 +75,7 @@ def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
         os.environ["SHIM_SEGMENT"] = str(job.segment)
     resume, of_recipe = request.get("resume") or "", job.family in RECIPES
     args = job.trainer_arguments()
-    if resume and job.format == "hybrid" and not of_recipe:
+    if resume and job.format == "hybrid":
         args |= {"load_checkpoint_format": "sharding_io", "load_sharded_model": True}
     further = 0 if of_recipe else job.model.get("num_nextn_predict_layers") or 0
     train.run(
