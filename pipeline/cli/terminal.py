@@ -49,8 +49,11 @@ def printable(text: str) -> str:
 
 
 def say(message: str, err: bool = False) -> None:
-    """Print a line."""
-    click.echo(printable(message), err=err)
+    """Print a line; a sentence that is wider than the terminal is wrapped between words."""
+    line, stream = printable(message), sys.stderr if err else sys.stdout
+    wraps = stream is not None and stream.isatty() and not isinstance(message, ToCopy)
+    width = max(_terminal_width(), NARROWEST) if wraps else len(line)
+    click.echo("\n".join(_wrapped(line, width, GAP)), err=err)
 
 
 def relay(text: str, err: bool = False) -> None:
@@ -197,8 +200,8 @@ def _print_row(cells: Sequence[str], columns: Sequence[_Column], gap: str, bold:
         click.echo(click.style(line, bold=True) if bold else line)
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of a text, broken between words only.
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of a text, broken between words only; all but the first begin with ``indent``.
 
     >>> _wrapped("--to tp=2,pp=2 fits", 9)
     ['--to', 'tp=2,pp=2', 'fits']
@@ -207,7 +210,8 @@ def _wrapped(text: str, width: int) -> list[str]:
         return [text]
     import textwrap
 
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, **how) or [""]
 
 
 def _terminal_width() -> int:

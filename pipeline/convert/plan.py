@@ -150,6 +150,7 @@ class ConversionPlan(Shown):
             *self._of_traffic(),
             *self._of_memory(),
             *self._not_carried(),
+            *self._of_average(),
         ]
 
     def _of_target(self, number: int) -> Facts:
@@ -217,12 +218,12 @@ class ConversionPlan(Shown):
             *(("like", like), ("newer", source.newer), ("not proven", source.unproven)),
             ("keys", source.keys_read),
         )
+        return [("from", source_in_words(source)), *((name, said) for name, said in taken if said)]
+
+    def _of_average(self) -> Facts:
+        """What is averaged, and how: near the end, as it is all that tells one average from another."""
         sources, how = averaging(self.asked or {})
-        return [
-            *([("average", f"of {', '.join(sources)}, {how}")] if sources else ()),
-            ("from", source_in_words(source)),
-            *((name, said) for name, said in taken if said),
-        ]
+        return [("average", f"of {', '.join(sources)}, {how}")] if sources else []
 
     def _not_carried(self) -> Facts:
         facts = [("dropped", f"{', '.join(self.dropped)}: as requested")] if self.dropped else []

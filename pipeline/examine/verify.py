@@ -18,6 +18,7 @@ from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import (
+    ONLY_IN,
     SHOWN_DIFFERENCES,
     Facts,
     Shown,
@@ -59,7 +60,7 @@ class VerifyReport(Shown):
     read_once_budget_bytes: int | None
     """A budget with which every byte is read once; ``None`` if that was already so."""
     remarks: tuple[str, ...] = ()
-    """In what else the two differ, as checkpoints of two jobs may."""
+    """In what else the two differ, as checkpoints of two jobs may; of a single one what its files do not prove."""
 
     @property
     def equal(self) -> bool:
@@ -72,7 +73,13 @@ class VerifyReport(Shown):
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        outcome = "equal" if self.equal else f"different: {counted(len(self.differences), 'difference')}"
+        alone = sum(difference.detail.startswith(ONLY_IN) for difference in self.differences)
+        lacking = f"{counted(alone, 'tensor')} without a counterpart"
+        if alone == len(self.differences):
+            outcome = f"different: {lacking}, no others differ" if alone else "equal"
+        else:
+            outcome = f"different: {counted(len(self.differences), 'difference')}"
+            outcome += f", of which {lacking}" if alone else ""
         return f"{outcome}; {self.extent}"
 
     @property
@@ -209,7 +216,8 @@ def _verify_alone(a: str, scope: Scope, reader: Reader) -> VerifyReport:
     checkpoint = reader.index(store, pieces=True)
     check_optimizer(store, checkpoint)
     comparison = plan_self_comparison(checkpoint.catalog, _in_steps(reader, [store]))
-    return _compared(comparison, [store], scope, reader)
+    remarks = tuple(f"not proven: {what}" for what in (checkpoint.alike, checkpoint.unproven) if what)
+    return replace(_compared(comparison, [store], scope, reader), remarks=remarks)
 
 
 def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader) -> VerifyReport:

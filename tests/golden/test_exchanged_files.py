@@ -103,3 +103,4 @@ def test_what_is_usual_stands_on_pages_and_in_json_and_not_in_summaries(tmp_path
     assert "not proven" not in dict(found.facts()) | dict(planned.facts())
     assert data_of(found)["unproven"] == found.alike
     assert ("not proven", found.alike) in describe_plan(planned, None, None).facts
+    assert paddle_reshard.verify(source).remarks == (f"not proven: {found.alike}",)

@@ -407,6 +407,7 @@ def test_comparisons_fold_what_one_side_lacks(tmp_path: Path) -> None:
     assert len(told) == 8
     assert told[-3] == "moment2 of lm_head.weight and 38 more: only in the fingerprints"
     assert told[-2].endswith("or --subset if the checkpoint may hold fewer tensors")
+    assert told[-1].startswith("different: 234 tensors without a counterpart, no others differ; 39 tensors, ")
     assert "moment2 of lm_head.weight and 38 more: only in A" in run("diff", DEMO, tmp_path / "model").stdout
     paddle_reshard.fingerprint(tmp_path / "model", output=tmp_path / "few.json")
     paddle_reshard.convert(DEMO, tmp_path / "one", to="tp=1", fingerprint="full")

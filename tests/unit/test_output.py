@@ -328,6 +328,9 @@ def test_sentences_are_wrapped_between_words_and_commands_are_not() -> None:
     assert max(len(line) for line in shown if line is not arguments and str(DEMO) not in line) <= 60
     (note,) = (number for number, line in enumerate(shown) if "the average is read with" in line)
     assert shown[note + 1].startswith(" " * shown[note].index("the") + "COEFFICIENT, ")
+    said = on_a_terminal("verify", DEMO, columns=60).splitlines()
+    assert max(map(len, said)) <= 60
+    assert " ".join(said[-2:]).split() == paddle_reshard.verify(DEMO).verdict.replace("equal", "consistent").split()
 
 
 def test_checkpoints_and_topologies_fit_a_screen() -> None:

@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.cli.options import (
 )
 from paddle_reshard.pipeline.cli.terminal import print_facts, print_table, say
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.core.shown import ToCopy
 from paddle_reshard.pipeline.request.options import flag_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _show(found: Explanation, by_hand: bool) -> None:
         return
     click.echo()
     for line in dict.fromkeys(line for origin in found.origins for line in _commands(found, origin)):
-        say(line)
+        say(ToCopy(line))
 
 
 def _rows(stretch: Any, several: bool) -> Iterator[tuple[str, ...]]:
