@@ -6,9 +6,9 @@ Code outside a format's folder never checks which format it deals with: all diff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from paddle_reshard.pipeline.core.topology import STRATEGIES
 
@@ -48,6 +48,26 @@ PADDLE_VERSION = FormatOption(
     "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
 )
 """Shared by all formats that Paddle itself reads."""
+
+
+class NotLoaded(NamedTuple):
+    """Why the trainers do not load a checkpoint, in sentences with a way out; empty: they do."""
+
+    ever: str = ""
+    """In no job."""
+    under_tp: str = ""
+    """In jobs with tensor parallelism."""
+    with_stages: str = ""
+    """In jobs with pipeline stages."""
+
+    def by(self, topology: Topology) -> str:
+        """Why a job of this topology does not."""
+        under_tp = self.under_tp if topology.tp > 1 else ""
+        return self.ever or under_tp or (self.with_stages if topology.pp > 1 else "")
+
+
+LOADED: Final = NotLoaded()
+"""Every job loads it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,10 +121,8 @@ class Format:
     """Whether it needs a rule table, because its jobs cut tensors or name parameters."""
     loaded_with: Callable[[str, str], Mapping[str, str | bool] | None] = lambda library, strategy: None
     """Arguments with which a trainer reads it and goes on saving it; ``None``: it cannot, or how is not known."""
-    lost_to_tp: Callable[[str, str, str], str] = lambda family, library, recipe: ""
-    """Why a trainer's job with tensor parallelism cannot read it, in a sentence; empty: it can."""
-    loads: Callable[[Iterable[str]], bool] = lambda paths: True
-    """Whether the trainers load what they have saved in files of these names."""
+    not_loaded: Callable[[Checkpoint], NotLoaded] = lambda checkpoint: LOADED
+    """Which jobs of a trainer do not load a checkpoint of this format, though its arguments are known."""
     rank_of: Callable[[str], Mapping[str, int] | None] = lambda path: None
     """Axis → coordinate of the rank that writes a file, as far as its name tells; ``None``: no rank does."""
     process_of: Callable[[str], int | None] = lambda path: None

@@ -210,8 +210,8 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
         return [text]
     import textwrap
 
-    how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, width, **how) or [""]
+    wrap = textwrap.TextWrapper(width, "", indent, break_long_words=False, break_on_hyphens=False).wrap
+    return wrap(text) or [""]
 
 
 def _terminal_width() -> int:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import SourceListing
-from paddle_reshard.pipeline.checkpoint.format import JobTarget, RankBytes
+from paddle_reshard.pipeline.checkpoint.format import LOADED, JobTarget, NotLoaded, RankBytes
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import source_in_words
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, volumes
@@ -137,8 +137,8 @@ class CardsPlan(Shown):
     """Whether the trainer reads the checkpoint in any of these topologies as it is."""
     has_topology: bool
     """Whether the checkpoint is for a topology, to which others can be near."""
-    lost_to_tp: str = ""
-    """Why the trainer reads the checkpoint as it is only in those without tensor parallelism; empty: not so."""
+    not_loaded: NotLoaded = LOADED
+    """Why the trainer reads a checkpoint that is for no topology in some of them only."""
 
     def __iter__(self) -> Iterator[Alternative]:
         """The alternatives, the nearest first."""
@@ -242,11 +242,12 @@ class CardsPlan(Shown):
     def _as_it_is(self) -> Facts:
         if self.any_topology:
             return [("as it is", f"the trainer reads it in each of these topologies: {self._launch()}")]
-        if self.lost_to_tp:
-            return [
-                ("as it is", f"the trainer reads it in those without tp: {self._launch()}; {self.lost_to_tp}")
-            ]
-        return []
+        why = {"tp": self.not_loaded.under_tp, "pp": self.not_loaded.with_stages}
+        axes = [axis for axis, reason in why.items() if reason]
+        if not axes:
+            return []
+        where, reasons = " and ".join(axes), "; ".join(why[axis] for axis in axes)
+        return [("as it is", f"the trainer reads it in those without {where}: {self._launch()}; {reasons}")]
 
     def _launch(self) -> str:
         return shlex.join(["paddle-reshard", "launch", self.path, "--to"]) + " TOPOLOGY"
@@ -296,12 +297,8 @@ def plan_cards(
     if not alternatives:
         reasons = "; ".join(dict.fromkeys(refusal.reason for refusal in refused))
         raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")
-    any_topology, table = _any_topology(checkpoint), checkpoint.model.table
-    lost_to_tp = (
-        FORMATS[checkpoint.format].lost_to_tp(table.family, table.library, table.recipe)
-        if any_topology
-        else ""
-    )
+    any_topology = _any_topology(checkpoint)
+    not_loaded = FORMATS[checkpoint.format].not_loaded(checkpoint) if any_topology else LOADED
     return CardsPlan(
         store.location,
         source_in_words(checkpoint),
@@ -309,9 +306,9 @@ def plan_cards(
         format,
         tuple(_by_nearness(alternatives, offer.before)),
         tuple(refused),
-        any_topology and not lost_to_tp,
+        any_topology and not any(not_loaded),
         offer.before is not None,
-        lost_to_tp,
+        not_loaded,
     )
 
 
@@ -421,6 +418,7 @@ class _Offer:
             topology == before
             and target.strategy == source.job.strategy
             and self.options.get("format") in (None, source.format)
+            and not FORMATS[source.format].not_loaded(source).ever
             and not any(
                 value and declarations()[name].changes_bytes and name not in _OF_READING
                 for name, value in self.options.items()

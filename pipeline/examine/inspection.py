@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.format import LOADED, NotLoaded
 from paddle_reshard.pipeline.checkpoint.parameter_names import in_words, misnamed
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import STRAY, lacking_files
@@ -105,6 +106,8 @@ class Inspection(Shown):
     """``(tensor or file, why it is not read)``."""
     described: str = ""
     """Behind the family: in which jobs its model was described, where no table of the package is used."""
+    not_loaded: NotLoaded = LOADED
+    """Which jobs do not start from it, and why."""
     lacking: tuple[str, ...] = ()
     """Small files that an inference engine reads beside a model and that are not there, in words."""
 
@@ -291,6 +294,7 @@ def _described(checkpoint: Checkpoint, store: Source) -> Inspection:
         keys_read=checkpoint.keys_read,
         described=checkpoint.model.table.described_in,
         left_out=(*checkpoint.not_carried, *((name, STRAY) for name in store.folders if is_stray(name))),
+        not_loaded=FORMATS[checkpoint.format].not_loaded(checkpoint),
         lacking=tuple(lacking_files(checkpoint.model.config, sizes)) if served else (),
     )
 

@@ -230,10 +230,8 @@ def _parsed(topology: str | None) -> Topology | None:
 def _remarks(
     inspection: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
 ) -> Iterator[str]:
-    if job.topology.tp > 1 and (
-        lost := FORMATS[job.format].lost_to_tp(inspection.family, job.library, job.recipe)
-    ):
-        yield f"does not start: {lost}"
+    if why := inspection.not_loaded.by(job.topology):
+        yield f"does not start: {why}"
     if before is not None:
         yield from remarks_on_change(before, job.topology, job.library)
     if job.topology.sharding > 1 and job.library != "paddlenlp":

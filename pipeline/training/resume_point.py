@@ -158,8 +158,7 @@ class Start:
         location = self.root().at(found.name)
         topology = self.to or self._nearest(location)
         self.node.ranks_of(topology)
-        loaded = FORMATS[found.seen.format].loads(found.files)
-        if loaded and is_local(self.run) and reads_as_it_is(found.seen, topology, self.options):
+        if is_local(self.run) and reads_as_it_is(found.seen, topology, self.options):
             return self._as_it_is(found, location, topology, agree)
         return self._converted(found, location, topology, agree)
 
@@ -291,6 +290,7 @@ def reads_as_it_is(found: Inspection, topology: Topology, options: ResumeOptions
     if (
         altering - _OF_READING
         or format.model_only
+        or found.not_loaded.by(topology)
         or loses_adapters(found, found.format, found.sharding_strategy)
     ):
         return False
@@ -305,7 +305,6 @@ def reads_as_it_is(found: Inspection, topology: Topology, options: ResumeOptions
         not options.get("format")
         and not options.get("sharding_strategy")
         and format.loaded_with(found.convention, "none") is not None
-        and not (topology.tp > 1 and format.lost_to_tp(found.family, found.convention, found.recipe))
     )
 
 

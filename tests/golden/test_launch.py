@@ -216,6 +216,34 @@ def test_a_conversion_to_a_unified_checkpoint_says_what_does_not_read_it(tmp_pat
         assert any("under tensor parallelism" in remark for remark in planned.targets[0].remarks) is said
 
 
+def test_parameters_that_the_trainer_saves_and_does_not_load_are_named() -> None:
+    """``save_to_hf``, its default, beside files of ranks: it looks for ``model_state`` alone."""
+    source = case_directory("small-unified/mp2pp2_tohf") / CHECKPOINT
+    assert any(
+        "loads no model.tp00_pp00.safetensors" in said for said in paddle_reshard.launch(source).remarks
+    )
+    nearest = paddle_reshard.plan(source, cards=4).nearest
+    assert nearest is not None and nearest.command.endswith("TARGET --to tp=2,pp=2")
+
+
+@pytest.mark.parametrize(
+    ("files", "to", "starts"), [(1, "pp=2", False), (1, "sharding=2", True), (2, "pp=2", True)]
+)
+def test_a_stage_finds_no_states_of_tied_words_that_are_stored_once(
+    files: int, to: str, starts: bool, tmp_path: Path
+) -> None:
+    """The trainer's own files of one card, and conversions to as many, stop it at a ``KeyError``."""
+    source = case_directory("small-unified/uc_single_tied") / CHECKPOINT
+    if files > 1:
+        paddle_reshard.convert(source, tmp_path / "t", format="unified", files=files)
+        source = tmp_path / "t"
+    remarks = paddle_reshard.launch(source, to=to).remarks
+    assert any("states of tied words under one key" in said for said in remarks) is not starts
+    paddle_reshard.convert(source, tmp_path / "job", to=to)
+    made = paddle_reshard.plan(tmp_path / "job", format="unified", files=files).targets[0]
+    assert any("or unified with --files 2" in said for said in made.remarks) is not starts
+
+
 @pytest.mark.parametrize("segment", [512, 1 << 20])
 def test_segments_of_stage_3_that_are_not_the_trainers_are_said(segment: int, tmp_path: Path) -> None:
     source = case_directory("dense/single") / CHECKPOINT

@@ -330,7 +330,10 @@ def test_sentences_are_wrapped_between_words_and_commands_are_not() -> None:
     assert shown[note + 1].startswith(" " * shown[note].index("the") + "COEFFICIENT, ")
     said = on_a_terminal("verify", DEMO, columns=60).splitlines()
     assert max(map(len, said)) <= 60
-    assert " ".join(said[-2:]).split() == paddle_reshard.verify(DEMO).verdict.replace("equal", "consistent").split()
+    assert (
+        " ".join(said[-2:]).split()
+        == paddle_reshard.verify(DEMO).verdict.replace("equal", "consistent").split()
+    )
 
 
 def test_checkpoints_and_topologies_fit_a_screen() -> None:

@@ -39,7 +39,8 @@ def _print_screen(found: CardsPlan, all: bool) -> None:
     print_table(HEADINGS_IN_SHORT, [_row_in_short(alternative) for alternative in shown], bold)
     hidden = len(found.alternatives) - len(shown)
     if hidden or (found.refused and not all):
-        say(f"and {hidden} more, {len(found.refused)} refused: --all")
+        counts = {"more": hidden, "refused": len(found.refused)}
+        say(f"and {', '.join(f'{count} {what}' for what, count in counts.items() if count)}: --all")
     print_facts([*found.advice(), *(_notes(found) if all else ())])
 
 

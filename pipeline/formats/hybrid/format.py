@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
+    LOADED,
     PADDLE_VERSION,
     SHARDING_STRATEGY,
     TARGET_META,
     Format,
     FormatOption,
+    NotLoaded,
     Request,
 )
 from paddle_reshard.pipeline.core.choices import ADAMW_MINI
@@ -50,14 +52,20 @@ def _loaded_with(sharded_saving: bool, library: str, strategy: str) -> Mapping[s
     )
 
 
-def _loads(paths: Iterable[str]) -> bool:
-    """Not parameters in safetensors files, which they save by default and look for as ``model_state`` alone.
+def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
+    """Parameters in safetensors files, which the trainer saves by default and looks for as ``model_state`` alone.
 
     ``_load_from_checkpoint`` in PaddleFormers' ``trainer/trainer.py``: "do not support safetensors".
     """
-    from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS_OF_RANK
+    from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS_OF_RANK, hybrid_name
 
-    return not any(WEIGHTS_OF_RANK.fullmatch(path) for path in paths)
+    own = min(filter(WEIGHTS_OF_RANK.fullmatch, checkpoint.own_files), default=None)
+    if own is None:
+        return LOADED
+    return NotLoaded(
+        f"the trainer looks for {hybrid_name(own)} and loads no {own}, which it writes with save_to_hf, its default; "
+        "convert it, also to its own topology: paddle-reshard convert … --to, or resume"
+    )
 
 
 def _rank_of(path: str) -> Mapping[str, int] | None:
@@ -109,7 +117,7 @@ def _hybrid(name: str, help: str, sharded_saving: bool) -> Format:
         special_optimizers=(ADAMW_MINI,),
         by_table=True,
         loaded_with=partial(_loaded_with, sharded_saving),
-        loads=_loads,
+        not_loaded=_not_loaded,
         rank_of=_rank_of,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption, Request
+from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption, NotLoaded, Request
 from paddle_reshard.pipeline.formats.unified import UNIFIED
 
 if TYPE_CHECKING:
@@ -57,10 +57,11 @@ def _loaded_with(library: str, strategy: str) -> Mapping[str, str | bool]:
     }
 
 
-def _lost_to_tp(family: str, library: str, recipe: str) -> str:
-    from paddle_reshard.pipeline.formats.unified.target import lost_to_tp
+def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
+    from paddle_reshard.pipeline.formats.unified.source import has_tied_states_once
+    from paddle_reshard.pipeline.formats.unified.target import not_loaded
 
-    return lost_to_tp(family, library, recipe)
+    return not_loaded(checkpoint.model.table, has_tied_states_once(checkpoint))
 
 
 FORMAT = Format(  # weights, master weights and optimizer states, each kind in files of its own
@@ -72,5 +73,5 @@ FORMAT = Format(  # weights, master weights and optimizer states, each kind in f
     options={"files": FormatOption("number of files of each kind. Default: 1.")},
     cannot_hold=("ema",),
     loaded_with=_loaded_with,
-    lost_to_tp=_lost_to_tp,
+    not_loaded=_not_loaded,
 )

@@ -489,6 +489,14 @@ def _imply(stored: TensorCollector, model: Model, arrays: Arrays) -> dict[int, i
     return implied
 
 
+def has_tied_states_once(checkpoint: Checkpoint) -> bool:
+    """Whether tied weights have their optimizer states under one of their keys only, in one copy."""
+    fragments, index = checkpoint.catalog.fragments, checkpoint.catalog.index()
+    tied = {tensor.tied_to for tensor in checkpoint.model.tensors if tensor.tied_to}
+    numbers = [index[key, state] for key in tied for state in ACCUMULATORS if (key, state) in index]
+    return any(not fragments["replica"][fragments["tensor"] == number].any() for number in numbers)
+
+
 def _check_states(model: Model) -> None:
     """Check that all trained tensors have the same optimizer states, and a master weight if they need one."""
     trained = [t for t in model.tensors if t.trained and t.tied_to is None]

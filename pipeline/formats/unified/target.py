@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, TargetFiles
+from paddle_reshard.pipeline.checkpoint.format import NotLoaded
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -29,6 +30,7 @@ from paddle_reshard.pipeline.formats.unified.names import (
 )
 from paddle_reshard.pipeline.formats.writing import NewArray, NewFiles, SettledTarget, lacking, schedule_file
 from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.weights import TAGS
 from paddle_reshard.storage.files.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
@@ -72,8 +74,8 @@ class UnifiedTarget(SettledTarget):
         sidecars = plan_sidecars(listing, wanted, Topology(dp=self.files))
         schedule = schedule_file(listing.paths, wanted)
         topology, table = source.job.topology, wanted.model.table
-        cut = topology is not None and topology.tp > 1
-        lost = lost_to_tp(table.family, table.library, table.recipe) if cut else ""
+        tied = self.files == 1 and any(tensor.tied_to and tensor.trained for tensor in wanted.model.tensors)
+        lost = "" if topology is None else not_loaded(table, tied).by(topology)
         remarks = (lost,) if lost else ()
         return LaidOut(
             source.catalog, layout_unified(wanted, self), sidecars.with_written(schedule), remarks=remarks
@@ -84,23 +86,29 @@ _CUT_BY_CLASS = frozenset({"ernie4_5_moe_vl"})
 """Families of PaddleFormers whose class says how tp cuts its tensors."""
 
 
-def lost_to_tp(family: str, library: str, recipe: str) -> str:
-    """Why a job with tensor parallelism cannot read it: PaddleFormers' loader asks the class how to cut.
+_UNDER_TP = (
+    "PaddleFormers 1.2 reads no unified checkpoint under tensor parallelism: its loader stops with "
+    "NotImplementedError, as this class has no _get_tensor_parallel_mappings; such a job needs --format "
+    "hybrid or flex"
+)
+_TIED_ONCE = (
+    "it has the optimizer states of tied words under one key, as a job on one card saves them, and in a job with "
+    "stages the first looks for them under the other: it stops at a KeyError; such a job needs --format hybrid or "
+    "flex, or unified with --files 2"
+)
 
-    (1.2.0 ``trainer/unified_checkpoint/load_local.py:117``.) Of the models that it trains only those of its recipes and
-    ERNIE's vision models answer (``transformers/conversion_utils.py:1399``,
-    ``transformers/ernie4_5_moe_vl/model/modeling_moe.py``).
 
-    >>> [bool(lost_to_tp(family, "paddleformers", "")) for family in ("qwen3", "ernie4_5_moe_vl")]
-    [True, False]
+def not_loaded(table: RuleTable, tied_once: bool) -> NotLoaded:
+    """Which jobs do not load such a checkpoint; ``tied_once``: tied words have states under one of their keys.
+
+    Under tp PaddleFormers' loader asks the class how to cut (1.2.0 ``trainer/unified_checkpoint/load_local.py:117``).
+    Of the models that it trains only those of its recipes and ERNIE's vision models answer
+    (``transformers/conversion_utils.py:1399``, ``transformers/ernie4_5_moe_vl/model/modeling_moe.py``). A stage
+    takes of the listed keys those that it has parameters for, and misses none (``utils.py``, ``get_expected_keys``,
+    also of PaddleNLP 3).
     """
-    if library != "paddleformers" or recipe or family in _CUT_BY_CLASS:
-        return ""
-    return (
-        "PaddleFormers 1.2 reads no unified checkpoint under tensor parallelism: its loader stops with "
-        "NotImplementedError, as this class has no _get_tensor_parallel_mappings; such a job needs --format "
-        "hybrid or flex"
-    )
+    answers = table.library != "paddleformers" or table.recipe or table.family in _CUT_BY_CLASS
+    return NotLoaded("", "" if answers else _UNDER_TP, _TIED_ONCE if tied_once else "")
 
 
 _Entry = tuple[str, int]
