@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
-from paddle_reshard.pipeline.core.topology import STRATEGIES
+from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Donor, MissingPolicy
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
     from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
     from paddle_reshard.pipeline.core.catalog import Catalog
-    from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.model.model import Model
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
 

@@ -151,6 +151,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     )
     from paddle_reshard.pipeline.training.stretches import Weights as Weights
     from paddle_reshard.pipeline.training.ema_callback import ema_callback as ema_callback
+    from paddle_reshard.pipeline.checkpoint.format import NotLoaded as NotLoaded
     from paddle_reshard.pipeline.checkpoint.format import RankBytes as RankBytes
     from paddle_reshard.pipeline.model.lora_config import Adapter as Adapter
     from paddle_reshard.pipeline.model.model import ModelTensor as ModelTensor
@@ -193,7 +194,7 @@ _HOMES = {
     "pipeline.convert.series": ("average", "ema"),
     "pipeline.examine.verify": ("VerifyReport", "verify"),
     "pipeline.examine.cards": ("Alternative", "CardsPlan", "RefusedTopology"),
-    "pipeline.checkpoint.format": ("RankBytes",),
+    "pipeline.checkpoint.format": ("NotLoaded", "RankBytes"),
     "pipeline.examine.checking": ("check",),
     "pipeline.planning.compare": ("Difference",),
     "pipeline.examine.diff": ("DiffReport", "DifferenceSummary", "TensorDifference", "diff"),
