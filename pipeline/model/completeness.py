@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -93,6 +94,7 @@ def _lacking_in_layers(model: Model, layers: _Layers, mtp: bool) -> Iterator[str
     """The keys that layers lack, by the table's alternatives."""
     table, config = model.table, model.config
     experts = _experts(model)
+    some_mtp = any(of_item in table.mtp_items for of_item, _ in layers)
     rows_held: dict[tuple[str, int], set[str]] = {}
     for tensor in model.tensors:
         if tensor.layer is not None:
@@ -101,7 +103,7 @@ def _lacking_in_layers(model: Model, layers: _Layers, mtp: bool) -> Iterator[str
         numbers = {layer for of_item, layer in layers if of_item == item.name}
         if item.mtp:
             # A job whose pipeline has no such layers leaves them out, whatever its config announces.
-            announced = mtp and item.layer_class
+            announced = mtp and (item.layer_class or some_mtp)
             numbers |= set(_announced(table, item, config)) if announced else set()
             if not mtp:
                 continue
@@ -244,11 +246,30 @@ def _refusal(key: str, lacking: Sequence[str], model: Model) -> CheckpointError:
             f"{supply}",
         )
     where = "" if layer is None else " in every layer of its kind"
+    because = ", ".join(_reasons(rule, model))
     return CoverageError(
         key,
         f"no file holds it, and every model of {model.table.named} with this config.json has it{where}"
-        f"{also}; {supply}, or leave it out with --allow-missing '{pattern}'",
+        f"{f' (config.json {because})' if because else ''}{also}; {supply}, or leave it out with --allow-missing "
+        f"'{pattern}'",
     )
+
+
+def _reasons(rule: Rule, model: Model) -> Iterator[str]:
+    """What the config says, or does not say, that makes a model have a row: ``says attention_bias true``."""
+    table, config = model.table, model.config
+    names = [*rule.where, *rule.unless]
+    if rule.item in table.mtp_items or rule.with_mtp:
+        names.append(mtp_entry(config))
+    if rule.of_expert and table.experts is not None:
+        names.append(table.experts)
+    # Shared experts are there by their number or width alone.
+    names += [name for name in rule.sizes if "shared" in name]
+    for name in dict.fromkeys(names):
+        if (value := config_entry(config, name)) is not None:
+            yield f"says {name} {json.dumps(value)}"
+        elif name in rule.unless:
+            yield f"does not say {name} {json.dumps(rule.unless[name])}"
 
 
 def _lacking_beside_others(model: Model, layers: _Layers) -> Iterator[str]:
@@ -322,6 +343,8 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
             _check_numbers(f"of the item {item.name} ({item.count})", apart[item.name], 0, config, item.count)
     if any(apart[name] for name in mtp):
         for name, item in mtp.items():
+            if not apart[name] and table.alternatives is not None:
+                continue  # all that it has is missed by key
             first = table.first_mtp_layer(item, config)
             _check_numbers(f"layers of multi-token prediction ({entry})", apart[name], first, config, entry)
 

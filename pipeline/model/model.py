@@ -246,7 +246,8 @@ def _model_tensor(
         lost = f"; {rule.saved_in_part}" if rule.saved_in_part else ""
         raise RuleError(
             key,
-            f"config.json and the rule table expect the shape {expected}, the files hold {whole.global_shape}{lost}",
+            f"config.json ({rule.sizes_in_words(config)}) and the rule table expect the shape {expected}, the files "
+            f"hold {whole.global_shape}{lost}",
         )
     return ModelTensor(
         key=key,

@@ -26,12 +26,10 @@ LISTED = {
     "{'num_nextn_predict_layers': 3} ernie4_5_moe": "the table has no rows for its experts",
 }
 """What the tables cannot say of a class yet → why. Such models are refused."""
-GAPS = {
-    "{'moe_use_aux_free': False} ernie4_5_moe": "config.json does not keep the entry: --allow-missing says it",
-    "{'num_nextn_predict_layers': 1} ernie4_5_moe": "a tensor of its layer of prediction is not missed",
-    "{'q_lora_rank': None} deepseek_v3": "its q_a_layernorm, which computes nothing, is not missed",
-}
-"""Complete models that are refused, and tensors that are not missed → what about them."""
+UNSAID = "{'moe_use_aux_free': False} ernie4_5_moe"
+"""A complete model whose config.json lacks the entry that decides: refused until somebody says it."""
+UNUSED = "{'q_lora_rank': None} deepseek_v3"
+"""The class builds a norm that computes nothing; published models, and conversions of them, lack it: not missed."""
 BUILDS = {
     f"{build.config} {build.family}" if build.topology == "tp1" else build.topology: build
     for build in facts.builds()
@@ -39,7 +37,7 @@ BUILDS = {
     if build.topology == "tp1" or build.topology.endswith("single") or build.topology.endswith("single_tied")
     if build.config.get("num_hidden_layers") != 0  # no layer tells what layers have
     if build.config.get("intermediate_size") != 0  # nothing is in the tensors of dense layers
-    if f"{build.config} {build.family}" not in GAPS
+    if f"{build.config} {build.family}" != UNSAID
 }
 
 
@@ -101,8 +99,35 @@ def test_every_tensor_and_every_class_of_tensors_is_required(name: str) -> None:
     for taken in [*classes.values(), *({t.key} for t in model.tensors)]:
         if taken <= aliases:
             continue
+        if name == UNUSED and all("q_a_layernorm" in key for key in taken):
+            assert len(completed(_without(model, taken)).tensors) == len(model.tensors) - len(taken)
+            continue
         with pytest.raises(CoverageError, match=re.escape(f"{sorted(taken)[0]}: no file holds it")):
             completed(_without(model, taken))
         whole = completed(_without(model, taken), taken.__contains__)
         assert {t.key for t in whole.tensors if t.missing} == taken
         assert [t.key for t in whole.tensors] == [t.key for t in model.tensors]
+
+
+def test_what_the_config_decides_is_said_with_the_refusal() -> None:
+    [unsaid] = [b for b in facts.builds() if f"{b.config} {b.family}" == UNSAID and b.topology == "tp1"]
+    with pytest.raises(CoverageError, match=r"\(config\.json does not say moe_use_aux_free false\)"):
+        completed(_model(unsaid))
+    said = _model(unsaid._replace(saved={**(unsaid.saved or {}), "moe_use_aux_free": False}))
+    assert len(completed(said).tensors) == len(unsaid.entries or ())
+
+    for name, part, words in (
+        ("{'attention_bias': True} llama", "o_proj.bias", "says attention_bias true"),
+        (
+            "{'num_nextn_predict_layers': 1} deepseek_v3",
+            "3.eh_proj.weight",
+            "says num_nextn_predict_layers 1",
+        ),
+        ("{} deepseek_v3", "q_a_proj.weight", r"says q_lora_rank \d+"),
+        ("{} qwen3_moe", "experts.1.down_proj.weight", r"says num_local_experts \d+"),
+        ("{} glm4_moe", "shared_experts.down_proj.weight", r"[^)]*says n_shared_experts \d+"),
+    ):
+        model = _model(BUILDS[name])
+        taken = {tensor.key for tensor in model.tensors if tensor.key.endswith(part)}
+        with pytest.raises(CoverageError, match=rf"\(config\.json {words}"):
+            completed(_without(model, taken))

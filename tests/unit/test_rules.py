@@ -417,8 +417,8 @@ def test_a_shape_that_the_config_contradicts(tmp_path: Path) -> None:
     with pytest.raises(RuleError) as caught:
         paddle_reshard.inspect(source)
     assert str(caught.value) == (
-        "model.embed_tokens.weight: config.json and the rule table expect the shape (11, 6), but the files of "
-        "tp=1 ranks add up to (10, 6) (a rank holds (10, 6), cut along dim 0)"
+        "model.embed_tokens.weight: config.json (vocab_size 11, hidden_size 6) and the rule table expect the shape "
+        "(11, 6), but the files of tp=1 ranks add up to (10, 6) (a rank holds (10, 6), cut along dim 0)"
     )
 
 

@@ -190,6 +190,16 @@ class Rule:
             return None
         return self.split
 
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The entries of the config in its shape, each once."""
+        return tuple(dict.fromkeys(_ENTRY.findall(" ".join(self.shape or ()))))
+
+    def sizes_in_words(self, config: Config) -> str:
+        """The entries of the config in its shape with their values: ``vocab_size 24, hidden_size 16``."""
+        values = derived_sizes(config)
+        return ", ".join(f"{name} {values[name]}" for name in self.sizes if name in values)
+
     def stays_whole(self, config: Config, tp: int, key: str) -> bool:
         """Whether each of ``tp`` ranks holds the whole tensor because they do not divide ``split_if_divisible``."""
         return tp > 1 and self.split_if_divisible is not None and self.split_dim(config, tp, key) is None
@@ -335,6 +345,7 @@ class LoraRule(Rule):
 
 
 _NUMBER = re.compile(r"\d+")
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*")
 _NUMBERS_OF_ROW = re.compile(r"(?:\d|\{layer\}|\{expert\})+")
 
 
