@@ -28,7 +28,7 @@ GROUPS = (
     "exports",
 )
 ANYWAY: ConversionOptions = {
-    "allow_replica_drift": True,
+    "replicas": "report",
     "allow_missing": ("*e_score_correction_bias",),  # lost by sharded saving, so that no file holds them
 }
 TARGETS: dict[str, ConversionOptions] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,11 +185,13 @@ def all_of(*decorators: Decorator) -> Decorator:
     return decorate
 
 
-def declared(name: str, *further_flags: str, of: Any = None, help: str | None = None) -> Decorator:
+def declared(
+    name: str, *further_flags: str, of: Any = None, help: str | None = None, choices: Sequence[str] = ()
+) -> Decorator:
     """An option as it is declared in :mod:`~paddle_reshard.pipeline.request.options`, under its name there.
 
     ``of`` are the options of a function, a TypedDict, that may say something else of it; ``help`` is for a command
-    without such a function.
+    without such a function, and ``choices`` for one that has not all of them.
     """
     option = declarations()[name]
     settings: dict[str, Any] = {"metavar": option.metavar, "help": help or help_of(name, of)}
@@ -198,7 +200,7 @@ def declared(name: str, *further_flags: str, of: Any = None, help: str | None = 
     if option.variable:
         settings |= {"envvar": VARIABLE.format(name.upper()), "show_envvar": True}
     if option.choices:
-        settings["type"] = Words(tuple(option.choices))
+        settings["type"] = Words(tuple(choices or option.choices))
     elif option.kind is Kind.COUNT:
         settings["type"] = click.IntRange(1)
     elif option.kind is Kind.FLAG:

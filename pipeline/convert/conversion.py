@@ -258,7 +258,7 @@ def resumed(locations: Locations, request: ConversionRequest) -> ConversionReque
         )
     source_store = open_checkpoint(locations.sources[0], locations.reading)
     for store in outputs.targets.values():
-        if not check_finished(store, source_store, request.verify):
+        if not check_finished(store, source_store):
             raise UsageError(f"{store.location}: nothing to resume here; give --to or --format")
     raise FinishedError(f"{outputs.location}: already finished, and matches its manifest; nothing to do")
 

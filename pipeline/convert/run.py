@@ -13,13 +13,13 @@ from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
-from paddle_reshard.pipeline.convert.integrity import check_target, check_target_quickly, manifest_of
+from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import Manifest, describe_targets, format_manifest
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.convert.recorded import Moved, Recorder, known_of
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import MasterDriftError, TargetError
-from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted, ignore_events
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
@@ -86,11 +86,11 @@ def _describe_files(sizes: Mapping[str, int], versions: Mapping[str, str]) -> di
     return {path: f"{size} bytes, {versions.get(path)}" for path, size in sizes.items()}
 
 
-def check_finished(target: TargetStore, source: Source, in_full: bool) -> bool:
+def check_finished(target: TargetStore, source: Source) -> bool:
     """Whether a target is finished; refused if it differs from its manifest, or is of other source files."""
     if target.published(MANIFEST) is None:
         return False
-    manifest = _check_published(target, in_full)
+    manifest = _check_published(target)
     reason = source_difference(
         _describe_files(manifest.source.files, manifest.source.versions),
         _describe_files(source.sizes(), source.versions()),
@@ -115,15 +115,11 @@ def _already_made(described: Mapping[str, Any], target: TargetStore) -> bool:
     )
 
 
-def _check_published(target: TargetStore, in_full: bool, observe: Observer = ignore_events) -> Manifest:
-    """The manifest of a finished target, which is refused if it does not match; only ``in_full`` reads every byte."""
+def _check_published(target: TargetStore) -> Manifest:
+    """The manifest of a finished target, which is refused if it visibly does not match."""
     published = target.reopen()
     manifest = manifest_of(published)
-    if in_full:
-        damages = check_target(published, manifest, None, observe).damages
-    else:
-        damages = check_target_quickly(published, manifest)
-    if damages:
+    if damages := check_target_quickly(published, manifest):
         more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
         raise TargetError(
             f"{target.location}: finished, but damaged: {damages[0].path}: {damages[0].detail}{more}; list all damage "
@@ -144,33 +140,15 @@ def run_conversion(
 
     If this fails, nothing looks like a finished target: finished work is kept for a later run to resume, or removed if
     the checkpoint was refused. With ``resume``, targets that are already finished are kept, and refused if visibly
-    damaged. ``index_files`` indexes the staged targets. With ``verify``, every byte of all targets is finally read and
-    compared with its checksum.
+    damaged. ``index_files`` indexes the staged targets.
     """
     check_optimizer(conversion.store, conversion.source)
-    report = _run(conversion, outputs, engine, observe, request, index_files)
-    if request.verify:
-        observe(StepStarted("read back"))
-        for target in outputs.targets.values():
-            _check_published(target, in_full=True, observe=observe)
-        observe(StepEnded("read back", "every byte matches the manifest"))
-    return report
-
-
-def _run(
-    conversion: ConversionPlan,
-    outputs: Outputs,
-    engine: Engine,
-    observe: Observer,
-    request: ConversionRequest,
-    index_files: IndexFiles,
-) -> MoveReport:
     plan = conversion.plan
     if request.resume:
         described = describe_targets(conversion)
         outputs.made = {p for p, target in outputs.targets.items() if _already_made(described[p], target)}
         for prefix in sorted(outputs.made):
-            _check_published(outputs.targets[prefix], in_full=False)
+            _check_published(outputs.targets[prefix])
         if len(outputs.made) == len(described):
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups, resumed_bytes=plan.written_bytes)
         check_targets(conversion, outputs, request.no_space_check)

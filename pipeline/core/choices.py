@@ -6,7 +6,9 @@ from typing import Literal, get_args
 
 from paddle_reshard.pipeline.core.errors import UsageError
 
-Replicas = Literal["compare", "first"]
+Replicas = Literal["compare", "report", "first"]
+ReadReplicas = Literal["compare", "first"]
+"""Where nothing is made of them."""
 MasterWeights = Literal["stored", "from-parameters"]
 Checks = Literal["sample", "full"]
 Fingerprinted = Literal["off", "known", "full"]
@@ -17,6 +19,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 ModelState = Literal["param", "ema"]
 Dropped = Literal["ema", "mtp", "head"]
 REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
+READ_REPLICAS: tuple[ReadReplicas, ...] = get_args(ReadReplicas)
 MASTER_WEIGHTS: tuple[MasterWeights, ...] = get_args(MasterWeights)
 CHECKS: tuple[Checks, ...] = get_args(Checks)
 FULL = "full"

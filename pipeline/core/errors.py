@@ -280,7 +280,7 @@ class DriftError(CheckpointError):
     def __str__(self) -> str:
         drift = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
         if self.replicas:
-            return f"{drift}; with --allow-replica-drift the first copy is taken"
+            return f"{drift}; with --replicas report the first copy is taken"
         return f"{drift}; the target would keep the master weight only"
 
 

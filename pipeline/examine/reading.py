@@ -9,7 +9,7 @@ from typing import Any
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.core.choices import REPLICAS, parse_choice
+from paddle_reshard.pipeline.core.choices import READ_REPLICAS, parse_choice
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer
 from paddle_reshard.pipeline.core.suggest import did_you_mean
@@ -47,7 +47,9 @@ class Reader:
     def of(cls, options: Mapping[str, Any], observe: Observer, sizes: PlanSizes = PlanSizes()) -> Reader:
         """The reader that options ask for."""
         budget_bytes = parse_memory(options.get("memory", DEFAULT_MEMORY))
-        compare_replicas = parse_choice(options.get("replicas", REPLICAS[0]), REPLICAS, "choice of replicas")
+        compare_replicas = parse_choice(
+            options.get("replicas", READ_REPLICAS[0]), READ_REPLICAS, "choice of replicas"
+        )
         engine = choose_engine(
             options.get("cluster", "inline"),
             options.get("workers"),

@@ -241,13 +241,9 @@ class ConversionOptions(TargetOptions, total=False):
         Option(
             choices=REPLICAS,
             default=REPLICAS[0],
-            help="Tensors that several ranks store: compare all copies while the first is moved, or read only "
-            "the first.",
+            help="Tensors that several ranks store. compare: compare all copies while the first is moved, and refuse "
+            "copies that differ; report: use the first of those too, and report them; first: read only the first.",
         ),
-    ]
-    allow_replica_drift: Annotated[
-        bool,
-        Option(kind=Kind.FLAG, help="If copies differ, use the first and report it, instead of refusing."),
     ]
     check: Annotated[
         Checks,
@@ -468,15 +464,6 @@ class ConvertOptions(ConversionOptions, RunOptions, total=False):
             choices=DEVICES,
             default=DEVICES[0],
             help="gpu: on Ray, one GPU per worker, through Paddle.",
-        ),
-    ]
-    verify: Annotated[
-        bool,
-        Option(
-            kind=Kind.FLAG,
-            decides=Decides.EXECUTION,
-            help="Finally read every byte of the target and compare it with the checksums; with --resume "
-            "also for a target that is already finished.",
         ),
     ]
 

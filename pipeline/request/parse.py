@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.core.choices import (
     CHECKS,
     DEVICES,
     FINGERPRINTS,
-    REPLICAS,
 )
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
@@ -176,8 +175,6 @@ class ConversionRequest:
     """Whether to continue it even if its process, on another machine, may still be running."""
     expected_plan: Path | None = None
     """File with the only plan that may be run."""
-    verify: bool = False
-    """Whether to finally read every byte of the targets."""
     sizes: PlanSizes = PlanSizes()
 
     @property
@@ -244,8 +241,8 @@ class ConversionRequest:
         given = self.options
         return PlanSettings(
             budget_bytes=self.budget_bytes,
-            compare_replicas=(given.get("replicas") or REPLICAS[0]) == REPLICAS[0],
-            allow_replica_drift=bool(given.get("allow_replica_drift")),
+            compare_replicas=given.get("replicas") != "first",
+            allow_replica_drift=given.get("replicas") == "report",
             allow_master_drift=bool(given.get("allow_master_drift")),
             allow_reread=bool(given.get("allow_reread")),
             sums=self.fingerprint != FINGERPRINTS[0],
@@ -368,7 +365,7 @@ def parse_request(
     return request
 
 
-_OF_RUN = (*RunOptions.__annotations__, "device", "verify")
+_OF_RUN = (*RunOptions.__annotations__, "device")
 
 
 def _of_targets(options: Mapping[str, Any], target: Targets | None) -> Collection[Mapping[str, Any]]:

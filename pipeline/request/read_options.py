@@ -9,7 +9,7 @@ replaces its help, where it means something else.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
-from paddle_reshard.pipeline.core.choices import Convention, Dropped, Replicas
+from paddle_reshard.pipeline.core.choices import Convention, Dropped, ReadReplicas, Replicas
 from paddle_reshard.pipeline.core.topology import Strategy
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FormatName
@@ -47,7 +47,7 @@ class VerifyOptions(InspectOptions, total=False):
     workers: int | None
     label_selector: Sequence[str]
     replicas: Annotated[
-        Replicas,
+        ReadReplicas,
         "Copies of a tensor within one checkpoint: count as a difference if they differ, or read only the first.",
     ]
     allow_missing: Annotated[Sequence[str], LACKS]
@@ -95,7 +95,7 @@ class ResumeOptions(ReadOptions, total=False):
     layout: PathLike | Mapping[str, Any] | None
     memory: Annotated[str | int, "Memory budget of a conversion, as in 512MiB or 4GiB."]
     allow_missing: Sequence[str]
-    allow_replica_drift: bool
+    replicas: Replicas
     allow_master_drift: bool
     drop: Sequence[Dropped]
 

@@ -342,7 +342,7 @@ def test_a_refusal_arrives_whole(conversion: Conversion, exchange: str) -> None:
 
 @pytest.mark.cluster
 def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
-    conversion = plan(allow_replica_drift=True)
+    conversion = plan(replicas="report")
     ops = conversion.plan.plan.ops
     copy = ops[ops["kind"] == COMPARE].rows()[0]
     path = conversion.plan.plan.source_files[int(copy["target_file"])].path

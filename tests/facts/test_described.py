@@ -151,7 +151,7 @@ def test_a_description_beside_a_checkpoint_is_used_and_said(tmp_path: Path) -> N
         dict(paddle_reshard.inspect(source).facts())
     )
     for target in ("tp=1", "sharding=2"):
-        paddle_reshard.convert(source, tmp_path / target, to=target, allow_replica_drift=True)
+        paddle_reshard.convert(source, tmp_path / target, to=target, replicas="report")
         truth = read_truth(case_directory("dense/mp2") / "truth.safetensors")
         assert_same_tensors(read_checkpoint(tmp_path / target, shapes_of(truth)), truth)
 
@@ -201,7 +201,7 @@ def test_a_wrong_description_is_not_believed(wrong: str, tmp_path: Path) -> None
     source = own_checkpoint(tmp_path / "own", table)
 
     with pytest.raises(ReshardError, match=words):
-        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", allow_replica_drift=True)
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", replicas="report")
     assert not (tmp_path / "target").exists()
 
 
@@ -217,4 +217,4 @@ def test_what_no_job_has_shown_is_refused(jobs: list[str], to: str, words: str, 
     source = own_checkpoint(tmp_path / "own", own_of(*jobs))
 
     with pytest.raises(ReshardError, match=words):
-        paddle_reshard.convert(source, tmp_path / "target", to=to, allow_replica_drift=True)
+        paddle_reshard.convert(source, tmp_path / "target", to=to, replicas="report")

@@ -207,7 +207,7 @@ def convert(source: str, target: str, folder: Path) -> Path:
         case_directory(source) / "checkpoint-3",
         folder / "checkpoint-3",
         config=config_of(source, target),
-        allow_replica_drift=True,
+        replicas="report",
         **asked(target),
         **given,
     )

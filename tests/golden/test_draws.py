@@ -37,7 +37,7 @@ WOULD_BE_LOST = (
 NO_STATES = r"optimizer of the source keeps no states, as SGD does.*--format hybrid"
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("tied_on_one_card", {"to": "pp=2"}, WOULD_BE_LOST),
-    ("tied_on_one_card", {"to": "pp=2", "allow_replica_drift": True}, WOULD_BE_LOST),
+    ("tied_on_one_card", {"to": "pp=2", "replicas": "report"}, WOULD_BE_LOST),
     ("tied_on_one_card", {"format": "flex"}, WOULD_BE_LOST),
     ("tied_on_one_card", {"format": "unified"}, WOULD_BE_LOST),
     ("mini_unified", {"to": "tp=1"}, r"AdamWMini, which keeps moment2 as one number per parameter"),
@@ -76,7 +76,11 @@ def test_a_drawn_job_comes_out_as_its_memory_was_and_as_the_job_of_the_target_wr
 def test_one_card_holds_what_the_job_had(name: str, tmp_path: Path) -> None:
     source = unpacked(name, tmp_path)
     paddle_reshard.convert(
-        source, tmp_path / "one", to="tp=1", format="hybrid-plain", allow_replica_drift="tp2" in name
+        source,
+        tmp_path / "one",
+        to="tp=1",
+        format="hybrid-plain",
+        replicas="report" if "tp2" in name else "compare",
     )
     assert read_one_card(tmp_path / "one") == truth_beside(source)
 

@@ -152,7 +152,7 @@ def test_there_and_on_is_the_straight_way(case: str, tmp_path: Path) -> None:
     paddle_reshard.convert(
         source,
         asked,
-        allow_replica_drift=True,
+        replicas="report",
         config=config_of(case),
         allow_missing=BUFFERS,
         fingerprint="known",
@@ -215,7 +215,7 @@ def test_paddle_loads_every_dist_checkpoint(chosen: str, tmp_path: Path) -> None
             files=2,
             config=config_of(case),
             allow_missing=BUFFERS,
-            allow_replica_drift=True,
+            replicas="report",
         )
         truth = oracle.read_truth(folder_of(case).parent / "truth.safetensors")
         held = {key: value for key, value in truth.items() if not key.endswith("e_score_correction_bias")}

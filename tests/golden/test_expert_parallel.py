@@ -80,7 +80,10 @@ def _lost(name: str, folder: Path, **more: np.ndarray) -> Path:
 @pytest.mark.parametrize("name", COMPLETE)
 def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
     report = paddle_reshard.convert(
-        _case(name) / "checkpoint-3", tmp_path / "one", to="tp=1", allow_replica_drift=name in DRIFTED
+        _case(name) / "checkpoint-3",
+        tmp_path / "one",
+        to="tp=1",
+        replicas="report" if name in DRIFTED else "compare",
     )
     assert read_one_card(tmp_path / "one") == _bits(_truth(name))
     assert bool(report.moved.replica_drift) == (name in DRIFTED)
@@ -104,7 +107,7 @@ def test_the_topology_is_shown(name: str, topology: str) -> None:
 
 @pytest.mark.parametrize("name", DRIFTED)
 def test_copies_that_drifted_are_refused_unless_allowed(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="with --allow-replica-drift the first copy is taken"):
+    with pytest.raises(CheckpointError, match="with --replicas report the first copy is taken"):
         paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
     assert not list(tmp_path.iterdir())
 
@@ -230,7 +233,7 @@ EXPERT_PARALLEL = (
 )
 def test_values_are_found_by_a_reader_of_its_own(source: str, to: str, format: str, tmp_path: Path) -> None:
     paddle_reshard.convert(
-        _case(source) / "checkpoint-3", tmp_path / "there", to=to, format=format, allow_replica_drift=True
+        _case(source) / "checkpoint-3", tmp_path / "there", to=to, format=format, replicas="report"
     )
     found = read_expert_parallel(tmp_path / "there", _shapes(source))
     assert list(differing(found, _truth(source))) == []

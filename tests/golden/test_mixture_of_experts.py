@@ -48,7 +48,9 @@ def _truth(name: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", CASES)
 def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
     source = _case(name) / "checkpoint-3"
-    report = paddle_reshard.convert(source, tmp_path / "one", to="tp=1", allow_replica_drift=name in DRIFTED)
+    report = paddle_reshard.convert(
+        source, tmp_path / "one", to="tp=1", replicas="report" if name in DRIFTED else "compare"
+    )
     assert read_one_card(tmp_path / "one") == _truth(name)
     assert bool(report.moved.replica_drift) == (name in DRIFTED)
 
@@ -63,7 +65,7 @@ def test_through_every_strategy_and_back(name: str, to: str, strategy: str | Non
         to=to,
         sharding_strategy=strategy,
         layout=layout,
-        allow_replica_drift=name in DRIFTED,
+        replicas="report" if name in DRIFTED else "compare",
     )
     paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
     assert read_one_card(tmp_path / "back") == _truth(name)
@@ -71,8 +73,6 @@ def test_through_every_strategy_and_back(name: str, to: str, strategy: str | Non
 
 @pytest.mark.parametrize("name", DRIFTED)
 def test_drift_is_refused_unless_allowed(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        paddle_reshard.ReshardError, match="with --allow-replica-drift the first copy is taken"
-    ):
+    with pytest.raises(paddle_reshard.ReshardError, match="with --replicas report the first copy is taken"):
         paddle_reshard.convert(_case(name) / "checkpoint-3", tmp_path / "one", to="tp=1")
     assert not list(tmp_path.iterdir())

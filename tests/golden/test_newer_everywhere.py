@@ -106,7 +106,9 @@ def outcome(case: str, target: str, folder: Path) -> str:
     if "unified" in target and "ema" in case:
         options["drop"] = ["ema"]
     try:
-        paddle_reshard.convert(checkpoint(case), folder, allow_replica_drift=case in DRIFTED, **options)
+        paddle_reshard.convert(
+            checkpoint(case), folder, replicas="report" if case in DRIFTED else "compare", **options
+        )
     except ReshardError as error:
         return str(error)
     found: set[str] = set()

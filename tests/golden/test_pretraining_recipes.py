@@ -320,7 +320,7 @@ def test_a_head_of_its_own_is_not_lost_without_stages(tmp_path: Path) -> None:
     lost = r"lm_head.weight: .* one of the two would be lost.*--drop head"
     with pytest.raises(CheckpointError, match=lost + r".*pp\d\d.* and .*pp\d\d.* differ"):
         paddle_reshard.convert(source, tmp_path / "refused", to="sharding=2,ep=2")
-    for unseen in ({"replicas": "first"}, {"allow_replica_drift": True}, {"ranks": "0"}):
+    for unseen in ({"replicas": "first"}, {"replicas": "report"}, {"ranks": "0"}):
         with pytest.raises(PlanError, match=lost):
             paddle_reshard.convert(source, tmp_path / "refused", to="sharding=2,ep=2", **unseen)
     assert not (tmp_path / "refused").exists()

@@ -36,7 +36,7 @@ def converted(
     options: dict[str, Any] = {
         "config": config,
         "allow_missing": BUFFERS,
-        "allow_replica_drift": True,
+        "replicas": "report",
         "fingerprint": "full",  # the disk may copy tensors by itself, which "known" leaves out
     }
     targets = {}

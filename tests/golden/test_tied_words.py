@@ -36,7 +36,7 @@ def trained_apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return folder
 
 
-@pytest.mark.parametrize("options", [{}, {"allow_replica_drift": True}, {"replicas": "first"}])
+@pytest.mark.parametrize("options", [{}, {"replicas": "report"}, {"replicas": "first"}])
 def test_neither_of_two_parameters_is_taken_for_the_other(
     options: dict[str, Any], trained_apart: Path, tmp_path: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_with_the_entry_that_fits_both_are_converted(trained_apart: Path, tmp_pa
     ).read_bytes()
 
 
-@pytest.mark.parametrize("options", [{}, {"allow_replica_drift": True}, {"replicas": "first"}])
+@pytest.mark.parametrize("options", [{}, {"replicas": "report"}, {"replicas": "first"}])
 def test_a_class_with_one_tensor_for_both_takes_no_head_of_its_own(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

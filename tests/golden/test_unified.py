@@ -96,7 +96,7 @@ def test_padding_that_paddlenlp_took_for_a_tensor_is_found(tmp_path: Path) -> No
         paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"])
     assert caught.value.replicas
     report = paddle_reshard.convert(
-        source, tmp_path / "unified", format="unified", drop=["ema"], allow_replica_drift=True
+        source, tmp_path / "unified", format="unified", drop=["ema"], replicas="report"
     )
     assert report.moved.replica_drift
     oracle.assert_same_tensors(read_unified(tmp_path / "unified"), truth_of(name))

@@ -394,9 +394,7 @@ def test_a_source_that_changes_and_gets_back_its_size_and_time_is_refused(
             assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
     with pytest.raises(ReshardError, match=rf"{path.name}: changed while it was read"):
-        paddle_reshard.convert(
-            source, tmp_path / "target", to="tp=1", observe=change_late, allow_replica_drift=True
-        )
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", observe=change_late, replicas="report")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
@@ -405,7 +403,7 @@ def test_drift_can_be_allowed_or_not_looked_for_and_is_named(tmp_path: Path) -> 
     shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
     path = source / "optimizer.tp01_pp00_shard01.pdopt"
     flip_bit(path, payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0"))
-    allowed = paddle_reshard.convert(source, tmp_path / "allowed", to="tp=1", allow_replica_drift=True)
+    allowed = paddle_reshard.convert(source, tmp_path / "allowed", to="tp=1", replicas="report")
     (line,) = allowed.moved.replica_drift
     assert "model.layers.0.input_layernorm.weight (moment1)" in line
     assert (
@@ -427,7 +425,7 @@ def test_an_edited_parameter_is_never_taken_for_drift(tmp_path: Path) -> None:
     path = source / "model_state.tp00.pdparams"
     flip_bit(path, payload_of(path, "model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ReshardError, match="the target would keep the master weight only"):
-        paddle_reshard.convert(source, tmp_path / "target", to="sharding=2", allow_replica_drift=True)
+        paddle_reshard.convert(source, tmp_path / "target", to="sharding=2", replicas="report")
 
 
 @pytest.mark.parametrize(

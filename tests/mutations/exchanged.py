@@ -38,8 +38,8 @@ CASES = tuple(
 )
 ANYWHERE: tuple[dict[str, Any], ...] = (
     {"format": "flex"},
-    {"format": "flex", "allow_replica_drift": True, "allow_missing": ("*",)},
-    {"format": "hybrid-plain", "to": "tp=1", "allow_replica_drift": True},
+    {"format": "flex", "replicas": "report", "allow_missing": ("*",)},
+    {"format": "hybrid-plain", "to": "tp=1", "replicas": "report"},
 )
 """Targets that hold everything, for ordinary sources, for those with copies that differ or with tensors in no file, and
 for LoRA."""

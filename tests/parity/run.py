@@ -580,7 +580,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
             fill=work / "fill.safetensors" if row.fill else None,
             config=None if (checkpoint / "config.json").exists() else _config_like(job, work),
             convention="paddleformers" if row.to_library else None,
-            allow_replica_drift=row.drifted,
+            replicas="report" if row.drifted else "compare",
         )
         for node, ranks in enumerate(of_nodes)
     ]

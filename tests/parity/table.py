@@ -315,7 +315,7 @@ def _converted(bench: Bench, row: Row, source: Path) -> tuple[Path, float]:
             (folder / "layout.json").write_text(json.dumps(how.layout))
             command += ["--layout", str(folder / "layout.json")]
     if MODELS[row.model].replicas_drift:
-        command += ["--allow-replica-drift"]
+        command += ["--replicas", "report"]
     started = time.monotonic()
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - started

@@ -181,12 +181,12 @@ def test_a_torn_line_of_the_ledger_does_not_count() -> None:
 def test_allowed_drift_is_still_reported(source: Path, target: Path) -> None:
     """What a ledger says of an earlier run is in the manifest of the one that ends."""
     with pytest.raises(Stop):
-        SMALL.convert(source, target, observe=_stopping(2, Stop()), allow_replica_drift=True, **ONE)
+        SMALL.convert(source, target, observe=_stopping(2, Stop()), replicas="report", **ONE)
     ledger = _session(target).with_name("ledger")
     records = parse_ledger(ledger.read_bytes())[0]
     records[0] = dataclasses.replace(records[0], drift=("one tensor: differs",))
     ledger.write_bytes(b"".join(map(ledger_line, records)))
-    report = SMALL.convert(source, target, resume=True, allow_replica_drift=True, **ONE)
+    report = SMALL.convert(source, target, resume=True, replicas="report", **ONE)
     assert report.moved.replica_drift == ("one tensor: differs",)
     assert json.loads((target / "paddle_reshard.json").read_text())["source"]["replica_drift"]
 

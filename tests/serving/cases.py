@@ -21,7 +21,7 @@ class ServedCase:
     """A case of the corpus, and how it is exported."""
 
     name: str
-    allow_replica_drift: bool = False
+    replicas_drift: bool = False
     """Whether the trainer let copies drift apart."""
     lost: str = ""
     """Pattern of the buffers that the trainer has lost; they are filled from the truth."""
@@ -71,7 +71,7 @@ class ServedCase:
     def export(self, target: Path) -> paddle_reshard.ConversionReport:
         """The Hugging Face checkpoint of the case."""
         target.parent.mkdir(exist_ok=True)
-        options: dict[str, Any] = {"allow_replica_drift": self.allow_replica_drift}
+        options: dict[str, Any] = {"replicas": "report" if self.replicas_drift else "compare"}
         if self.lost:
             truth = oracle.read_truth(case_directory(self.name) / "truth.safetensors")
             found = {key: array for key, array in truth.items() if fnmatchcase(key, self.lost)}
@@ -99,7 +99,7 @@ CASES = (
     ServedCase("small-families/qwen2_mp2pp2sh2_s1v2_meta"),
     ServedCase("small-families/qwen3_pp2sh2_s1v2_meta"),
     ServedCase("families/ernie4_5_single", first="tp=2,sharding=2"),
-    ServedCase("moe/moe_mp2pp2sh2_s1v2_meta_ema", allow_replica_drift=True),
+    ServedCase("moe/moe_mp2pp2sh2_s1v2_meta_ema", replicas_drift=True),
     ServedCase("moe/ep2_pp2sh2_s1v2_meta"),
     ServedCase("moe/moe_fused_sh2_s1v2_meta"),
     ServedCase("moe/qwen2moe_single", first=EVERY_AXIS),

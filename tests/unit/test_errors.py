@@ -103,7 +103,7 @@ EXAMPLES = [
     ),
     (
         DriftError("w (moment1)", "element (0,) is 1.0 and 2.0", "a", "b", True),
-        "w (moment1): element (0,) is 1.0 and 2.0: a and b differ; with --allow-replica-drift the first copy is "
+        "w (moment1): element (0,) is 1.0 and 2.0: a and b differ; with --replicas report the first copy is "
         "taken",
         1,
     ),

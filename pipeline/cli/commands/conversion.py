@@ -213,7 +213,7 @@ def _show_cards(source: str, cards: int, every: bool, options: Mapping[str, Any]
 )
 @conversion_options
 @run_options
-@all_of(*map(declared, ("expected_plan", "device", "verify")))
+@all_of(*map(declared, ("expected_plan", "device")))
 @outcome_option(
     "--cards",
     type=click.IntRange(1),

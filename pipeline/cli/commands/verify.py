@@ -21,6 +21,7 @@ from paddle_reshard.pipeline.cli.options import (
     report_option,
 )
 from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.core.choices import READ_REPLICAS
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, counted
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
@@ -70,7 +71,7 @@ OPTIONS_FOR_ONE = (
     metavar="FILE",
     help="Keep the progress of the comparison in this file, continue from it if it exists, and remove it at the end.",
 )
-@declared("replicas", of=VerifyOptions)
+@declared("replicas", of=VerifyOptions, choices=READ_REPLICAS)
 @declared("memory")
 @declared("cluster", of=VerifyOptions)
 @declared("workers")

@@ -18,7 +18,10 @@ from tests.parity.tensors import Tensor, differences, read_tensors, write_tensor
 STRUCTURE = "structure.json"
 """What the files of the target's own job hold."""
 ONE_CARD: dict[str, Any] = {"to": "tp=1", "format": "hybrid-plain"}
-ALLOWED = {"allow_replica_drift": "--allow-replica-drift", "allow_master_drift": "--allow-master-drift"}
+ALLOWED: dict[str, tuple[str, Any]] = {
+    "replicas": ("--replicas report", "report"),
+    "allow_master_drift": ("--allow-master-drift", True),
+}
 DOCUMENTED = (
     r"AdamWMini",
     r"keeps no states, as SGD does",
@@ -202,7 +205,11 @@ def _convert(
             text = str(error)
             if any(re.search(pattern, text, re.DOTALL) for pattern in DOCUMENTED):
                 raise _Refused(text) from error
-            more = {option: True for option, flag in ALLOWED.items() if flag in text} if drifted else {}
+            more = (
+                {option: value for option, (flag, value) in ALLOWED.items() if flag in text}
+                if drifted
+                else {}
+            )
             if not more or more.keys() <= allowed.keys() | options.keys():
                 raise
             allowed |= more
