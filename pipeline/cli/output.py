@@ -42,6 +42,17 @@ TROUBLE = {"diff": 2, "verify": 2}
 
 _PASS_ON = ("submit", "watch")
 """Commands that take the options of convert behind ``--``."""
+_OF_RESULTS = {
+    "--aoa",
+    "--convention",
+    "--drop",
+    "--dtype",
+    "--fill",
+    "--format",
+    "--vocab-pad",
+    "--vocab-trim",
+}
+"""Options that make another checkpoint of the source, which a command without them reads."""
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w-])")
 
 
@@ -186,8 +197,9 @@ class EndingGroup(click.Group):
         others = dict.fromkeys(f for f in _FLAG.findall(message) if f in of_convert and f not in own)
         if not others:
             return message
-        is_one = "is an option" if len(others) == 1 else "are options"
-        return f"{message} ({' and '.join(others)} {is_one} of convert)"
+        is_one, it = ("is an option", "it") if len(others) == 1 else ("are options", "them")
+        first = f": convert with {it} first, and give the result" if others.keys() <= _OF_RESULTS else ""
+        return f"{message} ({' and '.join(others)} {is_one} of convert{first})"
 
 
 def _flags(command: click.Command) -> set[str]:

@@ -38,7 +38,8 @@ _MARKER = (
     r"\.(?:model|optimizer|master)_weight\.done\.\d+|\.saving_info|async_save_info\.json"
 )
 _OPTIMIZER = (
-    rf"(?:optimizer|ema){_RANK}\.pdopt|(?:optimizer|master_weights){_NUMBER}\.pdopt|"
+    rf"(?:optimizer|ema){_RANK}\.pdopt|optimizer{_NUMBER}\.pdopt|"
+    rf"master_weights(?:{_NUMBER})?\.(?:pdopt|pdparams)|master_weights\.pdparams\.index\.json|"
     rf"(?:optimizer|master_weights)\.pdopt\.index\.json|(?:optimizer|master_weights)(?:{_NUMBER}|{_RANK})\.safetensors(?:_shard_\d{{4}})?|"
     r"(?:optimizer|master_weights)\.safetensors\.index\.json|(?:optimizer_state|master_weight|ema_state)/.+|"
     r"(?:scheduler|scaler)\.pdparams|ema\.json"

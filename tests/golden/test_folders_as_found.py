@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import subprocess
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -356,23 +358,108 @@ def test_a_state_dict_that_paddle_saved_lies_in_the_folder_itself(tmp_path: Path
     assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
 
 
-def test_the_newest_version_of_tensors_without_a_model_is_read_as_paddle_reads_it(tmp_path: Path) -> None:
+def paddles() -> tuple[Any, Any]:
+    """Paddle, and its distributed part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
         import paddle
-        import paddle.distributed as dist
+        import paddle.distributed
+    return paddle, paddle.distributed
 
-    source = tmp_path / "source"
+
+def loaded_by_paddle(folder: Path, like: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """The tensors that Paddle's loader finds under the keys of these, as NumPy arrays."""
+    paddle, dist = paddles()
+    found = {key: paddle.zeros(tensor.shape, tensor.dtype) for key, tensor in like.items()}
+    dist.load_state_dict(found, str(folder), **options)
+    return {key: tensor.numpy() for key, tensor in found.items()}
+
+
+def test_the_newest_version_of_tensors_without_a_model_is_read_or_that_which_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    paddle, dist = paddles()
+    source, states = tmp_path / "source", {}
     for version in (0, 1, 10):
-        state = {"a.weight": paddle.rand([7, 3]) + version, "steps": paddle.arange(5) + version}
-        dist.save_state_dict(state, str(source), unique_id=version)
-    paddle_reshard.convert(source, tmp_path / "out", format="flex", files=2)
-    found = {"a.weight": paddle.zeros([7, 3]), "steps": paddle.zeros([5], "int64")}
-    dist.load_state_dict(found, str(tmp_path / "out/model_state"))
-    for key, tensor in state.items():
-        assert (found[key].numpy() == tensor.numpy()).all()
-    left = {path for path, _ in paddle_reshard.inspect(source).left_out}
-    assert left == {"0.metadata", "0_0.distcp", "1.metadata", "0_1.distcp"}
+        states[version] = {"a.weight": paddle.rand([7, 3]) + version, "steps": paddle.arange(5) + version}
+        dist.save_state_dict(states[version], str(source), unique_id=version)
+    left = dict(paddle_reshard.inspect(source).left_out)
+    assert left.keys() == {"0.metadata", "0_0.distcp", "1.metadata", "0_1.distcp"}
+    command = left["0_1.distcp"].partition("alone: ")[2]
+    subprocess.run(command, shell=True, check=True, cwd=source)
+    for folder, version in ((source, 10), (source / "v1", 1)):
+        to = tmp_path / str(version)
+        paddle_reshard.convert(folder, to, format="flex", files=2)
+        found = loaded_by_paddle(to / "model_state", states[version])
+        assert all((found[key] == tensor.numpy()).all() for key, tensor in states[version].items())
+
+
+def test_versions_in_safetensors_files_are_read_one_at_a_time(tmp_path: Path) -> None:
+    """Of them Paddle's loader takes version 0, as it counts ``.distcp`` files only."""
+    paddle, dist = paddles()
+    state, source = {"a.weight": paddle.rand([7, 3])}, tmp_path / "source"
+    dist.save_state_dict(state, str(source), unique_id=0, safetensors=True)
+    paddle_reshard.convert(source, tmp_path / "out", format="flex")
+    found = loaded_by_paddle(tmp_path / "out/model_state", state)
+    assert (found["a.weight"] == state["a.weight"].numpy()).all()
+    dist.save_state_dict({"a.weight": state["a.weight"] + 1}, str(source), unique_id=1, safetensors=True)
+    taken = loaded_by_paddle(source, state, safetensors=True)
+    assert (taken["a.weight"] == state["a.weight"].numpy()).all()
+    with pytest.raises(ReshardError, match=r"takes version 0.*mkdir v1 && cp -p 1.metadata \*_1.\* v1/"):
+        paddle_reshard.plan(source, format="flex")
+
+
+Piece = tuple[Any, tuple[int, ...], tuple[int, ...]]
+"""The tensor that a rank holds, the shape that Paddle writes down for it, and its offset."""
+
+
+def save_pieces(folder: Path, key: str, whole: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    """The files of a tensor that ranks cut, one a rank (``dcp/save_state_dict.py``)."""
+    paddle, _ = paddles()
+    from paddle.distributed.flex_checkpoint.dcp.metadata import (
+        LocalTensorIndex,
+        LocalTensorMetadata,
+        Metadata,
+    )
+
+    folder.mkdir(parents=True)
+    described, places = [], {}
+    for rank, (tensor, local, offset) in enumerate(pieces):
+        described.append(LocalTensorMetadata(offset, local, "float32", whole, False, None))
+        places[LocalTensorIndex(key, offset, False, None, None, local)] = f"{rank}_0.distcp"
+        paddle.save({key: tensor}, str(folder / f"{rank}_0.distcp"))
+    paddle.save(Metadata({key: described}, places, {key: (key,)}), str(folder / "0.metadata"))
+
+
+def test_pieces_are_joined_as_paddle_joins_them(tmp_path: Path) -> None:
+    """5 columns on 4 ranks: Paddle writes down two columns for the third, whose file has one; also an empty piece."""
+    paddle, _ = paddles()
+    whole = paddle.rand([7, 5])
+    folder, held = tmp_path / "source", {"a.weight": whole}
+    pieces: list[Piece] = [
+        (whole[:, :2], (7, 2), (0, 0)),
+        (whole[:, 2:4], (7, 2), (0, 2)),
+        (whole[:, 4:], (7, 2), (0, 4)),
+        (whole[:, 5:], (7, 0), (0, 5)),
+    ]
+    save_pieces(folder, "a.weight", (7, 5), pieces)
+    assert (loaded_by_paddle(folder, held)["a.weight"] == whole.numpy()).all()
+    result = paddle_reshard.convert(folder, tmp_path / "out", format="flex")
+    assert (loaded_by_paddle(tmp_path / "out/model_state", held)["a.weight"] == whole.numpy()).all()
+    assert "as paddle.distributed.load_state_dict joins them" in dict(result.plan.facts())["not proven"]
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    save_pieces(tmp_path / "fused", fused, (7, 5), pieces)
+    with pytest.raises(ReshardError, match="what is fused in a tensor that was cut is not known"):
+        paddle_reshard.plan(tmp_path / "fused", format="flex")
+
+
+@pytest.mark.parametrize("third", [(7, 2), (6, 1)])
+def test_a_piece_that_ends_with_its_tensor_must_be_stored_so(tmp_path: Path, third: tuple[int, int]) -> None:
+    paddle, _ = paddles()
+    pieces: list[Piece] = [(paddle.rand([7, 4]), (7, 4), (0, 0)), (paddle.rand(third), (7, 2), (0, 4))]
+    save_pieces(tmp_path / "source", "a.weight", (7, 5), pieces)
+    with pytest.raises(ReshardError, match=r"a\.weight.*its metadata say \(7, 1\)"):
+        paddle_reshard.plan(tmp_path / "source", format="flex")
 
 
 def cut(source: Path, to: Path, pieces: int) -> None:
@@ -416,16 +503,23 @@ def test_parameters_in_several_pieces_are_those_of_one_file(tmp_path: Path) -> N
 
 
 def test_a_unified_checkpoint_in_paddles_own_files_gives_its_parameters(tmp_path: Path) -> None:
-    """``unified_checkpoint`` without safetensors: the optimizer too is cut, under keys of its own."""
+    """``unified_checkpoint`` without safetensors: the optimizer too is cut, under keys of its own.
+
+    PaddleNLP's loader reads such parameters, and fails at such states (``unified_checkpoint/load_local.py``).
+    """
     source = copy_of("dense/single", tmp_path / "source")
     paddle_reshard.convert(source, tmp_path / "whole", format="huggingface")
     cut(source, tmp_path / "cut", 2)
     for number in (1, 2):
-        shutil.copyfile(source / "optimizer.pdopt", tmp_path / f"cut/optimizer-0000{number}-of-00002.pdopt")
-    (tmp_path / "cut/optimizer.pdopt.index.json").write_text("{}")
+        for name in ("optimizer-{}.pdopt", "master_weights-{}.pdparams"):
+            shutil.copyfile(
+                source / "optimizer.pdopt", tmp_path / "cut" / name.format(f"0000{number}-of-00002")
+            )
+    for name in ("optimizer.pdopt.index.json", "master_weights.pdparams.index.json"):
+        (tmp_path / "cut" / name).write_text("{}")
     paddle_reshard.convert(tmp_path / "cut", tmp_path / "model", format="huggingface")
     assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
-    with pytest.raises(ReshardError, match=r"optimizer-00001-of-00002.pdopt: unknown name"):
+    with pytest.raises(ReshardError, match=r"of-00002\.pdparams: states of a unified.*--format huggingface"):
         paddle_reshard.plan(tmp_path / "cut", to="tp=1")
 
 

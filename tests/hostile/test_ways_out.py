@@ -125,7 +125,12 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "no rule table knows it",
     ),
 }
-COMMANDS = (("convert", "out", "--to", "tp=1"), ("inspect",), ("fingerprint",))
+COMMANDS = (
+    ("convert", "out", "--to", "tp=1"),
+    ("inspect",),
+    ("fingerprint",),
+    ("ema", "again", "out", "--uniform", "--to", "tp=1"),
+)
 
 
 SHOWN = ("several libraries", "a class of tensors", "unannounced prediction")
@@ -137,20 +142,38 @@ SHOWN = ("several libraries", "a class of tensors", "unannounced prediction")
 def test_a_refusal_names_what_its_reader_can_do(name: str, tmp_path: Path) -> None:
     make, fact = FOLDERS[name]
     source = make(tmp_path / "source")
+    shutil.copytree(source, tmp_path / "again")
     said = []
     for command, *arguments in COMMANDS:
-        given = [str(tmp_path / word) if word == "out" else word for word in arguments]
+        given = [str(tmp_path / word) if word in ("again", "out") else word for word in arguments]
         done = CliRunner().invoke(cli, [command, str(source), *given])
         answer = done.stderr if done.exit_code else ""
         said.append(answer)
         assert "Traceback" not in answer and "[Defect]" not in answer
         named, own = {*FLAG.findall(answer)}, options(command)
         if elsewhere := named - own - OF_THE_TRAINER:
-            assert elsewhere <= options("convert") and "of convert)" in answer
+            assert elsewhere <= options("convert") and re.search("of convert(: convert with|\\))", answer)
         if "--rules" in named or "copy of the table" in answer:
             assert any(re.search(lacks, answer) for lacks in TABLE_LACKS), answer
     assert fact in said[0]
     shutil.rmtree(tmp_path / "source")
+
+
+def test_what_a_command_lacks_is_done_by_converting_first(tmp_path: Path) -> None:
+    make, _ = FOLDERS["several libraries"]
+    hub = str(make(tmp_path / "source"))
+    refused = CliRunner().invoke(cli, ["ema", hub, hub, str(tmp_path / "out"), "--uniform", "--to", "tp=1"])
+    assert (
+        "(--convention is an option of convert: convert with it first, and give the result)" in refused.stderr
+    )
+    first = str(tmp_path / "first")
+    for command in (
+        ["convert", hub, first, "--to", "tp=1", "--convention", "paddlenlp"],
+        ["ema", first, first, str(tmp_path / "out"), "--uniform", "--format", "huggingface"],
+    ):
+        done = CliRunner().invoke(cli, command)
+        assert done.exit_code == 0, done.stderr
+    assert tensors_of(tmp_path / "out") == tensors_of(Path(hub))
 
 
 def test_layers_of_prediction_that_nobody_announces_are_dropped_on_request(tmp_path: Path) -> None:

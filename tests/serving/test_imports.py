@@ -91,10 +91,13 @@ def _made(loader: Any, config: Any, folder: Path, largest: str) -> None:
 
 
 def _loaded(loader: Any, folder: Path) -> tuple[dict[str, Any], set[str]]:
-    """The state of the library's model, and the keys that it misses or does not expect."""
+    """The state of the library's model, and the keys that it misses or does not expect, or why it has loaded none."""
     import torch
 
-    model, found = loader.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    try:
+        model, found = loader.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    except RuntimeError as error:  # it stacks experts, of which some are missing
+        return {}, {str(error)}
     odd = {*found["missing_keys"], *found["unexpected_keys"], *map(str, found["mismatched_keys"])}
     return model.state_dict(), odd
 

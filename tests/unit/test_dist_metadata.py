@@ -297,7 +297,7 @@ def test_lists_are_read_as_the_tuples_they_stand_for():
     [
         ({"global_offset": (0,)}, "bad_piece"),
         ({"global_shape": (4, 3, 1)}, "bad_piece"),
-        ({"global_offset": (3, 0)}, "bad_piece"),
+        ({"global_offset": (5, 0)}, "bad_piece"),
         ({"local_shape": (2, -3)}, "bad_shape"),
         ({"local_shape": (2, 3.0)}, "bad_shape"),
         ({"local_shape": (2, True)}, "bad_shape"),

@@ -65,6 +65,10 @@ _BY_AUTO_PARALLEL: Final = (
     "an auto-parallel job wrote these folders, as its parameter names tell (.dist), so that tensors which were cut are "
     "in logical order; no real checkpoint of such a job has been seen"
 )
+_AS_PADDLE: Final = (
+    "without config.json nothing tells whether parts are fused in tensors that ranks cut: their pieces are joined as "
+    "the metadata say, as paddle.distributed.load_state_dict joins them"
+)
 _AUTOMATIC: Final = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 
 
@@ -118,7 +122,7 @@ def read_flex(
         job=Job(lr_scheduler=lr_scheduler, names=program),
         has_ema=not {EMA_PARAM, EMA_MASTER_WEIGHT}.isdisjoint(catalog.tensors.states),
         adapter=adapter,
-        unproven=_BY_AUTO_PARALLEL if dist_tensors and not auto_parallel else "",
+        unproven=_unproven(metadata, config, dist_tensors and not auto_parallel),
     )
 
 
@@ -131,7 +135,7 @@ def _is_auto_parallel(metadata: Mapping[str, DistMetadata]) -> bool:
             "training: a folder must hold a single checkpoint"
         )
     if False in kinds:
-        return not all(is_state_dict(path, held.flat_mapping.values()) for path, held in metadata.items())
+        return not _is_state_dict(metadata)
     _check_all_there({folder_of(path).rpartition("/")[2] for path in metadata})
     return False
 
@@ -224,15 +228,18 @@ def _choose_table(
 ) -> RuleTable:
     """The rule table of the model's family, or for an unknown family a table derived from a FlexCheckpoint.
 
-    The files do not state what is fused, so tensors of an unknown family must be stored uncut.
+    The files do not state what is fused, so tensors of an unknown family must be stored uncut. A state dict of no model
+    is joined as its metadata say (:data:`_AS_PADDLE`), except under keys in which a family fuses something.
     """
     if not config and auto_parallel:
         raise PlanError(f"{CONFIG} is missing; {_BY_CONFIG}")
     if config and (auto_parallel or is_known(tables, config)):
         return choose_table(tables, keys, config, AUTO_PARALLEL if auto_parallel else FLEX)
+    fused = None if config or not _is_state_dict(metadata) else _fused_names(tables)
     for path, described in metadata.items():
         for key, offset in described.pieces[["key", "global_offset"]].tolist():
-            if any(described.shapes[offset]):
+            may_be_fused = fused is None or _name_in_module(described.keys[key]) in fused
+            if may_be_fused and any(described.shapes[offset]):
                 cut = (
                     f"{path} describes pieces of {described.keys[key]} that begin at {described.shapes[offset]}: what "
                     "is fused in a tensor that was cut is not known"
@@ -246,6 +253,27 @@ def _choose_table(
     keys_alone = [StoredKey(key) for key in keys]
     known = what_is_known(tables, config)
     return stored_table(keys_alone, config, ordered=False, convention=LIBRARY, known=known)
+
+
+def _unproven(metadata: Mapping[str, DistMetadata], config: Mapping[str, Any], dist_tensors: bool) -> str:
+    if dist_tensors:
+        return _BY_AUTO_PARALLEL
+    cut = any(any(of.shapes[at]) for of in metadata.values() for at in of.pieces["global_offset"].tolist())
+    return _AS_PADDLE if cut and not config else ""
+
+
+def _is_state_dict(metadata: Mapping[str, DistMetadata]) -> bool:
+    return all(is_state_dict(path, held.flat_mapping.values()) for path, held in metadata.items())
+
+
+def _fused_names(tables: RuleTables) -> set[str]:
+    """Names under which any family fuses something, as ``qkv_proj.weight``."""
+    rules = (rule for table in tables for rule in table.rules)
+    return {_name_in_module(rule.key) for rule in rules if rule.parts > 1 or rule.part_widths}
+
+
+def _name_in_module(key: str) -> str:
+    return ".".join(key.split(".")[-2:])
 
 
 def _check_all_there(folders: Set[str]) -> None:

@@ -18,7 +18,13 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, Un
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.pipeline.formats.flex.checkpoint import read_flex
-from paddle_reshard.pipeline.formats.flex.names import EMA_STATE, METADATA, is_dist_file, version_of
+from paddle_reshard.pipeline.formats.flex.names import (
+    DATA_FILES,
+    EMA_STATE,
+    METADATA,
+    is_dist_file,
+    version_of,
+)
 from paddle_reshard.pipeline.formats.flex.source import DataFile
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
@@ -28,6 +34,7 @@ from paddle_reshard.storage.files.paddle_pickle import READ_AHEAD_BYTES, STRUCTU
 
 _MUON = "MuonSharding"
 """Paddle 3.4's stage 1 for Muon: matrices whole on one rank, everything else in slices as under v2."""
+_OF_VERSIONS = (METADATA, DATA_FILES[0])
 _MASTERS = "master_weights"
 """A section of older files of averages, of which the arrays have parameter names for keys."""
 
@@ -62,9 +69,20 @@ def index_flex(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -
 def _older_versions(paths: Iterable[str]) -> dict[str, str]:
     """Files directly in the folder of all versions but the newest, which Paddle loads too → why they are not read."""
     versions = {path: number for path in paths if (number := version_of(path)) is not None}
-    newest = max((number for path, number in versions.items() if path.endswith(METADATA)), default=None)
-    why = f"of an older version (unique_id); the newest, {newest}, is read, as paddle.distributed.load_state_dict does"
-    return {path: why for path, number in sorted(versions.items()) if newest is not None and number < newest}
+    described = {number for path, number in versions.items() if path.endswith(METADATA)}
+    newest = max(described, default=0)
+    one = "give a folder of its files alone: mkdir v{0} && cp -p {0}.metadata *_{0}.* v{0}/"
+    if len(described) > 1 and (odd := [path for path in sorted(versions) if not path.endswith(_OF_VERSIONS)]):
+        raise CheckpointError(
+            f"{odd[0]}: one of versions {min(described)} to {newest} (unique_id). Of safetensors files "
+            "paddle.distributed.load_state_dict takes version 0, and of .distcp files the newest, unless it is told "
+            f"which; {one.format(newest)}"
+        )
+    why = (
+        f"of version {{0}} (unique_id); the newest, {newest}, is read, as paddle.distributed.load_state_dict does. "
+        f"To read that one, {one}"
+    )
+    return {path: why.format(number) for path, number in sorted(versions.items()) if number < newest}
 
 
 def _newer(metadata: Mapping[str, DistMetadata]) -> str:

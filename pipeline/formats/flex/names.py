@@ -52,7 +52,7 @@ _AUTO_MASTER: Final = r"(?P<key>.+?)(?:\.dist)?_fp32_master_\d+"
 DATA_FILE: Final = re.compile(rf"(?P<rank>\d+)_\d+(?:{'|'.join(map(re.escape, DATA_FILES))})")
 _LAYER: Final = re.compile(r"((?:.*\.)?layers\.)(\d+)\.")
 
-_VERSION: Final = re.compile(rf"(?:\d+_)?(\d{{1,9}})(?:{re.escape(METADATA)}|{re.escape(DATA_FILES[0])})")
+_VERSION: Final = re.compile(rf"(?:\d+_)?(\d{{1,9}})(?:{'|'.join(map(re.escape, (METADATA, *DATA_FILES)))})")
 
 Name = tuple[str, str]
 """``(key, state)`` of a tensor."""
@@ -75,14 +75,15 @@ def is_paddleformers_folder(path: str) -> bool:
 def is_dist_file(path: str) -> bool:
     """Whether a file belongs to a dist checkpoint, by its folder and name.
 
-    >>> is_dist_file("model_state/0_0.safetensors"), is_dist_file("model.safetensors"), is_dist_file("0_0.distcp")
+    >>> is_dist_file("model_state/0_0.safetensors"), is_dist_file("model.safetensors"), is_dist_file("0_0.safetensors")
     (True, False, True)
     """
     if is_paddleformers_folder(path) or folder_of(path).rpartition("/")[2] == AUTO_FOLDER:
         return path.endswith((METADATA, *DATA_FILES))
     # Paddle makes such a file of a Hugging Face folder, for itself.
     made_by_itself = path.endswith(".auto_generated.metadata")
-    return path.endswith((METADATA, DATA_FILES[0])) and not made_by_itself
+    of_rank = DATA_FILE.fullmatch(path) is not None
+    return of_rank or (path.endswith((METADATA, DATA_FILES[0])) and not made_by_itself)
 
 
 def paddleformers_name(folder: str, key: str) -> Name | None:

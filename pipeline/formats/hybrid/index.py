@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.reading import SourceFiles
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, of_optimizer
+from paddle_reshard.pipeline.core.errors import (
+    WITHOUT_OPTIMIZER,
+    CheckpointError,
+    CoverageError,
+    UnsupportedError,
+    of_optimizer,
+)
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.trainer_files import is_of_optimizer
@@ -59,8 +65,14 @@ def _refuse_unknown_tensor_files(files: SourceFiles, ranks: Collection[str]) -> 
     """Refuse files that could hold tensors and have an unknown name, and folders without files of tensors."""
     if unknown := [path for path in files.pickles if path not in ranks]:
         path = next((path for path in unknown if not is_of_optimizer(path)), unknown[0])
-        error = CheckpointError(f"{path}: unknown name of a tensor file in a hybrid-parallel checkpoint")
-        raise of_optimizer(error) if is_of_optimizer(path) else error
+        if is_of_optimizer(path):
+            raise of_optimizer(
+                UnsupportedError(
+                    f"{path}: states of a unified checkpoint in Paddle's own files, which are not converted: the "
+                    f"trainer writes and reads them in safetensors files only; {WITHOUT_OPTIMIZER}"
+                )
+            )
+        raise CheckpointError(f"{path}: unknown name of a tensor file in a hybrid-parallel checkpoint")
     if not ranks:
         raise CheckpointError(
             f"{files.store.location}: no checkpoint found: no model_state or optimizer file, no .metadata, no "
