@@ -16,6 +16,7 @@ from typing import Final
 from paddle_reshard.pipeline.core.shown import counted
 
 _NUMBER: Final = re.compile(r"\d+")
+_COUNTED: Final = re.compile(r"(\w+)_(\d{1,9})(\.\w+|)")
 Place = tuple[str, tuple[int, ...]]
 """A key or a name without its numbers, and the numbers: ``linear_3.w_0`` is ``("linear_#.w_#", (3, 0))``."""
 
@@ -103,6 +104,42 @@ def in_words(exchanged: Sequence[Misnamed]) -> str:
     if others := {entry.key for entry in exchanged} - {exchanged[0].key}:
         return f"{exchanged[0]} ({counted(len(others), 'more parameter')} so)"
     return str(exchanged[0])
+
+
+def as_in_a_fresh_process(names: Mapping[str, str], predicted: Mapping[str, str]) -> Mapping[str, str]:
+    """The names of a cell as a process gives them that builds nothing before the model.
+
+    A second model in the process shifts the counters of all classes, each by one number, and nothing else does that;
+    other names are returned as they are.
+
+    >>> rules = {"words": "embedding_0.w_0", "q": "linear_0.w_0", "k": "linear_1.w_0"}
+    >>> second = {"words": "embedding_1.w_0", "q": "linear_9.w_0", "k": "linear_10.w_0"}
+    >>> as_in_a_fresh_process(second, rules) == rules, as_in_a_fresh_process(rules | {"k": "linear_4.w_0"}, rules)["k"]
+    (True, 'linear_4.w_0')
+    """
+    before: dict[str, int] = {}
+    for key, name in names.items():
+        match, known = _COUNTED.fullmatch(name), _COUNTED.fullmatch(predicted[key])
+        if match is None or known is None or match.group(1, 3) != known.group(1, 3):
+            return names
+        shift = int(match[2]) - int(known[2])
+        if shift <= 0 or before.setdefault(match[1], shift) != shift:
+            return names
+    return {key: predicted[key] for key in names}
+
+
+def begun_elsewhere(cells: Sequence[CellNames]) -> str:
+    """What becomes of names that a process with a second model gave; empty if none are."""
+    for cell in cells:
+        for key, name in cell.names.items():
+            fresh = as_in_a_fresh_process(cell.names, cell.predicted)[key]
+            if fresh != name:
+                return (
+                    f"the process built something before the model, as names such as {name} tell; those of the target, "
+                    f"{fresh} and so on, are of a job that builds the model alone"
+                )
+            break
+    return ""
 
 
 def compare_names(a: Sequence[CellNames], b: Sequence[CellNames]) -> NameComparison:

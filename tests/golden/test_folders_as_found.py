@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import warnings
@@ -521,6 +522,37 @@ def test_a_unified_checkpoint_in_paddles_own_files_gives_its_parameters(tmp_path
     assert tensors_of(tmp_path / "model") == tensors_of(tmp_path / "whole")
     with pytest.raises(ReshardError, match=r"of-00002\.pdparams: states of a unified.*--format huggingface"):
         paddle_reshard.plan(tmp_path / "cut", to="tp=1")
+
+
+def count_on(folder: Path, word: str) -> None:
+    """Names of parameters as a process gives them that has built 40 layers of the classes of this name before."""
+
+    def on(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(on, value))
+        if isinstance(value, dict):
+            return {on(key): on(of_key) for key, of_key in value.items()}
+        if isinstance(value, str):
+            return re.sub(rf"\b({word})_(\d+)(?=\.\w_0)", lambda m: f"{m[1]}_{int(m[2]) + 40}", value)
+        return value
+
+    for path in folder.glob("*.pd*"):
+        path.write_bytes(pickle.dumps(on(pickle.loads(path.read_bytes())), protocol=4))
+    for path in folder.glob("saved_signal_*"):
+        path.touch()
+
+
+def test_names_that_begin_elsewhere_begin_at_0_in_the_target(tmp_path: Path) -> None:
+    """A second model in the process counts the layers of every class on; the target's job builds one alone."""
+    for name, word in (("alone", "none"), ("second", r"[a-z_]+"), ("one class", "embedding")):
+        count_on(copy_of(HYBRID, tmp_path / name), word)
+    wanted = {"to": "tp=1,sharding=2"}
+    paddle_reshard.convert(tmp_path / "alone", tmp_path / "a", **wanted)
+    result = paddle_reshard.convert(tmp_path / "second", tmp_path / "b", **wanted)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert "such as embedding_40.w_0 tell; those of the target, embedding_0.w_0" in str(result.plan.facts())
+    with pytest.raises(ReshardError, match=r"embedding_40\.w_0 .* --target-meta model_meta\.json"):
+        paddle_reshard.plan(tmp_path / "one class", **wanted)
 
 
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaSentenceEmbedding"])

@@ -16,7 +16,11 @@ import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, with_base
-from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
+from paddle_reshard.pipeline.checkpoint.parameter_names import (
+    CellNames,
+    as_in_a_fresh_process,
+    begun_elsewhere,
+)
 from paddle_reshard.pipeline.checkpoint.stages import without_copies
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, of_optimizer
@@ -137,15 +141,17 @@ def read_hybrid(
         for tensor in stored.tensors
     )
     model = replace(stored, tensors=tensors)
+    job = source.job(model, strategy)
     return Checkpoint(
         format=HYBRID if ranks.with_meta else HYBRID_PLAIN,
         catalog=catalog,
         own_files=frozenset([*(file.path for file in files), *([] if meta is None else [MODEL_META])]),
         model=without_copies(model),
-        job=source.job(model, strategy),
+        job=job,
         has_ema=ranks.has_ema,
         has_optimizer=ranks.has_optimizer,
         adapter=adapter,
+        unproven=begun_elsewhere(job.names),
         alike=builder.rank_files.in_words(),
     )
 
@@ -541,7 +547,7 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None, t
         parallel: sum(
             of_cell[key] != name
             for cell, of_cell in zip(ranks.cells, by_rules, strict=True)
-            for key, name in cell.names.items()
+            for key, name in as_in_a_fresh_process(cell.names, of_cell).items()
         )
         for parallel, by_rules in rules.items()
     }
@@ -558,7 +564,7 @@ def _first_problem(ranks: Ranks, model: Model, rules: Sequence[Mapping[str, str]
     cell, key, by_rules = next(
         (cell, key, predicted[key])
         for cell, predicted in zip(ranks.cells, rules, strict=True)
-        for key, name in cell.names.items()
+        for key, name in as_in_a_fresh_process(cell.names, predicted).items()
         if predicted[key] != name
     )
     if key in apart:
