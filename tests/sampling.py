@@ -48,6 +48,8 @@ SAMPLED = (
 )
 """Where a test is of whole checkpoints or commands: `make test` runs it with its first set of parameters, and
 `make full` with others. A test that marks some of its sets ``full`` has chosen its sample itself."""
+EVERY_SET = ("storage/test_stores.py",)
+"""Modules in those folders whose tests `make test` runs with all of their sets: each is short, and of every store."""
 MOST_SETS = 16
 """Of a test of whole checkpoints, `make full` runs so many sets of parameters at most, evenly spread; `make exhaustive`
 runs them all."""
@@ -81,6 +83,7 @@ def mark_full(modules: Sequence[tuple[pytest.Item, str]]) -> None:
             item.add_marker("full")
         elif (
             path.startswith(SAMPLED)
+            and not path.startswith(EVERY_SET)
             and _name(item) not in chosen
             and not any(map(item.get_closest_marker, ELSEWHERE))
         ):

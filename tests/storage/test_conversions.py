@@ -21,7 +21,6 @@ from tests.storage.contents import (
     assert_same_checkpoint,
     convert_locally,
     fill_bucket,
-    fill_memory,
     in_bucket,
     in_folder,
     in_memory,
@@ -32,45 +31,6 @@ from tests.storage.contents import (
     visible,
 )
 from tests.storage.servers import Store
-
-
-def test_from_a_folder_to_s3(store: Store, bucket: str, for_four: dict[str, bytes]) -> None:
-    paddle_reshard.convert(SMALL, f"s3://{bucket}/run/checkpoint-3", storage_options=store.options, **TARGET)
-    assert_same_checkpoint(in_bucket(store, bucket, "run/checkpoint-3/"), for_four)
-    assert uploads(store, bucket) == []
-
-
-def test_from_s3_to_a_folder(
-    store: Store, small_source: str, tmp_path: Path, for_four: dict[str, bytes]
-) -> None:
-    paddle_reshard.convert(f"{small_source}/", tmp_path / "far", storage_options=store.options, **TARGET)
-    assert_same_checkpoint(in_folder(tmp_path / "far"), for_four)
-
-
-def test_from_s3_to_s3_and_verified(
-    store: Store, bucket: str, small_source: str, for_four: dict[str, bytes]
-) -> None:
-    target = f"s3a://{bucket}/there"
-    paddle_reshard.convert(small_source, target, storage_options=store.options, **TARGET)
-    assert_same_checkpoint(in_bucket(store, bucket, "there/"), for_four)
-    assert paddle_reshard.verify(small_source, target, storage_options=store.options).equal
-
-
-def test_from_s3_to_memory_and_back(store: Store, bucket: str, small_source: str, tmp_path: Path) -> None:
-    there = convert_locally(SMALL, tmp_path / "there", **TARGET)
-    back = convert_locally(tmp_path / "there", tmp_path / "back", **ONE_CARD)
-    paddle_reshard.convert(small_source, "memory://m/c", storage_options=store.options, **TARGET)
-    assert_same_checkpoint(in_memory("/m/c"), there)
-    # Options by scheme tell the two ends apart.
-    options = {"s3": store.options, "memory": {}}
-    paddle_reshard.convert("memory://m/c", f"s3://{bucket}/back", storage_options=options, **ONE_CARD)
-    assert_same_checkpoint(in_bucket(store, bucket, "back/"), back)
-
-
-def test_a_bucket_can_be_the_whole_location(store: Store, bucket: str, for_four: dict[str, bytes]) -> None:
-    paddle_reshard.convert(SMALL, f"s3://{bucket}", storage_options=store.options, **TARGET)
-    assert_same_checkpoint(in_bucket(store, bucket), for_four)
-    assert paddle_reshard.inspect(f"s3://{bucket}/", storage_options=store.options).topology.tp == 2
 
 
 def test_objects_of_several_parts(store: Store, bucket: str, tmp_path: Path) -> None:
@@ -87,21 +47,6 @@ def test_objects_of_several_parts(store: Store, bucket: str, tmp_path: Path) -> 
         assert store.client.head_object(Bucket=bucket, Key=f"c/{path}")["ETag"].endswith(f'-{count}"')
 
 
-def test_reads_of_many_ranges(
-    store: Store,
-    small_source: str,
-    tmp_path: Path,
-    for_four: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("paddle_reshard.storage.remote.source.RANGE_BYTES", 10_007)
-    fill_memory("/here", SMALL)
-    for source in (small_source, "memory://here"):
-        target = tmp_path / source[:2]
-        paddle_reshard.convert(source, target, storage_options={"s3": store.options}, **TARGET)
-        assert_same_checkpoint(in_folder(target), for_four)
-
-
 # -------------------------------------------------------------------------------------- targets that are occupied
 
 
@@ -109,23 +54,12 @@ def test_an_occupied_target_is_refused_before_anything_is_read(
     store: Store, bucket: str, small_source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FsspecSource, "read_into", None)
-    for key, reason in (("file", "file.txt"), ("folder", "deep/file.txt")):
-        store.client.put_object(Bucket=bucket, Key=f"{key}/{reason}", Body=b"mine")
-        with pytest.raises(TargetError, match="not empty"):
-            paddle_reshard.convert(
-                small_source, f"s3://{bucket}/{key}", storage_options=store.options, **TARGET
-            )
-    for key, message in (("file", "there is file.txt"), ("folder", "there is deep/")):
+    store.client.put_object(Bucket=bucket, Key="c/file.txt", Body=b"mine")
+    for overwrite, message in ((False, "not empty"), (True, "there is file.txt")):
+        request = {"storage_options": store.options, "overwrite": overwrite, **TARGET}
         with pytest.raises(TargetError, match=message):
-            paddle_reshard.convert(
-                small_source,
-                f"s3://{bucket}/{key}",
-                storage_options=store.options,
-                overwrite=True,
-                **TARGET,
-            )
-    assert in_bucket(store, bucket, "file/") == {"file.txt": b"mine"}
-    assert in_bucket(store, bucket, "folder/") == {"deep/file.txt": b"mine"}
+            paddle_reshard.convert(small_source, f"s3://{bucket}/c", **request)
+    assert in_bucket(store, bucket) == {"c/file.txt": b"mine"}
 
 
 def test_a_neighbour_with_the_same_beginning_does_not_occupy(store: Store, bucket: str) -> None:
@@ -201,40 +135,6 @@ def test_a_refusal_while_a_checkpoint_is_replaced_keeps_all_of_the_new_one(
     assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_a_refusal_after_the_files_appeared_takes_them_back(scheme: str, store: Store, bucket: str) -> None:
-    def fail(event: Event) -> None:
-        if isinstance(event, StepEnded) and event.step == "verify":
-            raise CheckpointError("not what was planned")
-
-    with pytest.raises(CheckpointError, match="planned"):
-        paddle_reshard.convert(
-            SMALL,
-            f"{scheme}://{bucket}/c",
-            storage_options={"s3": store.options},
-            observe=fail,
-            **ONE_CARD,
-        )
-    assert in_bucket(store, bucket) == {}
-    assert uploads(store, bucket) == []
-    paddle_reshard.convert(SMALL, f"{scheme}://{bucket}/c", storage_options={"s3": store.options}, **ONE_CARD)
-
-
-def test_a_target_that_fills_up_meanwhile_is_refused(store: Store, bucket: str) -> None:
-    def intrude(event: Event) -> None:
-        if isinstance(event, StepEnded) and event.step == "move":
-            store.client.put_object(Bucket=bucket, Key="c/theirs", Body=b"theirs")
-
-    with pytest.raises(TargetError, match="not empty"):
-        paddle_reshard.convert(
-            SMALL, f"s3://{bucket}/c", storage_options=store.options, observe=intrude, **ONE_CARD
-        )
-    assert visible(in_bucket(store, bucket)) == {"c/theirs": b"theirs"}
-    paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
-    assert in_bucket(store, bucket) == {"c/theirs": b"theirs"}
-    assert uploads(store, bucket) == []
-
-
 def test_a_manifest_of_another_conversion_is_not_replaced(store: Store, bucket: str) -> None:
     def intrude(event: Event) -> None:
         if isinstance(event, StepEnded) and event.step == "verify":
@@ -301,13 +201,9 @@ def test_options_that_make_no_sense_are_a_wrong_request(options: dict[str, objec
         paddle_reshard.inspect("s3://bucket/c", storage_options=options)
 
 
-def test_no_bucket_no_folder_no_server(store: Store, bucket: str) -> None:
+def test_no_bucket_and_no_server(store: Store, bucket: str) -> None:
     with pytest.raises(TargetError, match="no such bucket"):
         paddle_reshard.plan(SMALL, "s3://not-there-at-all/c", storage_options=store.options, **TARGET)
-    with pytest.raises(CheckpointError, match="no such folder, or it is empty"):
-        paddle_reshard.inspect(f"s3://{bucket}/c", storage_options=store.options)
-    with pytest.raises(CheckpointError, match="no such folder, or it is empty"):
-        paddle_reshard.inspect("memory://nowhere")
     with pytest.raises(UsageError, match="s3://bucket/prefix"):
         paddle_reshard.inspect("s3://", storage_options=store.options)
     nowhere = {**store.options, "endpoint_url": "http://127.0.0.1:1"}

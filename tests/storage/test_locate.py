@@ -120,13 +120,3 @@ def test_bugs_are_not_taken_for_failures_of_the_store() -> None:
 
     with pytest.raises(AttributeError):
         folder.attempt("file", bug)
-
-
-def test_reads_beyond_what_was_listed_are_refused() -> None:
-    fill_memory("/c", SMALL)
-    source = open_source("memory://c", {})
-    with pytest.raises(CheckpointError, match="ends at byte 1"):
-        source.read("saved_signal_0", 0, 2)
-    with pytest.raises(CheckpointError, match="did not exist"):
-        source.read("other", 0, 1)
-    assert source.read("saved_signal_0", 1, 0) == b""

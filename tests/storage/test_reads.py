@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import fsspec
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CheckpointError
@@ -19,8 +20,7 @@ from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import Read
 from tests.storage.servers import HOST, Proxy, Store, first
-
-NAMES = ("plain.bin", "two words", "x+y=1", "50%", "50%25", "größe", "a&b", "~tilde", "q?versionId=1", "a#b")
+from tests.storage.test_stores import NAMES
 
 
 @pytest.fixture
@@ -52,6 +52,18 @@ def test_ranges_of_files_of_any_name(store: Store, bucket: str, contents: dict[s
     assert by_botocore == []
 
 
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_a_long_range_is_read_in_several(
+    scheme: str, store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = random.Random(scheme).randbytes(10_000)
+    monkeypatch.setattr("paddle_reshard.storage.remote.source.RANGE_BYTES", 1_007)
+    store.client.put_object(Bucket=bucket, Key="here/file", Body=content)
+    fsspec.filesystem("memory").pipe_file(f"/{bucket}/here/file", content)
+    source = open_source(f"{scheme}://{bucket}/here", store.options)
+    assert source.read("file", 5, 9_990) == content[5:9_995]
+
+
 def test_a_process_has_one_client_for_a_store(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
     """However often its folders are opened, and by whichever thread."""
     options = {**store.options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
@@ -68,15 +80,6 @@ def test_a_folder_whose_name_means_something_in_a_url(store: Store, bucket: str)
     store.client.put_object(Bucket=bucket, Key="a b/100%/file", Body=b"0123456789")
     source = open_source(f"s3://{bucket}/a b/100%", store.options)
     assert [source.read("file", start, 3) for start in (0, 5)] == [b"012", b"567"]
-
-
-def test_ranges_are_read_side_by_side(store: Store, bucket: str, contents: dict[str, bytes]) -> None:
-    source = open_source(f"s3://{bucket}/here", store.options)
-    wanted = [(name, start, 1 + start % 700) for name in NAMES for start in range(0, 9_000, 2_200)]
-    reads = [Read(name, start, memoryview(bytearray(nbytes))) for name, start, nbytes in wanted]
-    source.read_many(reads)
-    for (name, start, nbytes), read in zip(wanted, reads, strict=True):
-        assert read.buffer == contents[name][start : start + nbytes]
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,11 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import OccupiedError, ReshardError, TargetError
 from paddle_reshard.pipeline.core.events import Event, StepStarted
-from tests.sampling import exhaustive
 from tests.storage.contents import (
     ONE_CARD,
     SMALL,
     fill_bucket,
-    fill_memory,
     in_bucket,
-    in_folder,
-    in_memory,
 )
 from tests.storage.servers import Store
 
@@ -160,19 +156,6 @@ def test_the_checkpoint_of_a_trainer_is_never_replaced(
     assert EXCHANGED in str(refused.value)
     assert overwrite or "--overwrite" not in str(refused.value)
     assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_nor_is_it_in_a_store(scheme: str, store: Store, bucket: str, made: Path) -> None:
-    fill_bucket(store, bucket, "trained/", SMALL)
-    fill_memory(f"/{bucket}/trained", SMALL)
-    access = {"storage_options": {"s3": store.options}}
-    for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(OccupiedError) as refused:
-            paddle_reshard.convert(made, f"{scheme}://{bucket}/trained", **options, **access, **ONE_CARD)
-        assert EXCHANGED in str(refused.value)
-    assert in_bucket(store, bucket, "trained/") == in_folder(SMALL)
-    assert in_memory(f"/{bucket}/trained") == in_folder(SMALL)
 
 
 def _half(folder: Path) -> str:
@@ -410,22 +393,6 @@ def test_what_somebody_put_into_a_staging_folder_is_kept(
 
 
 # ---------------------------------------------------------------------------------------------------- in stores
-
-
-@pytest.mark.parametrize(
-    "key", ["optimizer.py", *map(exhaustive, ("notes.txt", "checkpoint-100/config.json", "runs/events.1"))]
-)
-def test_a_prefix_with_more_than_a_conversion_is_kept(
-    key: str, store: Store, bucket: str, made: Path
-) -> None:
-    fill_bucket(store, bucket, "made/", made)
-    store.client.put_object(Bucket=bucket, Key=f"made/{key}", Body=b"mine")
-    before = in_bucket(store, bucket)
-    with pytest.raises(OccupiedError, match=f"there is also {key.split('/')[0]}.*move that away"):
-        paddle_reshard.convert(
-            SMALL, f"s3://{bucket}/made", storage_options=store.options, overwrite=True, to="pp=2"
-        )
-    assert in_bucket(store, bucket) == before
 
 
 def test_what_came_under_a_prefix_while_it_was_replaced_stays(store: Store, bucket: str, made: Path) -> None:

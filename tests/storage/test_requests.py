@@ -18,7 +18,7 @@ from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import Receipt
 from tests.storage.contents import ONE_CARD, SMALL, assert_same_checkpoint, in_bucket, uploads
 from tests.storage.servers import Proxy, Store, first
-from tests.storage.test_reads import NAMES
+from tests.storage.test_stores import NAMES
 
 
 def folder_at(place: str, options: dict[str, Any]) -> S3Folder:
