@@ -1,7 +1,7 @@
 """Checkpoints that lie, contradict themselves or are not whole are refused before a byte is written.
 
-Each damage is done to a copy of a real checkpoint. The message must name the file or tensor and both values;
-nothing may appear beside the target, and the source must stay as it is.
+Each damage of `refusals.py` is done to a copy of a real checkpoint. The message must name the file or tensor and both
+values; nothing may appear beside the target, and the source must stay as it is.
 """
 
 from __future__ import annotations
@@ -14,303 +14,46 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError
+from paddle_reshard.pipeline.core.errors import CoverageError, DriftError, ReshardError
 from paddle_reshard.pipeline.core.events import StepStarted
 from tests.conftest import case_directory
-
-DEMO = "mp2pp2sh2_s1v2_meta_ema"
-V1 = "sh2_s1v1_meta_fp32"
-PLAIN = "mp2_tied"
+from tests.hostile.damage import holder
+from tests.hostile.refusals import DAMAGES, DEMO, FIRST, FOUR, NORM, PLAIN, Damage, of_another_file, sound
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def edit_json(folder: Path, name: str, change: Callable[[dict], None]) -> None:
-    data = json.loads((folder / name).read_text())
-    change(data)
-    (folder / name).write_text(json.dumps(data))
-
-
-def edit_pickle(folder: Path, name: str, change: Callable[[dict], None]) -> None:
-    """Load one file of a trusted test case, change it, write it back in the shape it had."""
-    path = folder / name
-    with path.open("rb") as file:
-        data = pickle.load(file)
-    change(data)
-    with path.open("wb") as file:
-        pickle.dump(data, file, protocol=4)
-
-
-def remove(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).unlink()
-
-
-def copy(name: str, to: str) -> Callable[[Path], None]:
-    return lambda folder: shutil.copy(folder / name, folder / to)
-
-
-def truncate(name: str, nbytes: int) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_bytes(path.read_bytes()[:-nbytes])
-
-    return change
-
-
-def config(**values: object) -> Callable[[Path], None]:
-    return lambda folder: edit_json(folder, "config.json", lambda data: data.update(values))
-
-
-def meta(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    return lambda folder: edit_json(folder, "model_meta.json", change)
-
-
-def optimizer(name: str, change: Callable[[dict], None]) -> Callable[[Path], None]:
-    return lambda folder: edit_pickle(folder, name, change)
-
-
-def in_cell(cell: str, change: Callable[[dict], None]) -> Callable[[Path], None]:
-    return meta(lambda data: change(data["sharding_metas"][cell]))
-
-
-def drop_slices(data: dict) -> None:
-    """Remove every entry of one parameter from one rank's optimizer file."""
-    for key in [k for k in data if k.startswith("linear_7.w_0_")]:
-        del data[key]
-    del data["master_weights"]["linear_7.w_0"]
-
-
-def shorten(data: dict) -> None:
-    name, array = data["linear_7.w_0_fp32_master_0_moment1_0"]
-    data["linear_7.w_0_fp32_master_0_moment1_0"] = (name, array[:-8])
-
-
-def rename_entry(old: str, new: str) -> Callable[[dict], None]:
-    def change(data: dict) -> None:
-        data[new] = data.pop(old)
-
-    return change
-
-
-OPT = "optimizer.tp00_pp00_shard01.pdopt"
-DAMAGES: list[tuple[str, str, Callable[[Path], None], list[str]]] = [
-    ("missing shard", DEMO, remove(OPT), [OPT, "missing"]),
-    ("missing ema shard", DEMO, remove("ema.tp01_pp01_shard00.pdopt"), ["ema.tp01_pp01_shard00.pdopt"]),
-    (
-        "missing model_state",
-        DEMO,
-        remove("model_state.tp00_pp01_shard00.pdparams"),
-        ["model_state.tp00_pp01_shard00"],
-    ),
-    ("missing config", DEMO, remove("config.json"), ["config.json is missing"]),
-    ("truncated shard", DEMO, truncate(OPT, 100), [OPT]),
-    ("empty file", DEMO, lambda folder: (folder / OPT).write_bytes(b""), [OPT]),
-    ("duplicated shard", DEMO, copy(OPT, "optimizer.tp00_pp00_shard001.pdopt"), ["shard001", "same rank"]),
-    ("extra shard", DEMO, copy(OPT, "optimizer.tp00_pp00_shard02.pdopt"), ["sharding_degree=2", "3"]),
-    ("extra tensor file", DEMO, copy(OPT, "optimizer.old.pdopt"), ["optimizer.old.pdopt"]),
-    ("unknown tensor file", DEMO, copy(OPT, "momentum.pdparams"), ["momentum.pdparams"]),
-    ("unfinished save", DEMO, remove("saved_signal_3"), ["7 saved_signal_*", "8 ranks"]),
-    (
-        "degrees contradict",
-        DEMO,
-        meta(lambda data: data["parallel_config"].update(mp_degree=4)),
-        ["mp_degree=4", "2"],
-    ),
-    (
-        "expert parallel",
-        DEMO,
-        meta(lambda data: data["parallel_config"].update(ep_degree=2)),
-        ["moe_sharding_degree=0", "ep=2"],
-    ),
-    (
-        "unknown strategy",
-        DEMO,
-        meta(
-            lambda data: [m.update(sharding_strategy="MuonSharding") for m in data["sharding_metas"].values()]
-        ),
-        ["MuonSharding"],
-    ),
-    (
-        "strategy of another kind",
-        DEMO,
-        in_cell("tp00_pp00", lambda cell: cell.update(sharding_strategy=[])),
-        ["tp00_pp00", "[]"],
-    ),
-    (
-        "overlap of another kind",
-        DEMO,
-        in_cell("tp00_pp00", lambda cell: cell.update(enable_overlap="yes")),
-        ["tp00_pp00", "'yes'"],
-    ),
-    (
-        "an absurd shape",
-        DEMO,
-        in_cell(
-            "tp00_pp00",
-            lambda cell: cell["param_meta"]["model.embed_tokens.weight"].__setitem__(0, [2**63, 64]),
-        ),
-        ["model.embed_tokens.weight", "9223372036854775808"],
-    ),
-    (
-        "strategies contradict",
-        DEMO,
-        in_cell("tp00_pp01", lambda cell: cell.update(sharding_strategy="ShardingV1")),
-        ["stage1v2", "stage1v1"],
-    ),
-    (
-        "wrong strategy",
-        DEMO,
-        meta(
-            lambda data: [m.update(sharding_strategy="ShardingV1") for m in data["sharding_metas"].values()]
-        ),
-        ["stage1v1"],
-    ),
-    (
-        "one cell too many",
-        DEMO,
-        meta(lambda data: data["sharding_metas"].update(tp02_pp00=data["sharding_metas"]["tp01_pp00"])),
-        ["tp02_pp00"],
-    ),
-    (
-        "owner contradicts",
-        V1,
-        meta(lambda data: data["sharding_metas"]["tp00_pp00"]["param2rank"].update({"linear_2.w_0": 0})),
-        ["model.layers.0.self_attn.v_proj.weight", "param2rank says rank 0", "optimizer.shard01.pdopt"],
-    ),
-    (
-        "no such cell",
-        DEMO,
-        meta(lambda data: data["sharding_metas"].pop("tp01_pp01")),
-        ["tp01_pp01"],
-    ),
-    (
-        "no param_meta under v2",
-        DEMO,
-        in_cell("tp00_pp00", lambda cell: cell.pop("param_meta")),
-        ["model.embed_tokens.weight", "param_meta", "stage1v2"],
-    ),
-    (
-        "tp ranks hold different tensors",
-        DEMO,
-        in_cell(
-            "tp01_pp00", lambda cell: cell["structure_name_mapping"].update({"model.extra": "extra_0.w_0"})
-        ),
-        ["model.extra"],
-    ),
-    (
-        "is_distributed contradicts the rule",
-        DEMO,
-        meta(
-            lambda data: [
-                m["param_meta"]["model.layers.0.self_attn.q_proj.weight"].__setitem__(2, False)
-                for c, m in data["sharding_metas"].items()
-                if c.endswith("pp00")
-            ]
-        ),
-        ["model.layers.0.self_attn.q_proj.weight", "is_distributed=False", "dim 1"],
-    ),
-    (
-        "shape contradicts the config",
-        DEMO,
-        config(intermediate_size=100),
-        ["model.layers.0.mlp.gate_proj.weight", "(64, 100)", "(64, 96)"],
-    ),
-    ("layer count contradicts", DEMO, config(num_hidden_layers=5), ["5 decoder layers", "layer 4"]),
-    ("unknown model", DEMO, config(model_type="mystery"), ["'mystery'", "--rules"]),
-    (
-        "tensor without a rule",
-        PLAIN,
-        lambda folder: [
-            edit_pickle(folder, f"model_state.{tp}.pdparams", add_parameter) for tp in ("tp00", "tp01")
-        ],
-        ["model.layers.0.self_attn.gate.weight", "no row"],
-    ),
-    (
-        "slice missing in one rank",
-        DEMO,
-        optimizer("optimizer.tp00_pp00_shard01.pdopt", drop_slices),
-        ["q_proj"],
-    ),
-    ("slice too short", DEMO, optimizer(OPT, shorten), ["2040", "2048"]),
-    (
-        "unknown accumulator",
-        DEMO,
-        optimizer(
-            OPT, rename_entry("linear_7.w_0_fp32_master_0_moment1_0", "linear_7.w_0_fp32_master_0_moment9_0")
-        ),
-        ["linear_7.w_0_fp32_master_0_moment9_0", "not a known accumulator"],
-    ),
-    (
-        "accumulator of an unknown parameter",
-        DEMO,
-        optimizer(
-            OPT, rename_entry("linear_7.w_0_fp32_master_0_moment1_0", "linear_77.w_0_fp32_master_0_moment1_0")
-        ),
-        ["linear_77.w_0_fp32_master_0_moment1_0"],
-    ),
-    (
-        "learning rates contradict",
-        DEMO,
-        optimizer(OPT, lambda data: data["LR_Scheduler"].update(last_epoch=4)),
-        ["LR_Scheduler"],
-    ),
-    (
-        "several ranks hold a whole tensor",
-        V1,
-        lambda folder: edit_pickle(
-            folder, "optimizer.shard00.pdopt", lambda data: data.update(stolen(folder))
-        ),
-        ["several ranks"],
-    ),
-    (
-        "offloaded optimizer",
-        DEMO,
-        optimizer(OPT, lambda data: data.update(offload_buffer=("offload_buffer", np.zeros(4, np.float32)))),
-        ["offload_buffer"],
-    ),
-    ("not a pickle", DEMO, lambda folder: (folder / OPT).write_bytes(b"\x80\x04not a pickle."), [OPT]),
-    ("not json", DEMO, lambda folder: (folder / "model_meta.json").write_text("{"), ["model_meta.json"]),
-    (
-        "dtype that is not known",
-        DEMO,
-        in_cell("tp00_pp00", lambda cell: cell["param_meta"]["model.embed_tokens.weight"].__setitem__(1, 99)),
-        ["model.embed_tokens.weight", "99"],
-    ),
-]
-
-
-def add_parameter(data: dict) -> None:
-    data["model.layers.0.self_attn.gate.weight"] = np.zeros((64,), np.uint16)
-    data["StructuredToParameterName@@"]["model.layers.0.self_attn.gate.weight"] = "linear_99.w_0"
-
-
-def stolen(folder: Path) -> dict:
-    """A tensor that another rank owns too."""
-    with (folder / "optimizer.shard01.pdopt").open("rb") as file:
-        other = pickle.load(file)
-    return {"linear_2.w_0_moment1_0": other["linear_2.w_0_moment1_0"]}
-
-
-@pytest.mark.parametrize(("case", "damage", "facts"), [d[1:] for d in DAMAGES], ids=[d[0] for d in DAMAGES])
-def test_refused_before_a_byte_is_written(
-    case: str, damage: Callable[[Path], None], facts: list[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
+def test_refused_before_a_byte_is_written(damage: Damage, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    shutil.copytree(next(case_directory(case).glob("checkpoint-*")), source, copy_function=shutil.copyfile)
-    damage(source)
+    shutil.copytree(sound(damage.case), source, copy_function=shutil.copyfile)
+    damage.change(source)
     before = fingerprint(source)
-    with pytest.raises(ReshardError) as caught:
-        paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
-    for fact in facts:
+    with pytest.raises(damage.error) as caught:
+        paddle_reshard.convert(source, tmp_path / "target", **damage.request)
+    for fact in damage.facts:
         assert fact in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
     assert fingerprint(source) == before
+
+
+def test_a_tensor_in_two_files_is_compared(tmp_path: Path) -> None:
+    """A copy is one; what has other values is none."""
+    key, other = f"{NORM}/moment2_0", f"optimizer-{FIRST}"
+    source = Path(shutil.copytree(sound(FOUR), tmp_path / "source", copy_function=shutil.copyfile))
+    of_another_file("optimizer", key, other, lambda values: values)(source)
+    paddle_reshard.convert(source, tmp_path / "equal", format="unified")
+    of_another_file("optimizer", key, other, lambda values: values * 2)(source)
+    with pytest.raises(DriftError, match=rf"{NORM} \(moment2\).*{other}") as caught:
+        paddle_reshard.convert(source, tmp_path / "target", format="unified")
+    assert holder(source, "optimizer", key).name in str(caught.value)
+    assert not (tmp_path / "target").exists()
 
 
 def flip_bit(path: Path, byte: int) -> None:

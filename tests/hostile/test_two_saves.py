@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import permutations
 from pathlib import Path
 
@@ -102,71 +101,6 @@ def _copy(case: str, folder: Path, leave_out: Iterable[str] = ()) -> Path:
     return _lay(
         folder / "source", {path: file for path, file in _files(case).items() if path not in leave_out}
     )
-
-
-def _add(name: str, content: bytes) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def _take(case: str, name: str) -> Callable[[Path], object]:
-    return lambda folder: shutil.copyfile(_files(case)[name], folder / name)
-
-
-DIVIDED = json.dumps({"divide_by": 0.5, "step": 3}).encode()
-STRAYS = (
-    (
-        "dense/single",
-        _take("dense/single_tohf", "model.safetensors"),
-        r"model\.safetensors and model_state\.pdparams",
-    ),
-    (
-        "dense/single",
-        _take("exports/llama", "model.safetensors.index.json"),
-        r"model\.safetensors\.index\.json",
-    ),
-    ("exports/llama", _take("dense/sh2_s1v1_meta", "model_meta.json"), r"model_meta\.json"),
-    (
-        "exports/llama",
-        _take("dense/single", "scheduler.pdparams"),
-        r"scheduler\.pdparams.* no optimizer states",
-    ),
-    ("dense/fc_single", _take("states/fp16_single", "scaler.pdparams"), r"scaler\.pdparams.* fp16 is False"),
-    ("dense/single", _take("states/fp16_single", "scaler.pdparams"), r"scaler\.pdparams.* fp16 is False"),
-    ("dense/single", _take("states/lora_single", "lora_config.json"), r"lora_config\.json.* adapter"),
-    ("dense/single", _add("ema.json", DIVIDED), r"ema\.json: describes a moving average"),
-    ("dense/mp2pp2sh2_s1v2_meta_ema", _add("ema.json", DIVIDED), r"ema\.json.* the trainer kept the one"),
-)
-
-
-@pytest.mark.parametrize(("case", "add", "message"), STRAYS)
-def test_a_file_without_a_role_is_refused(
-    case: str, add: Callable[[Path], object], message: str, tmp_path: Path
-) -> None:
-    source = _copy(case, tmp_path)
-    add(source)
-    with pytest.raises(CheckpointError, match=message):
-        paddle_reshard.plan(source, tmp_path / "target", format="huggingface")
-
-
-def test_a_scaler_beside_bfloat16_parameters_is_refused_whatever_the_arguments_were(tmp_path: Path) -> None:
-    source = _copy("dense/single", tmp_path, ["training_args.bin"])
-    _take("states/fp16_single", "scaler.pdparams")(source)
-    with pytest.raises(CheckpointError, match=r"scaler\.pdparams.* the parameters are bfloat16"):
-        paddle_reshard.plan(source, tmp_path / "target", to="tp=1")
-
-
-def test_a_description_of_a_later_average_is_refused(tmp_path: Path) -> None:
-    source = _copy("dense/mp2pp2sh2_s1v2_meta_ema", tmp_path, ["training_args.bin"])
-    _add("ema.json", json.dumps({"divide_by": 0.5, "step": 4}).encode())(source)
-    with pytest.raises(CheckpointError, match=r"ema\.json.* step 4.* step 3"):
-        paddle_reshard.plan(source, tmp_path / "target", format="huggingface", state="ema")
-
-
-def test_averages_of_another_save_are_refused(tmp_path: Path) -> None:
-    averaged, plain = _files("dense/mp2pp2sh2_s1v2_meta_ema"), _files("dense/single")
-    source = _lay(tmp_path / "source", {**averaged, "training_args.bin": plain["training_args.bin"]})
-    with pytest.raises(CheckpointError, match=r"ema\.tp00_pp00_shard00\.pdopt.* the trainer kept none"):
-        paddle_reshard.plan(source, tmp_path / "target", to="tp=1")
 
 
 def test_tensors_of_other_libraries_are_named_and_not_carried(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from tests.conftest import REPO
 from tests.golden.test_folders_as_found import Tensors, copy_of, saved, tensors_of
-from tests.hostile.test_refused_checkpoints import DAMAGES
+from tests.hostile.refusals import DAMAGES, sound
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w-])")
 OF_THE_TRAINER = {"--bf16", "--fp16", "--devices", "--nnodes", "--rank"}
@@ -67,7 +67,7 @@ def test_every_option_that_the_program_names_exists() -> None:
 
 def of(case: str, damage: Callable[[Path], object]) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        source = copy_of(case, folder)
+        source = Path(shutil.copytree(sound(case), folder, copy_function=shutil.copyfile))
         damage(source)
         return source
 
@@ -118,7 +118,9 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         "layer 3 is of multi-token prediction, of which config.json announces 0",
     ),
     **{
-        name: (of(case, damage), facts[0]) for name, case, damage, facts in DAMAGES if name != "unknown model"
+        damage.name: (of(damage.case, damage.change), damage.facts[0])
+        for damage in DAMAGES
+        if damage.name != "unknown model" and damage.request == {"to": "tp=1"}
     },
     "unknown model": (
         of("mp2_tied", lambda folder: config(folder, model_type="mystery")),

@@ -195,7 +195,7 @@ def test_finished_work_is_resumed_by_the_same_conversion_alone(place: Place) -> 
         target.note([Record(0, (first,))])
         raise InterruptedError
     assert place.files == {}
-    with pytest.raises(CheckpointError, match="no such folder|an unfinished conversion, not a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no such folder|an unfinished conversion, not a checkpoint"):
         place.open_source()
     with pytest.raises(TargetError), place.open_target(resume=True) as target:
         target.begin(FILES, Identity("another plan", "version", "source", {}))
