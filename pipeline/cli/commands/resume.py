@@ -60,7 +60,8 @@ class BeforeCommand(SectionedCommand):
 @click.command(
     cls=BeforeCommand,
     examples=(
-        "run-7 --to tp=2,sharding=4 --local /local/run-7 -- python train.py …",
+        "run-7 --to tp=2,sharding=4 --local /local/run-7 -- \\\n"
+        "      python -m paddle.distributed.launch train.py …",
         "s3://bucket/run-7 --cards auto --local /local/run-7 -- \\\n"
         "      python -m paddle.distributed.launch --nnodes 2 --rank $I train.py …",
     ),
@@ -141,7 +142,7 @@ def resume(
     topology = None if to is None else Topology.of(to)
     if not command:
         raise UsageError(
-            "give the command that starts the trainer, after --: resume RUN … -- python train.py …"
+            "give the command that starts the trainer, after --: resume RUN … -- python -m paddle.distributed.launch …"
         )
     program = shutil.which(command[0])
     if program is None:
