@@ -33,8 +33,7 @@ from paddle_reshard.pipeline.convert.plan import plan_checkpoint
 from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.describe import describe_plan, picture_of
-from paddle_reshard.pipeline.report.html_report import HtmlReport
-from paddle_reshard.pipeline.report.writing import save_report
+from paddle_reshard.pipeline.report.html_report import HtmlReport, save_report
 from paddle_reshard.pipeline.request.parse import parse_request
 from tests.conftest import REPO, case_directory
 

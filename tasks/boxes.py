@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.mixture import Term
 from paddle_reshard.tasks.cast import cast, cast_in_range, upper_halves
+from paddle_reshard.tasks.ema import mix
 
 BLOCK_ELEMENTS = 1 << 17
 """Largest block of casts and comparisons: its operands fit the second-level cache, and an operation on it takes much
@@ -136,3 +138,30 @@ def in_order_of(leader: Array, *boxes: Array) -> tuple[Array, ...]:
 def _is_in_order(box: Array) -> bool:
     """Whether strides do not increase from dim to dim."""
     return all(a >= b for a, b in zip(box.strides, box.strides[1:], strict=False))
+
+
+def mix_box(values: Array, mixed: Array, term: Term, first: bool) -> None:
+    """Make one step of a mixture: ``mixed = keep · mixed + take · values``; both are float32 and of the same shape.
+
+    The ``first`` step ignores the contents of ``mixed``, even NaN, and copies the values if ``take`` is 1.
+    """
+    keep, take = np.float32(term.keep), np.float32(term.take)
+    kept, scratch = (np.empty(min(mixed.size, BLOCK_ELEMENTS), np.float32) for _ in range(2))
+
+    def step(block: Array, so_far: Array) -> Array:
+        if first:
+            return block if take == 1 else np.multiply(block, take, out=block)
+        here = kept[: block.size]
+        here.reshape(so_far.shape)[...] = so_far
+        mix(here, block, keep, take, scratch[: block.size])
+        return here
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        by_blocks(values, mixed, step)
+
+
+def divide_box(mixed: Array, divide_by: float) -> None:
+    """Divide a float32 box in place by a number rounded to float32."""
+    divisor = np.float32(divide_by)
+    with np.errstate(over="ignore", invalid="ignore"):
+        by_blocks(mixed, mixed, lambda block, _: np.divide(block, divisor, out=block))

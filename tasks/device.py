@@ -18,9 +18,8 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.core.errors import UnsupportedError
 from paddle_reshard.pipeline.core.mixture import Term
 from paddle_reshard.storage.aligned import memory_for
-from paddle_reshard.tasks.boxes import cast_box, copy_box
+from paddle_reshard.tasks.boxes import cast_box, copy_box, divide_box, mix_box
 from paddle_reshard.tasks.cast import bfloat16_bits, cast_in_range
-from paddle_reshard.tasks.ema_boxes import divide_box, mix_box
 
 Buffer = npt.NDArray[np.uint8]
 OLDEST_PADDLE = (2, 6)

@@ -97,7 +97,7 @@ class Rewrite(OwnChange):
         return None if value is None else cls(*value, needs_rule_table(targets))
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:
-        from paddle_reshard.pipeline.changes.aoa.rewrite import rewrite
+        from paddle_reshard.pipeline.changes.aoa.apply import rewrite
         from paddle_reshard.pipeline.changes.as_stored import as_statements_see, check_library
 
         if self.library is not None:

@@ -41,10 +41,10 @@ from paddle_reshard.pipeline.report.next_steps import (
     after_failure,
     after_plan,
 )
+from paddle_reshard.pipeline.report.page import render
 from paddle_reshard.pipeline.report.picture import Picture
 from paddle_reshard.pipeline.report.run_record import RunRecord
-from paddle_reshard.pipeline.report.writing import save_report
-from paddle_reshard.storage.local.folders import check_writable
+from paddle_reshard.storage.local.folders import check_writable, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -165,3 +165,10 @@ class HtmlReport:
                 self._write(said, after_failure(error, self.command))
             except UsageError as unwritten:  # the conversion's own error counts
                 log.warning("paddle-reshard: %s", unwritten)
+
+
+def save_report(report: ReportData, path: Path) -> None:
+    """Write a report; it replaces an existing file, and appears as a whole or not at all."""
+    page = render(report).encode("utf-8", errors="replace")
+    with written_whole(path, UsageError) as file:
+        file.write(page)

@@ -25,7 +25,7 @@ import safetensors
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.formats.flex.boxes import Box, describe_boxes
-from paddle_reshard.pipeline.formats.flex.stacked import SHAPES, with_two_dims
+from paddle_reshard.pipeline.formats.flex.checkpoint import SHAPES, with_two_dims
 from tests import oracle
 from tests.aoa.arrays import SUFFIXES, Arrays, Engine, paddle, random_array
 from tests.golden.test_newer_checkpoints import checkpoint, truth_of

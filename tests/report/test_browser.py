@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.examine.diff import DiffReport
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.report.describe import describe_comparison, describe_plan, picture_of
-from paddle_reshard.pipeline.report.writing import save_report
+from paddle_reshard.pipeline.report.html_report import save_report
 from tests.conftest import case_directory
 from tests.report.pages import Page
 from tests.report.test_report import HOSTILE, SOURCE, command, difference, synthetic

@@ -36,10 +36,9 @@ from paddle_reshard.pipeline.report.describe import (
     describe_plan,
     picture_of,
 )
-from paddle_reshard.pipeline.report.html_report import HtmlReport
+from paddle_reshard.pipeline.report.html_report import HtmlReport, save_report
 from paddle_reshard.pipeline.report.next_steps import after_conversion
 from paddle_reshard.pipeline.report.run_record import MOST_SAMPLES, MOST_STRETCHES, RunRecord
-from paddle_reshard.pipeline.report.writing import save_report
 from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.storage.s3 import target as s3
 from tests.conftest import case_directory

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.indexing.times import far_apart
+from paddle_reshard.pipeline.indexing.detect import far_apart
 from tests.conftest import case_directory
 
 S = 10**9
