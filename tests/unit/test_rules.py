@@ -271,20 +271,6 @@ def test_a_model_type_is_found_in_the_text_of_its_tables() -> None:
         assert len(mentioned) < len(every) / 2
 
 
-@pytest.mark.parametrize("library", ["paddleformers", "paddlenlp"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_shipped_tables_know_every_tensor_of_a_llama(library: str, tied: bool, fused: bool) -> None:
-    fused = fused and library == "paddlenlp"
-    model = synthetic.Model(library=library, tied=tied, fused_attention=fused, fused_ffn=fused)
-    table = choose_table(shipped_tables(), model.shapes, model.config)
-    assert (table.family, table.convention) == ("llama", library)
-    for key, shape in model.shapes.items():
-        rule, layer = table.find(key, model.config)
-        assert expected_shape(rule, model.config) == shape
-        assert layer == (int(key.split(".")[2]) if ".layers." in key else None)
-
-
 @pytest.mark.parametrize(
     ("key", "tp", "dim"),
     [
@@ -321,17 +307,6 @@ def test_a_config_without_what_a_rule_needs() -> None:
     rule, _ = shipped("paddlenlp").find("lm_head.weight", {"model_type": "llama"})
     with pytest.raises(RuleError, match=r"its rule needs vocab_size from config\.json, which is not there"):
         rule.split_dim({"model_type": "llama"}, 2)
-
-
-def test_layer_classes_of_names() -> None:
-    table = shipped("paddleformers")
-    column, _ = table.find("model.layers.0.self_attn.q_proj.weight", CONFIG)
-    head, _ = table.find("lm_head.weight", CONFIG)
-    assert column.class_for(pp=1, tp=2, sequence_parallel=True) == "column_sequence_parallel_linear"
-    assert column.class_for(pp=1, tp=1, sequence_parallel=True) == "linear"
-    assert column.class_for(pp=1, tp=2, sequence_parallel=False) == "linear"
-    assert head.class_for(pp=2, tp=2, sequence_parallel=True) == "lm_head_pipe"
-    assert head.class_for(pp=1, tp=2, sequence_parallel=True) == "lm_head"
 
 
 # --- finding rows -------------------------------------------------------------------------------------
