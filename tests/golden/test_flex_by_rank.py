@@ -354,6 +354,7 @@ def test_averages_are_resumed_from_own_files_too(paddle_version: str, tmp_path: 
     assert degrees == real
 
 
+@pytest.mark.full
 def test_whole_tensors_are_not_what_ranks_ask_for(tmp_path: Path) -> None:
     """The check that the tests above rely on can say no."""
     made = TP_SHARDING.convert(SINGLE.checkpoint, tmp_path / "made", to=None, sharding_strategy=None)

@@ -13,7 +13,8 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
-from tests.jobs.command import GOLDEN, run_here, snapshot
+from tests.conftest import case_directory
+from tests.jobs.command import run_here, snapshot
 from tests.limited import files_up_to
 from tests.storage.servers import Store
 
@@ -180,17 +181,18 @@ def test_watch_converts_in_a_store(store: Store, bucket: str, monkeypatch: pytes
     }
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    for path in GOLDEN.iterdir():
-        if path.name != "saved_signal_7":
+    saved = case_directory("dense/mp2") / "checkpoint-3"
+    for path in saved.iterdir():
+        if path.name != "saved_signal_1":
             store.client.put_object(
                 Bucket=bucket, Key=f"run/checkpoint-3/{path.name}", Body=path.read_bytes()
             )
     command = ["watch", f"s3://{bucket}/run", f"s3://{bucket}/out/", "--to", "pp=2", "--once", "--keep", 1]
     waiting = run_here(*command)
     assert waiting.returncode == 0, waiting.stderr
-    assert "checkpoint-3: waiting: 7 saved_signal_* files for 8 ranks" in waiting.stderr
+    assert "checkpoint-3: waiting: 1 saved_signal_* files for 2 ranks" in waiting.stderr
     for step in (3, 6):
-        for path in GOLDEN.iterdir():
+        for path in saved.iterdir():
             key = f"run/checkpoint-{step}/{path.name}"
             store.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
         done = run_here(*command)

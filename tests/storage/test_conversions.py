@@ -33,6 +33,7 @@ from tests.storage.contents import (
 from tests.storage.servers import Store
 
 
+@pytest.mark.full  # as `test_targets.py` shows of one object
 def test_objects_of_several_parts(store: Store, bucket: str, tmp_path: Path) -> None:
     request = {**ONE_CARD, "vocab_pad": 5000}
     wanted = convert_locally(middle(), tmp_path / "local", **request)
@@ -278,6 +279,7 @@ def test_what_s3_cannot_hold_is_refused_before_anything_is_written(
     assert uploads(store, bucket) == []
 
 
+@pytest.mark.full
 def test_targets_on_a_disk_and_on_s3_together(
     store: Store, bucket: str, tmp_path: Path, for_four: dict[str, bytes]
 ) -> None:

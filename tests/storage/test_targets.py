@@ -17,6 +17,8 @@ def test_a_bucket_can_be_the_whole_location(store: Store, bucket: str) -> None:
         target.finish(write(begin(target)))
         target.publish(MANIFEST, SAID)
     assert in_bucket(store, bucket) == {**CONTENTS, MANIFEST: SAID}
+    large = store.client.head_object(Bucket=bucket, Key="model_state.pdparams")
+    assert large["ETag"].endswith('-3"')  # of three parts
     assert open_source(f"s3://{bucket}/", store.options).read("config.json", 0, 2) == b"{}"
 
 

@@ -89,6 +89,7 @@ def test_options_of_one_side_replace_those_of_both(
     ).equal
 
 
+@pytest.mark.full  # `watch` takes the same options
 def test_on_the_command_line(
     flags: list[str],
     reach: dict[str, Any],
