@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import DriftError, PlanError
+from paddle_reshard.pipeline.core.events import GroupEnded
 from paddle_reshard.pipeline.core.geometry import Ranges
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.planning.ops import Ops
 from paddle_reshard.pipeline.planning.parts import Parts
-from paddle_reshard.pipeline.planning.plan import Bands
+from paddle_reshard.pipeline.planning.plan import Bands, Plan
 from paddle_reshard.pipeline.planning.work import GroupWork
 from paddle_reshard.storage.store import Read, ReadRange, Receipt
 from paddle_reshard.tasks.device import HOST, Buffer, DeviceBox, Mover
-from paddle_reshard.tasks.figures import WorkerFigures
+from paddle_reshard.tasks.figures import WorkerFigures, add_retries
 from paddle_reshard.tasks.statistics import Statistics
 from paddle_reshard.tasks.sums import Sum
 
@@ -121,3 +122,19 @@ def box_of(buffer: Any, start: int, op: np.void, side: str) -> DeviceBox:
         extents=tuple(op["extents"].tolist()),
         strides=tuple(op[f"{side}_strides"].tolist()),
     )
+
+
+def groups_ended(plan: Plan, reports: Sequence[GroupReport]) -> list[GroupEnded]:
+    """What ``reports`` say, in order. Groups that are reported together ran one after the other."""
+    events: list[GroupEnded] = []
+    later_seconds = 0.0
+    for report in reversed(reports):
+        figures = report.read_bytes, report.written_bytes, report.copied_bytes
+        peak_bytes = int(plan.group_peaks[report.group])
+        retries = add_retries(worker.retries for worker in report.figures)
+        event = GroupEnded(
+            report.group, report.worker, report.seconds, later_seconds, peak_bytes, *figures, retries
+        )
+        events.append(event)
+        later_seconds += report.seconds
+    return events[::-1]

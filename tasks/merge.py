@@ -109,12 +109,12 @@ class _MatrixCache:
         with self._lock:
             self._pairs[tensor] = pair
             self._pairs.move_to_end(tensor)
-            while len(self._pairs) > 1 and self._bytes() > CACHE_BYTES:
+            while (
+                len(self._pairs) > 1
+                and sum(a.nbytes + b.nbytes for a, b in self._pairs.values()) > CACHE_BYTES
+            ):
                 self._pairs.popitem(last=False)
         return pair
-
-    def _bytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in self._pairs.values())
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.session.ledger import source_difference
 from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Source, TargetStore, WritePart
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
-from paddle_reshard.tasks.group import GroupReport
-from paddle_reshard.tasks.groups_ended import groups_ended
+from paddle_reshard.tasks.group import GroupReport, groups_ended
 from paddle_reshard.tasks.index import index_here
 from paddle_reshard.tasks.sums import Sum, added
 

@@ -18,8 +18,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
-from paddle_reshard.tasks.group import GroupReport
-from paddle_reshard.tasks.groups_ended import groups_ended
+from paddle_reshard.tasks.group import GroupReport, groups_ended
 from paddle_reshard.tasks.sums import Sum, added
 
 

@@ -26,8 +26,7 @@ from paddle_reshard.storage.local.folders import written_whole
 from paddle_reshard.storage.os_errors import writing
 from paddle_reshard.storage.session.staging import append_to_file
 from paddle_reshard.storage.store import ReadRange, Source
-from paddle_reshard.tasks.group import GroupReport
-from paddle_reshard.tasks.groups_ended import groups_ended
+from paddle_reshard.tasks.group import GroupReport, groups_ended
 
 FORMAT = "paddle_reshard verify"
 

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.planning.work import Works
 from paddle_reshard.pipeline.request.options import takes
 from paddle_reshard.pipeline.request.read_options import DiffOptions
 from paddle_reshard.storage.store import Source
-from paddle_reshard.tasks.groups_ended import groups_ended
+from paddle_reshard.tasks.group import groups_ended
 from paddle_reshard.tasks.statistics import Statistics, Tolerance, combined
 
 _LAYER = re.compile(r"layers\.(\d+)\.")

@@ -8,9 +8,8 @@ from typing import NamedTuple, TypeVar
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Staged
-from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import WITHOUT_OPTIMIZER, PlanError
+from paddle_reshard.pipeline.core.errors import WITHOUT_OPTIMIZER, CheckpointError, PlanError
 from paddle_reshard.pipeline.core.file_names import SCHEDULER
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import DType, Tensor
@@ -122,3 +121,28 @@ def schedule_file(paths: Collection[str], wanted: Checkpoint, protocol: int = 4)
         return []
     ((_, content),) = encode_pickle(wanted.job.lr_scheduler, protocol).literals
     return [(SCHEDULER, content)]
+
+
+def check_tensors(staged: Staged, reread: Checkpoint) -> None:
+    """Refuse a staged target whose tensors, as ``reread``, are not the planned ones; names the first of them."""
+    catalog, read = staged.wanted.catalog, reread.catalog.tensors
+    wanted, content = catalog.tensors, len(catalog.tensors) - catalog.borrowed
+
+    def kept(number: int) -> bool:
+        return number < content and wanted.identity(number)[1] not in staged.states_not_carried
+
+    def same(number: int, other: int) -> bool:
+        return wanted.dtype(number) == read.dtype(other) and wanted.shape(number) == read.shape(other)
+
+    lacking, added = [], []
+    for number in filter(kept, range(content)):
+        reread_number = read.find(*wanted.identity(number))
+        if reread_number is None or not same(number, reread_number):
+            lacking.append(wanted.identity(number))
+    for identity in reread.catalog.index():
+        origin = wanted.find(*identity)
+        if origin is None or not kept(origin):
+            added.append(identity)
+    if lacking or added:
+        key, state = min(lacking + added)
+        raise CheckpointError(f"{key} ({state}): not the same in the source and the staged target")

@@ -58,10 +58,6 @@ def _refused(plan: CardsPlan) -> tuple[Table, ...]:
     return (Table("Refused", ("topology", "why"), rows, first=MOST_TILES),) if rows else ()
 
 
-def _lines(alternative: Alternative) -> list[str]:
-    return [line for line in (alternative.command, alternative.launch_line) if line]
-
-
 def _rows(alternatives: Sequence[Alternative]) -> tuple[tuple[str | int | float, ...], ...]:
     return tuple(
         (
@@ -90,5 +86,5 @@ def _grid(alternative: Alternative) -> Grid:
         each=topology.sharding * topology.dp,
         drawn=topology.world_size <= MOST_DRAWN,
         marked=alternative.nearest,
-        commands=tuple(_lines(alternative)),
+        commands=tuple(filter(None, (alternative.command, alternative.launch_line))),
     )

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from paddle_reshard.pipeline.report.data import Chart, ReportData, Table
-from paddle_reshard.pipeline.report.picture import Held, Moves, Picture
+from paddle_reshard.pipeline.report.picture import Held, Picture
 from paddle_reshard.pipeline.report.places import Side
 from paddle_reshard.pipeline.report.run_record import RunData
 
@@ -45,7 +45,9 @@ def render(report: ReportData) -> str:
         )
     )
     template = environment.from_string(_static("report.html"))
-    made_at = "" if report.made is None else _shown_time(report.made.at)
+    made_at = (
+        "" if report.made is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.made.at))
+    )
     return template.render(
         report=report, data=embedded(report), made_at=made_at, policy=policy, style=style, script=script
     )
@@ -62,10 +64,6 @@ def embedded(report: ReportData) -> dict[str, Any]:
         "findings": [_table(table) for table in report.findings],
         "tables": [_table(table) for table in report.tables],
     }
-
-
-def _shown_time(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
 def _static(name: str) -> str:
@@ -93,7 +91,7 @@ def _picture(picture: Picture) -> dict[str, Any]:
         "row_states": picture.row_states,
         "source_held": _held(picture.source_held),
         "target_held": _held(picture.target_held),
-        "moves": _moves(picture.moves),
+        "moves": {**asdict(picture.moves), "source": _steps(picture.moves.source)},
         "joined": picture.joined,
     }
 
@@ -104,10 +102,6 @@ def _side(side: Side) -> dict[str, Any]:
 
 def _held(held: Held) -> dict[str, Any]:
     return {**asdict(held), "row": _steps(held.row)}
-
-
-def _moves(moves: Moves) -> dict[str, Any]:
-    return {**asdict(moves), "source": _steps(moves.source)}
 
 
 def _steps(values: Sequence[int]) -> list[int]:

@@ -28,7 +28,7 @@ from paddle_reshard.storage.aligned import (
     memory_in_huge_pages,
     padding_between,
 )
-from paddle_reshard.storage.local.mounts import file_system
+from paddle_reshard.storage.local.source import file_system
 
 CLONING = {"ext4": False, "xfs": True}
 """File systems of a single machine on which direct and cached writes to one file are known to agree, and whether files

@@ -13,7 +13,6 @@ from pathlib import Path
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import TENSOR_FOLDERS
 from paddle_reshard.storage.local.entries import look, opened
-from paddle_reshard.storage.local.mounts import file_system
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.store import Openness, Read, ReadRange
 
@@ -237,3 +236,18 @@ def _status(path: Path) -> os.stat_result:
         return path.stat()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name}: disappeared while it was read") from error
+
+
+def file_system(device: int) -> str:
+    """The type of the file system with a device number, such as ``ext4``; empty if it is unknown.
+
+    Linux ``proc(5)``, ``mountinfo``.
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    here = [mount for mount in mounts if mount.split(" ", 3)[2:3] == [number]]
+    kinds = {mount.partition(" - ")[2].partition(" ")[0] for mount in here}
+    return kinds.pop() if len(kinds) == 1 else ""

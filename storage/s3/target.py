@@ -254,13 +254,9 @@ class S3Target(FsspecTarget):
             try:
                 uploads.complete_upload(self.s3, name, self.uploads[name], self._parts(name))
             except OSError:
-                if not self._has_appeared(self.files[name], self._parts(name)):
+                if not _is_made_of(FsspecSource(self.folder, [name]), self.files[name], self._parts(name)):
                     raise
             self.completed.add(name)
-
-    def _has_appeared(self, new: NewFile, parts: Sequence[Receipt]) -> bool:
-        """Whether a file exists and consists of these parts."""
-        return _is_made_of(FsspecSource(self.folder, [new.path]), new, parts)
 
     def take_back(self) -> int:
         """Abort every upload that has not been completed; how many could not be."""

@@ -73,7 +73,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pipeline/model/rules/extends.py _shipped",
         "pipeline/model/rules/tables.py ShippedTables.__init__",
         "pipeline/report/page.py _static",
-        "storage/local/mounts.py file_system",
+        "storage/local/source.py file_system",
         "storage/session/holder.py this_process",
         "storage/session/holder.py process_start",
     ),

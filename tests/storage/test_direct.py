@@ -30,8 +30,7 @@ from paddle_reshard.storage.local.direct import (
     Direct,
     direct_writes,
 )
-from paddle_reshard.storage.local.mounts import file_system
-from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.local.source import LocalSource, file_system
 from paddle_reshard.storage.local.target import LocalTarget, LocalWriter
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests import oracle

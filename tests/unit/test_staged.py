@@ -9,12 +9,12 @@ import pytest
 from benchmarks.synthetic import Dims, catalog_of
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.format import Staged
-from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
+from paddle_reshard.pipeline.formats.writing import check_tensors
 
 
 @pytest.fixture(scope="module")

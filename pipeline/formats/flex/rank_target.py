@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
-from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.training_job import coordinates_of, never_restored, takes_from_masters
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, is_per_parameter
@@ -38,7 +37,7 @@ from paddle_reshard.pipeline.formats.jobs.checks import check_job, check_target
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
 from paddle_reshard.pipeline.formats.jobs.request import JobRequest
-from paddle_reshard.pipeline.formats.writing import UNCUT, NewArray
+from paddle_reshard.pipeline.formats.writing import UNCUT, NewArray, check_tensors
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
 from paddle_reshard.pipeline.model.rules.table import RuleTable

@@ -181,7 +181,8 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
     model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp, layers_counted=counted)
     held = reading.renamed(held)
     copies = _copies_of(held, reading, files)
-    catalog = read_huggingface(stored, {**files.safetensors, **_sizes_of(copies, files)}, held, copies=copies)
+    sizes = {**files.safetensors, **({_SINGLE: files.sizes[_SINGLE]} if copies else {})}
+    catalog = read_huggingface(stored, sizes, held, copies=copies)
     if MANIFEST not in files.sizes:
         _check_told(model)
     own_index = [WEIGHT_INDEX] if index is not None else []
@@ -218,10 +219,6 @@ def _copies_of(
             f"PaddleFormers the latter, and {odd[0]} is not the same in both; move one of the two elsewhere"
         )
     return there
-
-
-def _sizes_of(copies: Mapping[str, StoredTensor], files: SourceFiles) -> dict[str, int]:
-    return {_SINGLE: files.sizes[_SINGLE]} if copies else {}
 
 
 def _check_told(model: Model) -> None:

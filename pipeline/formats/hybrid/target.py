@@ -16,7 +16,6 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, Tar
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
-from paddle_reshard.pipeline.checkpoint.staged import check_tensors
 from paddle_reshard.pipeline.checkpoint.stages import as_read_again, for_stages, parted
 from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
@@ -29,6 +28,7 @@ from paddle_reshard.pipeline.formats.jobs.checks import check_job
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.job_bytes import job_bytes
 from paddle_reshard.pipeline.formats.jobs.request import JobRequest
+from paddle_reshard.pipeline.formats.writing import check_tensors
 from paddle_reshard.pipeline.model.model import AUTOMATIC, Model
 
 

@@ -74,7 +74,7 @@ from paddle_reshard.pipeline.formats.unified.names import (
 )
 from paddle_reshard.pipeline.formats.writing import UNCUT
 from paddle_reshard.pipeline.model.completeness import completed
-from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
+from paddle_reshard.pipeline.model.model import Model, read_model
 from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.rule import expected_shape
@@ -396,9 +396,10 @@ class _Cutting:
     ) -> tuple[str, dict[int, Shape]] | None:
         """The first key of which ranks hold other slices than they must, with the shapes of those."""
         listed = [
-            Parameter(tensor.key, prod(self._local(tensor)), tensor.dtype)
+            Parameter(tensor.key, prod(cut.local_shape(tensor.key, tensor.global_shape)), tensor.dtype)
             for tensor in self.model.as_built(stages)
             if tensor.key in held and tensor.rule.of_expert in experts
+            for cut in [self.model.cut(tensor, self.tp)]
         ]
         for buffer in read_buffers(listed, held):
             for key, cut in cut_buffer(buffer, max(self.degrees, default=1)).items():
@@ -406,9 +407,6 @@ class _Cutting:
                 if held[key] != wanted:
                     return key, {rank: (elements,) for rank, elements in wanted.items()}
         return None
-
-    def _local(self, tensor: ModelTensor) -> Shape:
-        return self.model.cut(tensor, self.tp).local_shape(tensor.key, tensor.global_shape)
 
 
 def _catalog(arrays: Arrays, model: Model, files: Sequence[UnifiedFile], sizes: Mapping[str, int]) -> Catalog:
