@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.group import GroupReport
 from paddle_reshard.tasks.index import index_here
@@ -29,11 +29,11 @@ class Engine(ABC):
     """Whether groups run in this process, whose memory the plan and all metadata share with them then."""
 
     @abstractmethod
-    def run(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
+    def run(self, remaining: RemainingGroups, source: ReadRange, target: WritePart) -> Batches:
         """Make the parts of every group, and report groups as they are done."""
 
     @abstractmethod
-    def compare(self, works: Works, source: ReadRange) -> Batches:
+    def compare(self, remaining: RemainingGroups, source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
 
     def observed(self, observe: Observer) -> Engine:

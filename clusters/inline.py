@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import THREAD, Observer, WorkerAssigned, ignore_events
 from paddle_reshard.pipeline.planning.metadata import check_metadata, held_bytes
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GroupWork, Works
+from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.storage.store import ReadRange, WritePart
 from paddle_reshard.tasks.compare_group import compare_group, measure_group
 from paddle_reshard.tasks.device import Mover
@@ -51,19 +51,19 @@ class InlineEngine(Engine):
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers: at least 1 is needed")
 
-    def run(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
+    def run(self, remaining: RemainingGroups, source: ReadRange, target: WritePart) -> Batches:
         """Run every group, and report each as it is done. Closing the iterator ends all of them."""
         from paddle_reshard.tasks.run_group import run_group  # comparisons do without
 
-        return _one_by_one(self.each(works, lambda work, mover: run_group(work, source, target, mover)))
+        return _one_by_one(self.each(remaining, lambda work, mover: run_group(work, source, target, mover)))
 
-    def compare(self, works: Works, source: ReadRange) -> Batches:
+    def compare(self, remaining: RemainingGroups, source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
-        return _one_by_one(self.each(works, lambda work, mover: compare_group(work, source, mover)))
+        return _one_by_one(self.each(remaining, lambda work, mover: compare_group(work, source, mover)))
 
-    def measure(self, works: Works, source: ReadRange, tolerance: Tolerance) -> Reports:
+    def measure(self, remaining: RemainingGroups, source: ReadRange, tolerance: Tolerance) -> Reports:
         """Measure how far the sides of every group are apart."""
-        return self.each(works, lambda work, mover: measure_group(work, source, tolerance, mover))
+        return self.each(remaining, lambda work, mover: measure_group(work, source, tolerance, mover))
 
     def observed(self, observe: Observer) -> InlineEngine:
         """The same engine; ``observe`` is called with what each of its threads runs."""
@@ -81,13 +81,13 @@ class InlineEngine(Engine):
         """Upper bound of the groups at a time; memory may admit fewer."""
         return self.workers or 2 * len(os.sched_getaffinity(0))
 
-    def each(self, works: Works, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
+    def each(self, remaining: RemainingGroups, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
         """Call ``do`` with every group and a workspace for it."""
         count = self.groups_at_a_time
-        peaks = works.largest_peaks(count)
+        peaks = remaining.largest_peaks(count)
         spaces = Workspaces(self.memory_bytes - FOOTPRINT_BYTES, peaks)
         more_bytes = workspace_bytes(peaks, spaces.budget_bytes)
-        check_memory_limit(more_bytes, spaces.budget_bytes, works.plan.budget_bytes)
+        check_memory_limit(more_bytes, spaces.budget_bytes, remaining.plan.budget_bytes)
         idle = [f"{THREAD}{number}" for number in reversed(range(count))]
         running: dict[Future[GroupReport], tuple[str, Workspace]] = {}
 
@@ -101,7 +101,7 @@ class InlineEngine(Engine):
 
         with ThreadPoolExecutor(count) as pool:
             try:
-                for work in works:
+                for work in remaining:
                     while not idle or (space := spaces.take(work.peak_bytes, work.label)) is None:
                         yield from finished()
                     worker = idle.pop()

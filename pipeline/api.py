@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.request.options import (
     ConversionOptions,
     ConvertOptions,
     Targets,
-    takes,
+    with_options,
 )
 from paddle_reshard.pipeline.request.parse import locations_of, parse_request
 from paddle_reshard.storage.locate import Access, StorageOptions, open_target
@@ -51,7 +51,7 @@ def plan(
 ) -> CardsPlan: ...
 
 
-@takes(ConversionOptions)
+@with_options(ConversionOptions)
 def plan(
     source: PathLike,
     target: Targets | None = None,
@@ -95,7 +95,7 @@ def plan(
     return plan_with(locations_of((source,), target, request), request, observe)
 
 
-@takes(ConvertOptions)
+@with_options(ConvertOptions)
 def convert(
     source: PathLike,
     target: Targets,

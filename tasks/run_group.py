@@ -35,7 +35,7 @@ from paddle_reshard.tasks.group import (
     passes,
     with_ranges,
 )
-from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added, better
+from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added, cheapest_to_add
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -242,7 +242,7 @@ class _Moved:
             ]
             for owner in ((number, dtype), *([implied[number]] if number in implied else [])):
                 whole = _whole(self.work.tensors[number], owner[1])
-                best, pieces = better(whole, [boxes for _, boxes in places])
+                best, pieces = cheapest_to_add(whole, [boxes for _, boxes in places])
                 places[best][0].add(owner, whole, pieces)
 
 

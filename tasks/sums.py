@@ -105,7 +105,7 @@ class Sums:
         return tuple(Sum(*owner, remainder, count) for owner, remainder, count in found)
 
 
-def better(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, list[SummedBox]]:
+def cheapest_to_add(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, list[SummedBox]]:
     """Which of several places that hold the same values takes least time to add up, and the pieces there.
 
     The best has them in the order of the tensor, then in its dtype, then in the longest runs; the first one if several

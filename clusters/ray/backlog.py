@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paddle_reshard.pipeline.core.errors import GroupFailedError, MemoryBudgetError
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import WorkBatch, Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups, WorkBatch
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class Attempt:
 class Backlog:
     """The groups of a run that no worker has, as a line of ranges of them. What is to be tried again goes first."""
 
-    def __init__(self, works: Works) -> None:
-        self.works = works
-        self.left = len(works)
+    def __init__(self, remaining: RemainingGroups) -> None:
+        self.remaining = remaining
+        self.left = len(remaining)
         """Number of groups."""
-        self._line = deque((groups, 1) for groups in works.stretches)
+        self._line = deque((groups, 1) for groups in remaining.stretches)
         """Groups, and the number of their next attempt."""
 
     def __bool__(self) -> bool:
@@ -41,29 +41,29 @@ class Backlog:
 
     def check_memory(self, memory_bytes: int) -> None:
         """Refuse a group that does not fit into ``memory_bytes``, the budget of a worker."""
-        peaks = self.works.plan.group_peaks
+        peaks = self.remaining.plan.group_peaks
         largest = max((group for groups, _ in self._line for group in groups), key=peaks.__getitem__)
         needed_bytes = int(peaks[largest]) + FOOTPRINT_BYTES
         if needed_bytes > memory_bytes:
-            raise MemoryBudgetError(self.works.work(largest).label, memory_bytes, needed_bytes)
+            raise MemoryBudgetError(self.remaining.work(largest).label, memory_bytes, needed_bytes)
 
     @property
     def next(self) -> Attempt:
         """The first group in line."""
         groups, number = self._line[0]
-        return Attempt(groups[:1], int(self.works.plan.group_peaks[groups.start]), number)
+        return Attempt(groups[:1], int(self.remaining.plan.group_peaks[groups.start]), number)
 
     @property
     def peak_bytes(self) -> int:
         """Sum of the peaks of all groups."""
-        peaks = self.works.plan.group_peaks
+        peaks = self.remaining.plan.group_peaks
         return sum(int(peaks[groups.start : groups.stop].sum()) for groups, _ in self._line)
 
     def take(self, most_groups: int) -> tuple[Attempt, WorkBatch]:
         """Take the first groups in line, up to ``most_groups`` that are tried for the same time."""
         groups, number = self._line.popleft()
         self.left -= len(groups)
-        batch = self.works.batch(groups[:most_groups])
+        batch = self.remaining.batch(groups[:most_groups])
         self._put_first(groups[len(batch.groups) :], number)
         return Attempt(batch.groups, max(batch.peaks), number), batch
 
@@ -77,7 +77,7 @@ class Backlog:
         """
         groups, number = attempt.groups, attempt.number
         if number >= ATTEMPTS:
-            label = self.works.work(groups.start).label
+            label = self.remaining.work(groups.start).label
             raise GroupFailedError(label, groups.start, number, cause) from failure
         names = f"group {groups.start}" if len(groups) == 1 else f"groups {groups.start} to {groups[-1]}"
         log.warning("%s: attempt %d failed: %s", names, number, cause)

@@ -89,7 +89,7 @@ class Driver:
 
     def _look(self) -> Shareable:
         """Look at the first group in line."""
-        work = self.backlog.works.work(self.backlog.next.groups.start)
+        work = self.backlog.remaining.work(self.backlog.next.groups.start)
         if self.most_object_bytes is None:
             nodes = self.crew.actors.demand.eligible(live_nodes())
             self.most_object_bytes = most_object_bytes(nodes)
@@ -144,4 +144,4 @@ class Driver:
         if running.failure is not None:
             self.backlog.retry(running.attempt, cause_of(running.failure), running.failure)
         else:
-            yield [merge_reports(self.backlog.works.work(running.attempt.groups.start), running.reports)]
+            yield [merge_reports(self.backlog.remaining.work(running.attempt.groups.start), running.reports)]

@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
-from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, Works
+from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, RemainingGroups
 from paddle_reshard.storage.store import ReadRange, WritePart
 
 
@@ -88,18 +88,18 @@ class RayEngine(Engine):
                 f"Ray at {self.address!r}: give host:port of the head node, or submit a job to that cluster"
             )
 
-    def run(self, works: Works, source: ReadRange, target: WritePart | None) -> Batches:
+    def run(self, remaining: RemainingGroups, source: ReadRange, target: WritePart | None) -> Batches:
         """Run every group, and report batches as they are done. Closing the iterator ends all workers.
 
         Without a ``target``, groups are only compared.
         """
         self.observe(Waiting("Ray and its workers"))
-        if not len(works):
+        if not len(remaining):
             return
         with joined_ray(self.joins, self.workers) as grows:
-            backlog, nodes = Backlog(works), live_nodes()
+            backlog, nodes = Backlog(remaining), live_nodes()
             backlog.check_memory(self.memory_bytes)
-            count = self._most_busy(works, worker_count(self.workers, self.demand, nodes, grows))
+            count = self._most_busy(remaining, worker_count(self.workers, self.demand, nodes, grows))
             eligible = self.demand.eligible(nodes)
             if self.label_selector:
                 which = f"{len(eligible)} of {len(nodes)} nodes, those with {self.label_selector}"
@@ -110,9 +110,9 @@ class RayEngine(Engine):
                 crew = Crew(actors, calls, count)
                 yield from Driver(backlog, crew, calls, dealer, self.observe).reports()
 
-    def compare(self, works: Works, source: ReadRange) -> Batches:
+    def compare(self, remaining: RemainingGroups, source: ReadRange) -> Batches:
         """Run only the comparisons of every group."""
-        return replace(self, exchange="never").run(works, source, None)
+        return replace(self, exchange="never").run(remaining, source, None)
 
     def observed(self, observe: Observer) -> RayEngine:
         """The same engine; ``observe`` is called with what it waits for, and with what each of its workers runs."""
@@ -132,9 +132,9 @@ class RayEngine(Engine):
         """What Ray reserves for each worker."""
         return Demand(self.memory_bytes, self.device == "gpu", self.label_selector)
 
-    def _most_busy(self, works: Works, count: int) -> int:
+    def _most_busy(self, remaining: RemainingGroups, count: int) -> int:
         """How many of ``count`` workers may ever be busy, if each band of a shared group has its own."""
-        if len(works) > count:
+        if len(remaining) > count:
             return count
-        most = (1 if self.exchange == "never" else len(work.bands) for work in works)
+        most = (1 if self.exchange == "never" else len(work.bands) for work in remaining)
         return min(count, sum(max(1, bands) for bands in most))

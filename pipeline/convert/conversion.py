@@ -48,7 +48,7 @@ from paddle_reshard.pipeline.core.shown import (
     SHOWN_DIFFERENCES,
     SHOWN_WORKERS,
     Facts,
-    Shown,
+    Result,
     counted,
     readable_bytes,
     readable_seconds,
@@ -74,7 +74,7 @@ from paddle_reshard.tasks.index import index_here
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ConversionReport(Shown):
+class ConversionReport(Result):
     """The result of a conversion."""
 
     source: str

@@ -10,7 +10,7 @@ from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart, par
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.shown import Facts, Shown, counted, readable_bytes
+from paddle_reshard.pipeline.core.shown import Facts, Result, counted, readable_bytes
 from paddle_reshard.pipeline.core.trainer_files import is_stray
 from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
 from paddle_reshard.storage.local.source import kept_by_copies
@@ -37,7 +37,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class IntegrityReport(Shown):
+class IntegrityReport(Result):
     """The result of checking a target."""
 
     files: int

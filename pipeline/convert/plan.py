@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.part_limits import PartLimits
 from paddle_reshard.pipeline.core.shown import (
     Facts,
-    Shown,
+    Result,
     by_reason,
     counted,
     readable_bytes,
@@ -83,7 +83,7 @@ class PlannedTarget:
 
 
 @dataclass(frozen=True, repr=False)
-class ConversionPlan(Shown):
+class ConversionPlan(Result):
     """A conversion that can be run."""
 
     store: Source = field(compare=False)

@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.pipeline.request.parse import ConversionRequest
 from paddle_reshard.pipeline.request.record import session_record
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -312,7 +312,7 @@ def _move(
     writer, records = outputs.begin(_new_files(conversion), identify(conversion), source.openness)
     done = _Done.before(plan, records)
     observe(Progress(done.resumed_bytes, before=True, groups=done.resumed_groups))
-    with closing(engine.run(Works(plan, done.units), source, writer)) as batches:
+    with closing(engine.run(RemainingGroups(plan, done.units), source, writer)) as batches:
         for reports in batches:
             outputs.note([_record(report) for report in reports])
             for report in reports:

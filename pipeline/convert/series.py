@@ -49,7 +49,7 @@ from paddle_reshard.pipeline.request.options import (
     Targets,
     flag_of,
     of_one_source,
-    takes,
+    with_options,
 )
 from paddle_reshard.pipeline.request.parse import (
     ConversionRequest,
@@ -247,7 +247,7 @@ def series_source(stores: Sequence[Source], average: bytes) -> JoinedSource:
 # --------------------------------------------------------------------------------------------- the API
 
 
-@takes(AverageOptions)
+@with_options(AverageOptions)
 def ema(
     sources: Sequence[PathLike],
     target: Targets,

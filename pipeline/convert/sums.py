@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.plan import Plan
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.group import GroupReport, groups_ended
 from paddle_reshard.tasks.sums import Sum, added
@@ -37,7 +37,7 @@ def run_reads(
     """The reports of the groups of a plan of sums, which write nothing."""
     engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
     observe(StepStarted("reading", plan.read_bytes, plan.groups, plan.budget_bytes))
-    with closing(engine.run(Works(plan), source, NoTarget())) as batches:
+    with closing(engine.run(RemainingGroups(plan), source, NoTarget())) as batches:
         for reports in batches:
             yield from reports
             for ended in groups_ended(plan, reports):

@@ -14,7 +14,7 @@ SHOWN_AMPLIFICATION = 1.05
 """Show the amplification of reads if it exceeds this."""
 
 
-class Shown:
+class Result:
     """A result that prints as a few facts, however much it holds."""
 
     __slots__ = ()

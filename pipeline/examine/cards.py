@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
 from paddle_reshard.pipeline.core.shown import (
     Facts,
-    Shown,
+    Result,
     ToCopy,
     by_reason,
     counted,
@@ -121,7 +121,7 @@ class RefusedTopology(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class CardsPlan(Shown):
+class CardsPlan(Result):
     """What a checkpoint can become on a number of cards."""
 
     path: str

@@ -9,12 +9,12 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import CheckOptions
 from paddle_reshard.storage.locate import open_source, source_access, target_access
 
 
-@takes(CheckOptions)
+@with_options(CheckOptions)
 def check(
     target: PathLike,
     *,

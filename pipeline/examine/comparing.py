@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted
 from paddle_reshard.pipeline.planning.compare import Difference
 from paddle_reshard.pipeline.planning.plan import Plan
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import typed
 from paddle_reshard.storage.local.folders import written_whole
@@ -61,7 +61,7 @@ def run_comparisons(
     observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
     read_bytes = sum(group.read_bytes for group in done.values())
     observe(Progress(read_bytes, before=True, groups=len(done)))
-    with closing(engine.compare(Works(plan, done), source)) as batches:
+    with closing(engine.compare(RemainingGroups(plan, done), source)) as batches:
         for reports in batches:
             groups = [compared(report) for report in reports]
             done |= {group.group: group for group in groups}

@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.convert.plan import ConversionPlan, laid_out_again
 from paddle_reshard.pipeline.core.catalog import Catalog, volumes
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.numbers import Ints
-from paddle_reshard.pipeline.core.shown import Facts, Shown
+from paddle_reshard.pipeline.core.shown import Facts, Result
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.targets import join
 from paddle_reshard.pipeline.planning.coverage import COPIED, LITERAL, PADDING, VALUE, Swept, sweep
@@ -23,7 +23,7 @@ from paddle_reshard.storage.outputs import prefixes
 
 
 @dataclass(frozen=True, repr=False)
-class Coverage(Shown):
+class Coverage(Result):
     """What every byte of the targets is, and what becomes of every element of the source; true if it is complete.
 
     The bytes of literals, padding, values and carried files add up to ``total_bytes``. The manifest, which is

@@ -15,15 +15,15 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.heap import trim_heap
-from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import SHOWN_DIFFERENCES, Facts, Result, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.pipeline.examine.reading import Reader, check_states, joined, spare_of
 from paddle_reshard.pipeline.indexing.pair import Contents
 from paddle_reshard.pipeline.planning.compare import Comparison, Difference, plan_differences
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import Works
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.planning.work import RemainingGroups
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import DiffOptions
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.group import groups_ended
@@ -90,7 +90,7 @@ class DifferenceSummary:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DiffReport(Shown):
+class DiffReport(Result):
     """The result of :func:`diff`."""
 
     tensors: int
@@ -191,7 +191,7 @@ def _summaries(
         )
 
 
-@takes(DiffOptions)
+@with_options(DiffOptions)
 def diff(
     a: PathLike,
     b: PathLike,
@@ -269,7 +269,7 @@ def _measured(
     engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_of(stores))
     observe(StepStarted("comparing", plan.read_bytes, plan.groups, plan.budget_bytes))
     parts: dict[int, list[tuple[int, Statistics]]] = defaultdict(list)
-    with closing(engine.measure(Works(plan), joined(stores), tolerance)) as reports:
+    with closing(engine.measure(RemainingGroups(plan), joined(stores), tolerance)) as reports:
         for report in reports:
             for number, statistics in report.statistics:
                 parts[number].append((report.group, statistics))

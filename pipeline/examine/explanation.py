@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.shown import Facts, Shown
+from paddle_reshard.pipeline.core.shown import Facts, Result
 from paddle_reshard.pipeline.core.tensors import DTYPES
 
 
@@ -123,7 +123,7 @@ class ExplainedTensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Shown):
+class Explanation(Result):
     """A file of a target, or a tensor on both sides."""
 
     source: str

@@ -14,11 +14,11 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.core.heap import trim_heap
-from paddle_reshard.pipeline.core.shown import Facts, Shown, readable_bytes
+from paddle_reshard.pipeline.core.shown import Facts, Result, readable_bytes
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.reading import Reader, spare_of
 from paddle_reshard.pipeline.planning.sums import plan_sums
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
 from paddle_reshard.storage.documents.manifest import own_manifest
@@ -27,7 +27,7 @@ from paddle_reshard.storage.locate import absolute
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class FingerprintReport(Shown):
+class FingerprintReport(Result):
     """The fingerprints of a checkpoint, and what it took."""
 
     path: str
@@ -49,7 +49,7 @@ class FingerprintReport(Shown):
         return [("root", self.root), *states, ("extent", extent)]
 
 
-@takes(FingerprintOptions)
+@with_options(FingerprintOptions)
 def fingerprint(
     source: PathLike,
     *,

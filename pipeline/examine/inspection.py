@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, RuleError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.core.shown import Facts, Shown, by_reason, readable_bytes
+from paddle_reshard.pipeline.core.shown import Facts, Result, by_reason, readable_bytes
 from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
@@ -42,7 +42,7 @@ from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.request.inputs import check_convention, given_inputs, load_tables
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.locate import source_access
 from paddle_reshard.storage.store import Source
@@ -62,7 +62,7 @@ class StateSummary:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Shown):
+class Inspection(Result):
     """The description of a checkpoint."""
 
     path: str
@@ -177,7 +177,7 @@ class Inspection(Shown):
         return facts
 
 
-@takes(InspectOptions)
+@with_options(InspectOptions)
 def inspect(
     source: PathLike, *, observe: Observer = ignore_events, **options: Unpack[InspectOptions]
 ) -> Inspection:

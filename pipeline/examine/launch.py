@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG, MANIFEST, SCHEDULER
-from paddle_reshard.pipeline.core.shown import Facts, Shown, ToCopy
+from paddle_reshard.pipeline.core.shown import Facts, Result, ToCopy
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.trainer_files import is_random_state
@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.model.optimizers import muon_parameters
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.locate import source_access
 
@@ -35,7 +35,7 @@ _RANKS = "$((PADDLE_RANK * PADDLE_NPROC_PER_NODE))-$(((PADDLE_RANK + 1) * PADDLE
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Launch(Shown):
+class Launch(Result):
     """How to start a job from a checkpoint, or to serve an exported model."""
 
     path: str
@@ -81,7 +81,7 @@ class Launch(Shown):
         return [("note", remark) for remark in self.remarks]
 
 
-@takes(InspectOptions)
+@with_options(InspectOptions)
 def launch(
     checkpoint: PathLike,
     *,

@@ -11,14 +11,14 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import CheckpointError, ListingError, ReshardError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
-from paddle_reshard.pipeline.core.shown import Bytes, Facts, Shown
+from paddle_reshard.pipeline.core.shown import Bytes, Facts, Result
 from paddle_reshard.pipeline.core.tensors import in_words
 from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.inspection import Inspection, inspect_store
 from paddle_reshard.pipeline.indexing.finished import check_signals, is_damage, lacking, merging
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import InspectOptions
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
@@ -48,7 +48,7 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Run(Shown):
+class Run(Result):
     """The checkpoints of a run."""
 
     path: str
@@ -109,7 +109,7 @@ HEADINGS = (
 )
 
 
-@takes(InspectOptions)
+@with_options(InspectOptions)
 def ls(
     run: PathLike,
     *,

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.shown import (
     ONLY_IN,
     SHOWN_DIFFERENCES,
     Facts,
-    Shown,
+    Result,
     counted,
     readable_bytes,
     reread_in_words,
@@ -38,7 +38,7 @@ from paddle_reshard.pipeline.planning.compare import (
     plan_self_comparison,
 )
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
 from paddle_reshard.storage.locate import Access, open_source, target_access
 from paddle_reshard.storage.store import Source
@@ -48,7 +48,7 @@ OF_FINGERPRINTS = "the fingerprints"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport(Shown):
+class VerifyReport(Result):
     """The result of a comparison."""
 
     tensors: int
@@ -130,7 +130,7 @@ class Scope:
             raise UsageError("--states and --subset require two checkpoints, or --against")
 
 
-@takes(VerifyOptions)
+@with_options(VerifyOptions)
 def verify(
     a: PathLike,
     b: PathLike | None = None,

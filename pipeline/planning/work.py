@@ -71,7 +71,7 @@ class GroupWork:
         return replace(self, tensors=tensors, measured=None)
 
 
-class Works(Iterable[GroupWork]):
+class RemainingGroups(Iterable[GroupWork]):
     """The groups of a plan that are still to be run, in order: one by one, or in batches."""
 
     def __init__(self, plan: Plan, done: Collection[int] = ()) -> None:

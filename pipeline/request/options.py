@@ -488,7 +488,7 @@ def of_one_source() -> tuple[str, ...]:
     return tuple(name for name, option in declarations().items() if option.of_one_source)
 
 
-def takes(options: Any) -> Callable[[Function], Function]:
+def with_options(options: Any) -> Callable[[Function], Function]:
     """Make ``help``, the reference and completion list the ``options``, a TypedDict, of a function with ``**options``.
 
     Each has its type, its default, and its help. Type checkers know them from the annotation ``Unpack[…]``; whoever

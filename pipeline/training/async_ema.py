@@ -31,7 +31,7 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import ReadOptions
 from paddle_reshard.pipeline.training.decisions import (
     Due,
@@ -296,7 +296,7 @@ class AsyncEma:
             "divide_by": self.progress.correction(self.averaging),
         }
 
-    @takes(ReadOptions)
+    @with_options(ReadOptions)
     def load(
         self,
         directory: PathLike,

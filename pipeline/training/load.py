@@ -25,9 +25,9 @@ from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.checks import master_checks_of_loaded
 from paddle_reshard.pipeline.planning.plan import JOIN_GAP_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import GroupWork, Works
+from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import LoadOptions
 from paddle_reshard.pipeline.training.layout import (
     Names,
@@ -75,7 +75,7 @@ class LoadReport:
     """Parameters that differ from the cast of their master weights, as ``allow_master_drift`` permits."""
 
 
-@takes(LoadOptions)
+@with_options(LoadOptions)
 def load_into(
     state_dict: Mapping[str, Any],
     source: PathLike,
@@ -213,7 +213,7 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
         return replace(run_group(work, needed, writer, mover), read_bytes=needed.read_bytes)
 
     if all(tensor.on_host for tensor in live):
-        reports = InlineEngine(plan.budget_bytes).each(Works(plan), do)
+        reports = InlineEngine(plan.budget_bytes).each(RemainingGroups(plan), do)
     else:
         reports = _run_in_this_thread(plan, do)
     with closing(reports):
@@ -223,6 +223,6 @@ def _fill(plan: Plan, store: Source, live: Sequence[LiveTensor], gap_bytes: int)
 def _run_in_this_thread(plan: Plan, do: Callable[[GroupWork, Mover], GroupReport]) -> Reports:
     """Run all groups in the calling thread, which has set the device of the tensors."""
     space = Workspace(plan.peak_bytes)
-    for work in Works(plan):
+    for work in RemainingGroups(plan):
         space.clear(work.peak_bytes)
         yield do(work, space)

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.model.placement import ArrayKind, Placements, Tenso
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.pipeline.training.layout import needed_of
 from paddle_reshard.pipeline.training.stretches import Stretches
 from paddle_reshard.pipeline.training.tensors import HostMemory, MemoryWriter
@@ -94,7 +94,7 @@ def read_average(
     settings = PlanSettings(BUDGET_BYTES, compare_replicas=False, allow_reread=True)
     plan = plan_conversion(needed_of(checkpoint.catalog, fragments), files, (), settings)
     target = MemoryWriter({MEMORY: HostMemory(memory, memory)})
-    for work in Works(plan):
+    for work in RemainingGroups(plan):
         run_group(work, store, target)
 
 

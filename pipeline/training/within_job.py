@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, arguments_of_axes, unprinted
-from paddle_reshard.pipeline.request.options import takes
+from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import ResumeOptions
 from paddle_reshard.pipeline.training.launcher import Node
 from paddle_reshard.pipeline.training.resume_point import Found, Say, Start, files_digest
@@ -35,7 +35,7 @@ _COMPARED = (
 _SAW, _PLANNED, _READY, _FAILED, _REST = "saw", "planned", "ready", "failed", ""
 
 
-@takes(ResumeOptions)
+@with_options(ResumeOptions)
 def resume(
     training_args: Any,
     run: PathLike,

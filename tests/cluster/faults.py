@@ -13,7 +13,7 @@ import ray
 
 from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.storage.os_errors import translated_while_moving
 from paddle_reshard.storage.remote import retry
 from paddle_reshard.storage.store import Read, ReadRange, Receipt, WritePart
@@ -42,12 +42,12 @@ def first_time(marker: Path) -> bool:
 class Through(Engine):
     """Groups go through a function, which puts what misbehaves before a source or a writer."""
 
-    function: Callable[[Works, ReadRange, WritePart], Batches]
+    function: Callable[[RemainingGroups, ReadRange, WritePart], Batches]
 
-    def run(self, works: Works, source: ReadRange, target: WritePart) -> Batches:
+    def run(self, works: RemainingGroups, source: ReadRange, target: WritePart) -> Batches:
         return self.function(works, source, target)
 
-    def compare(self, works: Works, source: ReadRange) -> Batches:
+    def compare(self, works: RemainingGroups, source: ReadRange) -> Batches:
         raise NotImplementedError
 
 

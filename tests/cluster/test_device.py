@@ -10,7 +10,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.tasks.cast import bfloat16_bits
 from paddle_reshard.tasks.device import HOST, PROBE_BITS, DeviceBox, PaddleMover
 from paddle_reshard.tasks.run_group import run_group
@@ -99,7 +99,7 @@ def test_casts_of_all_kinds_of_values(paddle_mover: PaddleMover) -> None:
 def test_a_whole_conversion(paddle_mover: PaddleMover, tmp_path: Path) -> None:
     source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
     plan = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=2", format="hybrid-plain")
-    for work in Works(plan.plan):
+    for work in RemainingGroups(plan.plan):
         host, device = Written(), Written()
         assert run_group(work, plan.store, host) == run_group(work, plan.store, device, paddle_mover)
         assert host.parts == device.parts

@@ -10,7 +10,7 @@ import pytest
 from paddle_reshard.clusters.ray.exchange import merge_reports, split_group
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.planning.work import GroupWork, Works
+from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
 from paddle_reshard.tasks.group import load_band
@@ -37,7 +37,7 @@ class Written:
 def works(case: str, folder: Path) -> tuple[ReadRange, Iterator[GroupWork]]:
     source = case_directory(case) / "checkpoint-3"
     plan = in_groups(300_000).plan(source, folder / "T", to="tp=2,pp=2,sharding=2")
-    return plan.store, Works(plan.plan)
+    return plan.store, RemainingGroups(plan.plan)
 
 
 def read_only(source: ReadRange, work: GroupWork) -> list[Buffer]:

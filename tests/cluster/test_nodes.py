@@ -16,7 +16,7 @@ from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.ray import calls
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from tests.cluster.conftest import OBJECT_STORE_BYTES, Conversion
 from tests.cluster.faults import Watched
 from tests.cluster.test_own_ray import await_true
@@ -45,7 +45,7 @@ def demanded(cluster: Cluster) -> dict[tuple[tuple[str, float], ...], int]:
 def watching(notes: Path, engine: RayEngine, event: Callable[[int], None]) -> Engine:
     """An engine that calls ``event`` with the number of processes that have read, after each report."""
 
-    def run(works: Works, source: object, target: object) -> Iterator[object]:
+    def run(works: RemainingGroups, source: object, target: object) -> Iterator[object]:
         notes.mkdir()
         for report in engine.run(works, Watched(source, notes, seconds=0.05), target):
             event(len(list(notes.iterdir())))

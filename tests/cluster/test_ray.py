@@ -34,7 +34,7 @@ from paddle_reshard.pipeline.core.errors import (
 from paddle_reshard.pipeline.core.events import WorkerAssigned, ignore_events
 from paddle_reshard.pipeline.planning.ops import COMPARE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import GroupWork, Works
+from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.store import Identity
@@ -102,7 +102,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
 def test_every_worker_reports_its_work(conversion: Conversion, exchange: str, exchanged: list[int]) -> None:
     events: list[object] = []
     report = conversion.run(engine(exchange=exchange, observe=events.append))
-    several = sum(len(work.bands) > 1 for work in Works(conversion.plan.plan))
+    several = sum(len(work.bands) > 1 for work in RemainingGroups(conversion.plan.plan))
     assert several > 20
     assert exchanged == ([2] * several if exchange == "always" else [])
     carried = sum(file.size_bytes for file in conversion.plan.plan.carried)
@@ -262,7 +262,7 @@ def test_a_worker_killed_while_writing_is_replaced(
 def test_a_group_that_always_kills_its_worker_is_named(
     conversion: Conversion, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    works = list(Works(conversion.plan.plan))
+    works = list(RemainingGroups(conversion.plan.plan))
     work = works[10]
     band = work.bands[0]
     path, place = work.source_paths[int(band["file"])], int(band["start"]) + 1
@@ -376,7 +376,7 @@ def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> Non
     writer = LocalTarget(tmp_path / "T")
     with writer as target:
         begun, _ = target.begin([], Identity("plan", "version", "source", {}))
-        works = Works(conversion.plan.plan)
+        works = RemainingGroups(conversion.plan.plan)
         source = Watched(conversion.plan.store, notes, seconds=0.5)
         with pytest.raises(
             TargetError, match="none"
@@ -432,7 +432,7 @@ def test_a_node_that_is_lost_is_survived(cluster: Cluster, conversion: Conversio
     node = cluster.add_node(num_cpus=1, resources={"here": 1}, object_store_memory=80_000_000)
     notes = tmp_path / "notes"
 
-    def losing(works: Works, source: object, target: object) -> Iterator[object]:
+    def losing(works: RemainingGroups, source: object, target: object) -> Iterator[object]:
         removed = False
         for report in engine(workers=4).run(works, Watched(source, notes, seconds=0.2), target):
             if not removed and len(list(notes.iterdir())) == 4:
@@ -460,7 +460,7 @@ def test_settings_are_checked(settings: dict[str, object], message: str) -> None
 
 def test_no_groups_need_no_cluster(plan: Plan) -> None:
     conversion = plan(group_bytes=64 << 20)
-    works = Works(conversion.plan.plan, range(conversion.inline.groups))
+    works = RemainingGroups(conversion.plan.plan, range(conversion.inline.groups))
     assert list(engine().run(works, None, None)) == []
 
 

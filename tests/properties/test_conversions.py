@@ -28,7 +28,7 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.planning.work import GroupWork, Works
+from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Receipt
 from paddle_reshard.tasks.run_group import run_group
@@ -467,10 +467,10 @@ def test_groups_in_any_order_write_every_byte_once(
             checkpoint, files = lay_out(start, target, buffer_bytes)
 
             whole = Recorder(files, source)
-            whole.run(list(Works(plan_in_groups(checkpoint, files, BUDGET_BYTES, 4_096))))
+            whole.run(list(RemainingGroups(plan_in_groups(checkpoint, files, BUDGET_BYTES, 4_096))))
 
             plan = plan_in_groups(checkpoint, files, group_bytes, gap_bytes)
-            works = list(Works(plan))
+            works = list(RemainingGroups(plan))
             event(f"groups: 10^{len(str(len(works)))}")
             shuffle.shuffle(works)
             recorder = Recorder(files, source)

@@ -14,7 +14,7 @@ from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.planning import work as work_module
-from paddle_reshard.pipeline.planning.work import WorkBatch, Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups, WorkBatch
 from paddle_reshard.storage.store import ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from tests.cluster.test_exchange import Written
@@ -31,7 +31,7 @@ def conversion(tmp_path_factory: pytest.TempPathFactory) -> ConversionPlan:
     return in_groups(100_000).plan(source, tmp_path_factory.mktemp("T") / "T", to="tp=2,sharding=3")
 
 
-def batches(works: Works) -> Iterator[WorkBatch]:
+def batches(works: RemainingGroups) -> Iterator[WorkBatch]:
     """All groups in the largest batches, as a worker receives them."""
     for stretch in works.stretches:
         groups = stretch
@@ -48,7 +48,7 @@ def test_a_batch_is_its_groups(
 ) -> None:
     if limit is not None:
         monkeypatch.setattr(work_module, limit, 40)
-    works = Works(conversion.plan, DONE)
+    works = RemainingGroups(conversion.plan, DONE)
     sent = list(batches(works))
     assert [group for batch in sent for group in batch.groups] == [
         group for group in range(conversion.plan.groups) if group not in DONE
@@ -89,7 +89,7 @@ class FailsAfter(OneByOne):
 
 @pytest.mark.parametrize("error", [OSError("gone"), CheckpointError("no checkpoint")])
 def test_what_was_done_before_a_failure_is_reported(conversion: ConversionPlan, error: Exception) -> None:
-    works = Works(conversion.plan)
+    works = RemainingGroups(conversion.plan)
     whole = works.batch(works.stretches[0])
     written = Written()
     worker = ReshardWorker(FailsAfter(conversion.store, error, 3), written, None, 5, 1 << 30, {})

@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.errors import MemoryBudgetError, UsageError
 from paddle_reshard.pipeline.core.events import WorkerAssigned
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.storage.store import Read, ReadRange
 from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace, Workspaces
@@ -58,7 +58,7 @@ def test_each_literal_is_looked_at_once(tmp_path: Path) -> None:
     source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
     conversion = paddle_reshard.plan(source, tmp_path / "T", to="tp=2,sharding=3")
     pairs = looked_at = 0
-    for work in Works(conversion.plan):
+    for work in RemainingGroups(conversion.plan):
         literals = Visited(work.literals)
         run_group(replace(work, literals=literals), conversion.store, Written())
         assert literals.visits <= len(literals)
@@ -98,7 +98,7 @@ def our_threads() -> list[str]:
 def test_any_number_of_workers_makes_the_same(
     conversion: ConversionPlan, workers: int | None, memory_bytes: int
 ) -> None:
-    works = Works(conversion.plan)
+    works = RemainingGroups(conversion.plan)
     one, several = Written(), Written()
     expected = list(chain.from_iterable(InlineEngine(workers=1).run(works, conversion.store, one)))
     assert [report.group for report in expected] == [work.group for work in works]
@@ -112,7 +112,7 @@ def test_an_observer_learns_what_each_worker_runs(conversion: ConversionPlan) ->
     events: list[WorkerAssigned] = []
     memory_bytes = FOOTPRINT_BYTES + 2 * GROUP_BYTES
     engine = InlineEngine(memory_bytes, 3, observe=events.append)
-    works = Works(conversion.plan)
+    works = RemainingGroups(conversion.plan)
     reports = list(chain.from_iterable(engine.run(works, conversion.store, Written())))
     ran = {group: event.worker for event in events for groups in event.groups or () for group in groups}
     assert ran == {report.group: report.worker for report in reports}
@@ -128,8 +128,8 @@ def test_an_observer_learns_what_each_worker_runs(conversion: ConversionPlan) ->
 
 def test_groups_overlap(conversion: ConversionPlan) -> None:
     """Nobody comes through a gate alone: with one group at a time, the first would wait in vain."""
-    reading = [work.group for work in Works(conversion.plan) if len(work.bands)][:6]
-    works = Works(conversion.plan, set(range(conversion.plan.groups)) - set(reading))
+    reading = [work.group for work in RemainingGroups(conversion.plan) if len(work.bands)][:6]
+    works = RemainingGroups(conversion.plan, set(range(conversion.plan.groups)) - set(reading))
     source = Reads(conversion.store, gate=threading.Barrier(2, timeout=PATIENCE_SECONDS))
     reports = list(InlineEngine(workers=2).run(works, source, Written()))
     assert len(reports) == len(works)
@@ -138,21 +138,21 @@ def test_groups_overlap(conversion: ConversionPlan) -> None:
 def test_a_failure_ends_all(conversion: ConversionPlan) -> None:
     source = Reads(conversion.store, fails=4)
     with pytest.raises(OSError, match="the disk is gone"):
-        list(InlineEngine(workers=3).run(Works(conversion.plan), source, Written()))
+        list(InlineEngine(workers=3).run(RemainingGroups(conversion.plan), source, Written()))
     assert source.made <= 8
     assert not our_threads()
 
 
 def test_a_run_can_be_closed_at_any_time(conversion: ConversionPlan) -> None:
     source = Reads(conversion.store)
-    with closing(InlineEngine(workers=3).run(Works(conversion.plan), source, Written())) as reports:
+    with closing(InlineEngine(workers=3).run(RemainingGroups(conversion.plan), source, Written())) as reports:
         next(reports)
     assert source.made <= 6
     assert not our_threads()
 
 
 def test_a_group_that_can_never_run_is_named(conversion: ConversionPlan) -> None:
-    works = Works(conversion.plan)
+    works = RemainingGroups(conversion.plan)
     engine = InlineEngine(FOOTPRINT_BYTES + conversion.plan.peak_bytes - 1)
     with pytest.raises(
         MemoryBudgetError, match=rf"needs {FOOTPRINT_BYTES + conversion.plan.peak_bytes} bytes"

@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, _repr_of, _reprs, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from tests.limited import files_up_to
 
 
@@ -180,4 +180,4 @@ def test_a_plan_after_its_run_is_described_as_before(plan: Plan) -> None:
         assert getattr(carried_out, fact) == getattr(plan, fact), fact
     assert plan.payload_bytes > 0
     with pytest.raises(PlanError, match="plan the conversion again"):
-        next(Works(carried_out))
+        next(RemainingGroups(carried_out))

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, Ops
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings, PlanSizes
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt
 from paddle_reshard.tasks.compare_group import SCRATCH_BYTES, compare_group
 from paddle_reshard.tasks.run_group import run_group
@@ -161,7 +161,7 @@ def run(plan: Plan, source: Files, target: Files, shapes: Sequence[tuple[int, ..
     random = np.random.default_rng(0)
     values = [random.random(shape, dtype=np.float32) for shape in shapes]
     memory = Memory(source.contents(values), plan)
-    for work in reversed(list(Works(plan))):
+    for work in reversed(list(RemainingGroups(plan))):
         report = run_group(work, memory, memory)
         made = sum(r.nbytes for r in report.receipts) - report.copied_bytes
         assert made <= work.peak_bytes
@@ -309,7 +309,7 @@ def test_large_tensors_are_compared_within_the_budget(
     values[1_999, 4_999] += 1
     contents |= {f"B/{path}": content for path, content in b.contents([values]).items()}
     memory = Memory(contents, plan)
-    reports = [compare_group(work, memory) for work in Works(plan)]
+    reports = [compare_group(work, memory) for work in RemainingGroups(plan)]
     assert sum(report.compared_elements for report in reports) == prod(LARGE)
     assert memory.read_bytes == sum(report.read_bytes for report in reports) == plan.read_bytes
     (difference,) = [d for report in reports for d in report.differences]
@@ -383,7 +383,7 @@ def test_a_changed_bit_is_found_wherever_it_is(
             changed.flat[at] ^= 0x80000000 if at == 0 else 1 << int(random.integers(32))
         two = {f"B/{path}": content for path, content in b.contents([changed.view("<f4")]).items()}
         memory = Memory(one | two, plan)
-        reports = [compare_group(work, memory) for work in Works(plan)]
+        reports = [compare_group(work, memory) for work in RemainingGroups(plan)]
         assert sum(report.compared_elements for report in reports) == bits.size
         found = [d.detail for report in reports for d in report.differences]
         indices = [tuple(map(int, np.unravel_index(at, shape))) for at in change]
@@ -398,7 +398,7 @@ def test_a_tensor_that_differs_everywhere_is_reported_once_for_two_files_and_a_g
     values = np.zeros(shape, dtype=np.float32)
     contents = {f"A/{path}": content for path, content in a.contents([values]).items()}
     contents |= {f"B/{path}": content for path, content in b.contents([values + 1]).items()}
-    for work in Works(plan):
+    for work in RemainingGroups(plan):
         found = compare_group(work, Memory(contents, plan)).differences
         assert len({(d.path_a, d.path_b) for d in found}) == len(found) == 2
 
@@ -417,7 +417,7 @@ def test_a_changed_bit_is_found_in_every_block_of_a_large_strided_box() -> None:
         values[row, 7] = 1
         changed = {f"{name}/{path}": c for path, c in sides[name].contents([values]).items()}
         memory = Memory(equal | changed, plan)
-        found = [d.detail for work in Works(plan) for d in compare_group(work, memory).differences]
+        found = [d.detail for work in RemainingGroups(plan) for d in compare_group(work, memory).differences]
         assert [detail.partition(" is ")[0] for detail in found] == [f"element ({row}, 7)"]
         values[row, 7] = 0
 
@@ -436,7 +436,9 @@ def test_no_difference_hides_another_of_other_files_tensors_or_kinds() -> None:
     values = np.zeros(shape, dtype=np.float32)
     contents = {"A/0.bin": a.contents([values, values])["0.bin"]}
     contents |= {f"B/{path}": content for path, content in b.contents([values + 1, values + 1]).items()}
-    found = [d for work in Works(plan) for d in compare_group(work, Memory(contents, plan)).differences]
+    found = [
+        d for work in RemainingGroups(plan) for d in compare_group(work, Memory(contents, plan)).differences
+    ]
     assert sorted((d.tensor, type(d).__name__, {d.path_a, d.path_b} - {"A/0.bin"}) for d in found) == sorted(
         (f"w{tensor} (param)", kind, {f"B/{file}.bin"})
         for tensor, kind, file in product((0, 1), ("DriftError", "MasterDriftError"), (0, 1))
@@ -454,7 +456,7 @@ def test_infinity_is_no_nan() -> None:
     ]
     tensors = Tensors([Tensor("w", "param", dtype_named("bfloat16"), (3,))])
     plan = plan_comparisons(match(*sides, {}, kind=HOLD), tensors, files, PlanSettings(FOOTPRINT_BYTES + MIB))
-    (work,) = Works(plan)
+    (work,) = RemainingGroups(plan)
     memory = Memory({"A": masters.tobytes(), "B": params.tobytes()}, plan)
     (difference,) = compare_group(work, memory).differences
     assert difference.detail.startswith("element (1,) is inf")

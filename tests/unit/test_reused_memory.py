@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
-from paddle_reshard.pipeline.planning.work import Works
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.tasks.run_group import run_group
 from paddle_reshard.tasks.workspace import Workspace
 from tests.cluster.test_exchange import Written
@@ -41,7 +41,7 @@ def test_averages_too(tmp_path: Path) -> None:
 
 
 def check_same(conversion: ConversionPlan) -> None:
-    for work in Works(conversion.plan):
+    for work in RemainingGroups(conversion.plan):
         used = Workspace(work.peak_bytes)
         used.memory.fill(GARBAGE)
         new, reused = Written(), Written()

@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core import crc
 from paddle_reshard.tasks import sums
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import DeviceBox
-from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, better
+from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, cheapest_to_add
 from tests.sampling import examples
 
 DTYPES = (np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i8"), np.dtype("u1"))
@@ -177,9 +177,9 @@ def test_values_are_added_up_where_their_runs_are_longer() -> None:
 
     together, apart = pieces((12, 2), [(0, 0), (0, 6)]), pieces((6, 2), [(1, 0), (2, 0)])
     transposed, wide = pieces((2, 8), [(0, 0), (0, 24)]), pieces((12, 4), [(1, 0), (2, 0)], "<f4")
-    assert better(whole, [apart, together])[0] == 1
-    assert better(whole, [together, apart]) == (0, [together[0]._replace(extents=(4, 6))])
-    assert better(whole, [apart, transposed])[0] == 0
-    assert better(whole, [wide, transposed])[0] == 0
-    assert better(whole, [wide, apart])[0] == 1
-    assert better(whole, [apart, list(apart)]) == (0, apart)
+    assert cheapest_to_add(whole, [apart, together])[0] == 1
+    assert cheapest_to_add(whole, [together, apart]) == (0, [together[0]._replace(extents=(4, 6))])
+    assert cheapest_to_add(whole, [apart, transposed])[0] == 0
+    assert cheapest_to_add(whole, [wide, transposed])[0] == 0
+    assert cheapest_to_add(whole, [wide, apart])[0] == 1
+    assert cheapest_to_add(whole, [apart, list(apart)]) == (0, apart)
