@@ -177,6 +177,10 @@ class ConversionRequest:
     """File with the only plan that may be run."""
     sizes: PlanSizes = PlanSizes()
 
+    def __post_init__(self) -> None:
+        if self.is_complete or not self.resume:  # else a session may have what is not given
+            self.check_targets()
+
     @property
     def is_complete(self) -> bool:
         """Whether a topology or a format is among the options; those that are not given then have their defaults."""
@@ -354,15 +358,12 @@ def parse_request(
     run = {name: value for name, value in _values(options, _OF_RUN).items() if value is not None}
     run["resume"] = bool(run.get("resume") or run.get("take_over"))
     plan: PathLike | None = options.get("expected_plan")  # type: ignore[assignment]
-    request = ConversionRequest(
+    return ConversionRequest(
         tuple(_values(of_target, TARGET_OPTIONS) for of_target in _of_targets(options, target)),
         _values(options, SHARED_OPTIONS),
         expected_plan=Path(plan) if plan else None,
         **run,
     )
-    if request.is_complete or not request.resume:
-        request.check_targets()
-    return request
 
 
 _OF_RUN = (*RunOptions.__annotations__, "device")
