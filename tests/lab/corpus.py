@@ -108,7 +108,7 @@ def compared(mine: dict[str, Tensor], real: dict[str, Tensor]) -> tuple[int, int
 
 def _distance(mine: Tensor, real: Tensor) -> float:
     x, y = (
-        files._floats(np.frombuffer(of.data, "<u2" if of.dtype == "BF16" else "<f4")) for of in (mine, real)
+        files.floats(np.frombuffer(of.data, "<u2" if of.dtype == "BF16" else "<f4")) for of in (mine, real)
     )
     return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
 

@@ -213,7 +213,7 @@ def exchanged(mine: Path, real: Path) -> list[str]:
             is_weight = key.startswith("/master_weights") or path.name.startswith(("model", "lora"))
             if not is_weight or a[key].shape != b[key].shape:
                 continue
-            x, y = _floats(a[key]), _floats(b[key])
+            x, y = floats(a[key]), floats(b[key])
             if np.linalg.norm(x - y) > FAR * np.linalg.norm(y):
                 wrong.append(f"{path.name}{key}: far from the job's own value")
     return wrong
@@ -229,7 +229,8 @@ def _arrays(value: Any, path: str) -> Iterator[tuple[str, np.ndarray]]:
         yield path, value[1]
 
 
-def _floats(array: np.ndarray) -> np.ndarray:
+def floats(array: np.ndarray) -> np.ndarray:
+    """As float32; two bytes are bfloat16."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)

@@ -14,31 +14,18 @@ import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
 SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-    "dtype": "bfloat16",
-}
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, "dtype": "bfloat16",
+}  # fmt: skip
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "norm_topk_prob": True,
-}
+}  # fmt: skip
 ROUTED = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 3,
-}
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "num_hidden_layers": 3,
+}  # fmt: skip
 YARN = {"type": "yarn", "factor": 2.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 OF_TEXT = {
     "llama": ("Llama", "", {"num_hidden_layers": 4}),
@@ -46,187 +33,68 @@ OF_TEXT = {
     "qwen3": ("Qwen3", "Deprecated", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5", "", {"head_dim": 16}),
     "phi3": ("Phi3", "", TOKENS),
-    "gemma3_text": (
-        "Gemma3",
-        "",
-        {
-            **TOKENS,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        "Deprecated",
-        {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 48},
-    ),
+    "gemma3_text": ("Gemma3", "", {**TOKENS, "bos_token_id": 2, "eos_token_id": 1, "head_dim": 16,
+        "query_pre_attn_scalar": 16, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen2_moe": ("Qwen2Moe", "Deprecated", {**EXPERTS, "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 48}),
     "qwen3_moe": ("Qwen3Moe", "Deprecated", {**EXPERTS, "head_dim": 16}),
-    "qwen3_next": (
-        "Qwen3Next",
-        "",
-        {
-            **EXPERTS,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "head_dim": 16,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "partial_rotary_factor": 0.25,
-        },
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        "Deprecated",
-        {
-            **ROUTED,
-            "head_dim": 16,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "partial_rotary_factor": 0.5,
-            "use_qk_norm": True,
-        },
-    ),
-    "deepseek_v3": (
-        "DeepseekV3",
-        "",
-        {
-            **ROUTED,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_group": 2,
-            "topk_group": 2,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "num_nextn_predict_layers": 0,
-        },
-    ),
-    "gpt_oss": (
-        "GptOss",
-        "",
-        {
-            "head_dim": 16,
-            "intermediate_size": 32,
-            "num_experts": 4,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        "",
-        {
-            "head_dim": 16,
-            "moe_num_experts": 4,
-            "moe_intermediate_size": 32,
-            "moe_k": 2,
-            "moe_num_shared_experts": 1,
-            "moe_layer_start_index": 1,
-            "num_hidden_layers": 3,
-            "moe_group": "dummy",
-            "moe_use_aux_free": True,
-            "num_nextn_predict_layers": 0,
-        },
-    ),
-}
+    "qwen3_next": ("Qwen3Next", "", {**EXPERTS, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "partial_rotary_factor": 0.25}),
+    "glm4_moe": ("Glm4Moe", "Deprecated", {**ROUTED, "head_dim": 16, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "partial_rotary_factor": 0.5, "use_qk_norm": True}),
+    "deepseek_v3": ("DeepseekV3", "", {**ROUTED, "num_key_value_heads": 4, "kv_lora_rank": 16,
+        "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 2,
+        "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0}),
+    "gpt_oss": ("GptOss", "", {"head_dim": 16, "intermediate_size": 32, "num_experts": 4,
+        "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", "", {"head_dim": 16, "moe_num_experts": 4, "moe_intermediate_size": 32,
+        "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "num_hidden_layers": 3,
+        "moe_group": "dummy", "moe_use_aux_free": True, "num_nextn_predict_layers": 0}),
+}  # fmt: skip
 """Family → the name of its classes, what follows it, and sizes beside the common ones."""
 OF_TEXT_IN_IMAGES = {
-    **SIZES,
-    **TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
+    **SIZES, **TOKENS, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64,
     "head_dim": 16,
-}
+}  # fmt: skip
 OF_EXPERTS_IN_IMAGES = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TOWER = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 32,
-}
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "in_channels": 3,
+    "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32,
+}  # fmt: skip
 IMAGE = {"image_token_id": 120, "video_token_id": 121}
 STARTS = {**IMAGE, "vision_start_token_id": 122, "vision_end_token_id": 123}
 STARTS_OF_GLM = {
-    **IMAGE,
-    "image_start_token_id": 122,
-    "image_end_token_id": 123,
-    "video_start_token_id": 124,
+    **IMAGE, "image_start_token_id": 122, "image_end_token_id": 123, "video_start_token_id": 124,
     "video_end_token_id": 125,
-}
+}  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 INTERLEAVED = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 DEEPSTACK = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 OF_IMAGES = {
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        "",
-        {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
-        {"window_size": 16, "fullatt_block_indexes": [1]},
-        STARTS,
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VL", "", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}},
+        {"window_size": 16, "fullatt_block_indexes": [1]}, STARTS),
     "qwen3_vl": ("Qwen3VL", "Deprecated", {"rope_scaling": INTERLEAVED}, DEEPSTACK, STARTS),
-    "qwen3_vl_moe": (
-        "Qwen3VLMoe",
-        "Deprecated",
-        {**OF_EXPERTS_IN_IMAGES, "num_experts": 4, "decoder_sparse_step": 1, "rope_scaling": INTERLEAVED},
-        DEEPSTACK,
-        STARTS,
-    ),
-    "glm4v_moe": (
-        "Glm4vMoe",
-        "",
-        {
-            **OF_EXPERTS_IN_IMAGES,
-            "n_routed_experts": 4,
-            "first_k_dense_replace": 1,
-            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
-        },
-        {"image_size": 16, "intermediate_size": 48},
-        STARTS_OF_GLM,
-    ),
-    "glm_ocr": (
-        "GlmOcr",
-        "",
-        {"mrope_section": [2, 3, 3], "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
-        {"image_size": 16},
-        STARTS_OF_GLM,
-    ),
-}
+    "qwen3_vl_moe": ("Qwen3VLMoe", "Deprecated", {**OF_EXPERTS_IN_IMAGES, "num_experts": 4,
+        "decoder_sparse_step": 1, "rope_scaling": INTERLEAVED}, DEEPSTACK, STARTS),
+    "glm4v_moe": ("Glm4vMoe", "", {**OF_EXPERTS_IN_IMAGES, "n_routed_experts": 4,
+        "first_k_dense_replace": 1, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 2]}}, {"image_size": 16, "intermediate_size": 48}, STARTS_OF_GLM),
+    "glm_ocr": ("GlmOcr", "", {"mrope_section": [2, 3, 3], "rope_parameters": {**ROPE,
+        "mrope_section": [2, 3, 3]}}, {"image_size": 16}, STARTS_OF_GLM),
+}  # fmt: skip
 """Family → as above, with sizes of the text, of the vision tower, and the tokens around an image."""
 VISION = {*OF_IMAGES, "paddleocr_vl"}
 """Families of images: every sample has one of 4 x 4 patches, which are four tokens after the merge."""
 TOWER_OF_OCR = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_channels": 3,
-    "image_size": 16,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 1,
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_channels": 3, "image_size": 16, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1,
     "hidden_act": "gelu_pytorch_tanh",  # the library's default is no activation of transformers
-}
+}  # fmt: skip
 KEPT = ("use_unified_moe", "fd_fallback", "num_nextn_predict_layers")
 """Entries that the library's own defaults overwrite."""
 

@@ -30,33 +30,14 @@ from paddle.distributed import fleet
 from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 
 EVERY_JOB: dict[str, Any] = {
-    "per_device_train_batch_size": 1,
-    "bf16": True,
-    "fp16_opt_level": "O2",
-    "amp_master_grad": True,
-    "learning_rate": 2e-3,
-    "weight_decay": 0.1,
-    "max_grad_norm": 1.0,
-    "warmup_steps": 0,
-    "lr_scheduler_type": "linear",
-    "save_strategy": "steps",
-    "logging_steps": 1,
-    "device": "cpu",
-    "report_to": "none",
-    "save_tokenizer": False,
-    "save_to_hf": False,
-    "save_checkpoint_format": None,
-    "load_checkpoint_format": None,
-    "dataloader_shuffle": False,
-    "skip_memory_metrics": True,
-    "seed": 42,
-    "partial_send_recv": False,
-    "stage1_reduce_avg": True,
-    "disable_tqdm": True,
-    "adam_beta2": 0.95,
-    "skip_profile_timer": True,
-    "fuse_sequence_parallel_allreduce": False,
-}
+    "per_device_train_batch_size": 1, "bf16": True, "fp16_opt_level": "O2", "amp_master_grad": True,
+    "learning_rate": 2e-3, "weight_decay": 0.1, "max_grad_norm": 1.0, "warmup_steps": 0,
+    "lr_scheduler_type": "linear", "save_strategy": "steps", "logging_steps": 1, "device": "cpu",
+    "report_to": "none", "save_tokenizer": False, "save_to_hf": False, "save_checkpoint_format": None,
+    "load_checkpoint_format": None, "dataloader_shuffle": False, "skip_memory_metrics": True, "seed": 42,
+    "partial_send_recv": False, "stage1_reduce_avg": True, "disable_tqdm": True, "adam_beta2": 0.95,
+    "skip_profile_timer": True, "fuse_sequence_parallel_allreduce": False,
+}  # fmt: skip
 RECIPES = {"ernie": "ernie_pretrain", "dsv3": "deepseek_v3_pretrain"}
 """Short names of the two recipes, which their own entry functions run."""
 WORDS_OF_IMAGES = 112
@@ -142,7 +123,7 @@ def run(asked: Asked) -> None:
     if dist.get_rank() == 0:
         config.save_pretrained(asked.out)  # a FlexCheckpoint has none
     if asked.resume:
-        end_after_loading(trainer, lambda: tell(trainer, asked))
+        end_after_loading(trainer, asked)
         if dist.get_world_size() == 1:  # the loader of FlexCheckpoints asks for groups even then
             fleet.init(is_collective=True, strategy=fleet.DistributedStrategy())
         if asked.names:
@@ -162,11 +143,13 @@ def accumulate_in_stages(micro_batches: int) -> None:
     strategy.pipeline_configs = {**strategy.pipeline_configs, "accumulate_steps": micro_batches}
 
 
-def end_after_loading(trainer: Any, tell_truth: Any, case: str = "") -> None:
+def end_after_loading(trainer: Any, asked: Asked) -> None:
+    """Have a job tell what it has loaded, and end before its first step."""
+
     class AfterLoading(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            tell_truth()
-            leave(case)
+            tell(trainer, asked)
+            leave(asked.case)
 
     trainer.add_callback(AfterLoading())
 
