@@ -7,7 +7,7 @@ import types
 from pathlib import Path
 
 
-def main() -> None:
+def main(names: bool = True) -> None:
     script = Path(sys.argv[1])
     node = int(os.environ.get("PADDLE_TRAINER_ID", "0")) // int(os.environ.get("RANKS_OF_A_NODE", "1"))
     sys.argv = [argument.replace("{node}", str(node)) for argument in sys.argv[1:]]
@@ -23,8 +23,9 @@ def main() -> None:
 
     forget_correction_biases()
     copy_to_host()
-    with contextlib.suppress(ImportError):  # of a FlexCheckpoint the row does not ask for it
-        train.check_names()
+    if names:
+        with contextlib.suppress(ImportError):  # of a FlexCheckpoint the row does not ask for it
+            train.check_names()
     if os.environ.get("TRAIN_ON"):
         train_on(truth, sys.argv)
     train.run(train.asked_of_command_line())
