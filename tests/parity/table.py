@@ -186,14 +186,13 @@ def _base(bench: Bench, model: str, strategy: str, flex: bool = False) -> Path:
     options = ["--steps", "3"]
     initial = bench.root / slug(model) / "base" / "init.npz"
     if strategy == "single" and not flex:
-        options += ["--dump_init", initial.name]
+        options += ["--dump_init", str(initial)]
     else:
         _base(bench, model, "single")
         options += ["--init", str(initial)]
     name = f"{'base of flex' if flex else 'base'}/{strategy}"
     run = _run(bench, model, replace(how, arguments=arguments), name, options, {}, {})
     if strategy == "single" and not flex:
-        shutil.move(run / initial.name, initial) if (run / initial.name).exists() else None
         _name_tied(initial)
     return run
 

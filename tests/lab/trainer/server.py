@@ -88,7 +88,7 @@ def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
             dump_init=request.get("dump") or "",
             global_batch=job.batch,
             seq=job.sequence or SEQUENCE + further,
-            steps=job.steps,
+            steps=0 if request.get("dump") else job.steps,
             resume=resume,
             lora=json.dumps({**job.adapters, "r": job.lora}) if job.lora else "",
             patch=job.patches(),

@@ -58,10 +58,11 @@ class Asked:
     init: str = ""
     """A file of the values to begin with, or ``BY_KEY``; otherwise the model's own, which are drawn with one seed."""
     dump_init: str = ""
-    """Where to put the values at the start; the job then ends."""
+    """Where to put the values at the start."""
     global_batch: int = 4
     seq: int = 16
     steps: int = 3
+    """0: the job ends when it has its values at the start."""
     truth: int = 1
     resume: str = ""
     """A checkpoint to load; the job then tells what it holds, and ends."""
@@ -98,7 +99,8 @@ def run(asked: Asked) -> None:
     patches.early(asked.patch)
     given = dict(asked.args)
     vpp, tied = given.pop("_vpp", 1), given.pop("_tie", False)
-    common = {"output_dir": asked.out, "max_steps": asked.steps, "save_steps": asked.steps, **EVERY_JOB}
+    steps = max(asked.steps, 1)
+    common = {"output_dir": asked.out, "max_steps": steps, "save_steps": steps, **EVERY_JOB}
     args = TrainingArguments(**(common | given))
     args.decay_steps = 100  # what the command line adds; the learning rate stays above zero
     shares = args.dataset_world_size if args.world_size > 1 else 1
@@ -211,7 +213,8 @@ def start(asked: Asked, config: Any, model: Any, args: Any) -> None:
                 paddle.assign(paddle.to_tensor(value), tensor)
     if asked.dump_init:
         truth.dump_init(model, asked.dump_init)
-        leave(asked.case)
+        if not asked.steps:
+            leave(asked.case)
     if asked.init:
         truth.load_init(model, asked.init, args)
 
