@@ -27,11 +27,17 @@ class ArraysOnly(pickle.Unpickler):
             return tuple
         if module.startswith("numpy") and name in ("ndarray", "dtype", "_reconstruct"):
             return np.ndarray if name == "ndarray" else np.dtype if name == "dtype" else _empty_array
+        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":
+            return _array_of_buffer  # protocol 5
         raise pickle.UnpicklingError(f"{module}.{name} is not expected here")
 
 
 def _empty_array(kind: type, shape: tuple[int, ...], code: bytes) -> np.ndarray:
     return np.ndarray.__new__(kind, shape, code)
+
+
+def _array_of_buffer(content: bytes, kind: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
+    return np.frombuffer(content, kind).reshape(shape, order=order)
 
 
 def load(path: Path) -> dict:

@@ -191,7 +191,8 @@ def _finish(config, args, entries):
         if name in entries:
             setattr(config, name, entries[name])
     # Multi-token prediction takes a sample's last tokens for itself.
-    config.max_sequence_length = config.seq_length - (getattr(config, "num_nextn_predict_layers", 0) or 0)
+    left = config.seq_length - (getattr(config, "num_nextn_predict_layers", 0) or 0)
+    config.max_sequence_length = entries.get("max_sequence_length", left)
     config.sequence_parallel = bool(getattr(args, "sequence_parallel", False))
     config.moe_token_dispatcher_type = entries.get("moe_token_dispatcher_type", "alltoall")
     config.use_expert_parallel = bool(getattr(args, "use_expert_parallel", False))
