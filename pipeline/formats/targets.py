@@ -93,8 +93,8 @@ def _check_lora(model: Model, target: Target) -> None:
             f"the format {format.name} cannot hold LoRA; use --format {names_of(holding, 'or')}"
         )
     if (reason := target.cannot_hold_lora(model)) is not None:
-        # Formats of one class, such as hybrid and hybrid-plain, hold LoRA under the same conditions.
-        others = [other for other in holding if type(other) is not type(format)]
+        # Formats that one function reads, such as hybrid and hybrid-plain, hold LoRA under the same conditions.
+        others = [other for other in holding if other.index is not format.index]
         raise PlanError(f"{reason}; or use --format {names_of(others, 'or')}")
 
 
