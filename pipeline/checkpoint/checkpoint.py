@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, Protocol
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Protocol
 
 from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import UnsupportedError
-from paddle_reshard.pipeline.core.tensors import EMA_STATES
+from paddle_reshard.pipeline.core.tensors import (
+    DTYPES,
+    EMA_MASTER_WEIGHT,
+    EMA_PARAM,
+    EMA_STATES,
+    MASTER_WEIGHT,
+    is_per_parameter,
+)
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model
@@ -131,6 +139,17 @@ class History:
     """Key → the statements of ``--aoa`` that made it, in order, with file and line."""
 
 
+class StateBytes(NamedTuple):
+    """Bytes of the states of a parameter: of single numbers, and of one element of the others."""
+
+    numbers: int
+    moments: int
+    master: int
+    ema: int
+    """Of the average as a master weight, and as a parameter."""
+    ema_param: int
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An interpreted checkpoint: its tensors and their locations, its model, its job, and what became of it.
@@ -167,6 +186,34 @@ class Checkpoint:
         """The config with which the source was read."""
         former = self.history.former_config
         return self.model.config if former is None else former
+
+    @cached_property
+    def bytes_of_states(self) -> dict[str, StateBytes]:
+        """Key of a tensor of the model → what its states take; tensors with equal ones share them."""
+        tensors = self.catalog.tensors
+        item_bytes = [DTYPES[number].itemsize for number in tensors.dtypes.tolist()]
+        found: dict[StateBytes, StateBytes] = {}
+
+        def finder(state: str) -> Callable[[str], int]:
+            find = tensors.finder(state)
+            return lambda key: 0 if (number := find(key)) is None else item_bytes[number]
+
+        states = {state for tensor in self.model.tensors for state in tensor.accumulators}
+        size_of = {state: finder(state) for state in (*states, MASTER_WEIGHT, *EMA_STATES)}
+        of_states = {}
+        for tensor in self.model.tensors:
+            key = tensor.tied_to or tensor.key
+            numbers = moments = 0
+            for state in tensor.accumulators:
+                if is_per_parameter(state):
+                    numbers += size_of[state](key)
+                else:
+                    moments += size_of[state](key)
+            master = size_of[MASTER_WEIGHT](key) if tensor.master else 0
+            ema = size_of[EMA_MASTER_WEIGHT](key) if tensor.master else 0
+            of = StateBytes(numbers, moments, master, ema, size_of[EMA_PARAM](key))
+            of_states[tensor.key] = found.setdefault(of, of)
+        return of_states
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""

@@ -37,11 +37,11 @@ def without_copies(model: Model) -> Model:
 def for_stages(checkpoint: Checkpoint, pp: int) -> Checkpoint:
     """The checkpoint with the tensors of a job with ``pp`` stages; a ``PlanError`` if one of two would be lost."""
     model = checkpoint.model
-    for tensor in model.tensors:
+    for tensor in model.tensors if ties_words(model.config) else ():
         if is_apart(tensor, model) and not tensor.rule.is_own(pp):
             raise PlanError(_would_be_lost(tensor))
-    if pp > 1:
-        return replace(checkpoint, model=replace(model, tensors=(*model.tensors, *_copies(model))))
+    if pp > 1 and (copies := tuple(_copies(model))):
+        return replace(checkpoint, model=replace(model, tensors=(*model.tensors, *copies)))
     return checkpoint
 
 

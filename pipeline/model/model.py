@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
@@ -120,14 +120,16 @@ class Model:
         position = self.table.build_order(pp)
 
         def built(tensor: ModelTensor) -> tuple[int, int]:
-            item, layer = self.place(tensor)
+            item, layer = self.places[tensor.key]
             return position[item], -1 if layer is None else layer
 
         return sorted(self.tensors, key=built)
 
-    def place(self, tensor: ModelTensor) -> tuple[str, int | None]:
-        """The pipeline item that owns a tensor."""
-        return self.table.place(tensor.rule.item, tensor.layer)
+    @cached_property
+    def places(self) -> dict[str, tuple[str, int | None]]:
+        """Key → the pipeline item that owns the tensor."""
+        place = cache(self.table.place)
+        return {tensor.key: place(*tensor.item) for tensor in self.tensors}
 
     def cut(self, tensor: ModelTensor, tp: int, expert_axis: str | None = None, ep: int = 1) -> TensorCut:
         """How ``tp`` ranks cut a tensor of this model; experts distributed over ``ep`` or ``tp`` ranks are not cut.

@@ -155,7 +155,8 @@ def muon_parameters(tensors: Iterable[ModelTensor]) -> list[str]:
 def _by_muon(tensors: Iterable[ModelTensor]) -> list[ModelTensor]:
     """The tensors that have only Muon's state, where others have more."""
     own = [tensor for tensor in tensors if tensor.tied_to is None]
-    if all(tensor.accumulators in ((), MUON_STATES) for tensor in own):
+    kinds = {tensor.accumulators for tensor in own}
+    if MUON_STATES not in kinds or kinds <= {(), MUON_STATES}:
         return []
     return [tensor for tensor in own if tensor.accumulators == MUON_STATES]
 
@@ -164,7 +165,11 @@ def special_optimizer(model: Model) -> str | None:
     """The name of the optimizer of a model, if trainers do not save its states in every format."""
     if muon_parameters(model.tensors):
         return MUON
-    return ADAMW_MINI if any(MEAN_MOMENT2 in tensor.accumulators for tensor in model.tensors) else None
+    return (
+        ADAMW_MINI
+        if any(MEAN_MOMENT2 in states for states in {t.accumulators for t in model.tensors})
+        else None
+    )
 
 
 def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_models: str) -> None:

@@ -182,7 +182,7 @@ class CellPlanner:
         stage_of = {item: stage for item, (stage, _) in placed}
         stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
         for tensor in tensors:
-            stages[stage_of[self.model.place(tensor)]].append(tensor)
+            stages[stage_of[self.model.places[tensor.key]]].append(tensor)
         if [] in stages:
             raise PlanError(
                 f"pp={self.topology.pp}: stage {stages.index([])} would consist of empty layers; what a job saves of "
@@ -193,7 +193,7 @@ class CellPlanner:
     def _items(self, tensors: Sequence[ModelTensor]) -> list[PipelineItem]:
         """The pipeline items, as kind and decoder layer; an adapter may have no tensors in some of them."""
         table, config = self.model.table, self.model.config
-        held = list(dict.fromkeys(self.model.place(t) for t in tensors))
+        held = list(dict.fromkeys(self.model.places[t.key] for t in tensors))
         if not self.model.has_lora or not isinstance(config_entry(config, LAYERS), int):
             return held
         used = {rule.item for rule in table.rules if rule.applies(config)}
@@ -262,8 +262,9 @@ class CellPlanner:
         held: dict[int, list[ModelTensor]] = {
             shard: [] for shard in range(turn % apart, self.topology.sharding, apart)
         }
+        only_experts = self.only_experts(ep)
         for tensor in parameters:
-            if self.only_experts(ep) and not tensor.rule.of_expert:
+            if only_experts and not tensor.rule.of_expert:
                 continue
             for shard in shares[tensor.key].keys() & held.keys():
                 held[shard].append(tensor)
@@ -299,7 +300,8 @@ class CellPlanner:
         rank = tp if axis == "tp" else ep
         each = self.experts // self.target.expert_ranks
         mine = range(rank * each, (rank + 1) * each)
-        held = [t for t in tensors if not t.rule.of_expert or self.expert[t.key] in mine]
+        expert = self.expert
+        held = [t for t in tensors if t.key not in expert or expert[t.key] in mine]
         return lead_experts(held, self.target.unified_experts) if axis == "ep" else held
 
     def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
@@ -309,13 +311,14 @@ class CellPlanner:
         """
         topology, strategy, options = self.topology, self.target.strategy, self.target.sharding
         listed: dict[tuple[bool, str | None], list[Parameter]] = {}
+        places, chunks = self.model.places, self.chunk
         for t in parameters:
             apart = (
                 topology.ep > 1 and t.rule.of_expert_rank,
                 t.rule.color if strategy == "stage1v2" else None,
             )
             listed.setdefault(apart, []).append(
-                Parameter(t.key, prod(local[t.key]), t.dtype, self.chunk[self.model.place(t)])
+                Parameter(t.key, prod(local[t.key]), t.dtype, chunks[places[t.key]])
             )
         shares: Shares = {}
         for (alone, _), together in sorted(listed.items(), key=lambda of: of[0][0]):

@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.format import RankBytes
-from paddle_reshard.pipeline.core.tensors import (
-    DTYPES,
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    is_per_parameter,
-)
 from paddle_reshard.pipeline.formats.jobs.cells import Cell, CellPlanner
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.keys import first_keys
@@ -42,46 +34,12 @@ def job_bytes(checkpoint: Checkpoint, target: HybridJob) -> tuple[RankBytes, int
     return fullest, total
 
 
-class _OfStates(NamedTuple):
-    """Bytes of the states of a parameter: of single numbers, and of one element of the others."""
-
-    numbers: int
-    moments: int
-    master: int
-    ema: int
-
-
 class _Sizes:
     """The bytes of cells and ranks of a target."""
 
     def __init__(self, checkpoint: Checkpoint, target: HybridJob) -> None:
         self.checkpoint, self.target = checkpoint, target
         self.planner = CellPlanner(checkpoint.model, target)
-        tensors = checkpoint.catalog.tensors
-        self.identity = {t.key: t.tied_to or t.key for t in checkpoint.model.tensors}
-        self.dtypes = tensors.dtypes.tolist()
-        accumulators = {a for t in checkpoint.model.tensors for a in t.accumulators}
-        states = (*accumulators, MASTER_WEIGHT, EMA_MASTER_WEIGHT, EMA_PARAM)
-        self.finders = {state: tensors.finder(state) for state in states}
-        self.of_states: dict[str, _OfStates] = {}
-
-    def _item_size(self, state: str, key: str) -> int:
-        """Bytes of an element of a parameter's state; 0 if the source does not have it."""
-        number = self.finders[state](self.identity[key])
-        return 0 if number is None else DTYPES[self.dtypes[number]].itemsize
-
-    def _of_states(self, tensor: ModelTensor) -> _OfStates:
-        """What the states of a parameter take; the same for all ranks."""
-        key = tensor.key
-        of = self.of_states.get(key)
-        if of is None:
-            of = self.of_states[key] = _OfStates(
-                sum(self._item_size(state, key) for state in tensor.accumulators if is_per_parameter(state)),
-                sum(self._item_size(s, key) for s in tensor.accumulators if not is_per_parameter(s)),
-                self._item_size(MASTER_WEIGHT, key) if tensor.master else 0,
-                self._item_size(EMA_MASTER_WEIGHT, key) if tensor.master else 0,
-            )
-        return of
 
     def of_ranks(self, cell: Cell) -> list[RankBytes]:
         """What each rank of the sharding group holds."""
@@ -90,14 +48,15 @@ class _Sizes:
 
     def _of_rank(self, cell: Cell, shard: int, parameters: int) -> RankBytes:
         masters = moments = ema = 0
+        of_states = self.checkpoint.bytes_of_states
         for tensor in cell.held[shard] if self.checkpoint.has_optimizer else ():
-            elements, of = self._elements(cell, tensor.key, shard), self._of_states(tensor)
+            elements, of = self._elements(cell, tensor.key, shard), of_states[tensor.key]
             moments += of.numbers + of.moments * elements
             masters += of.master * elements
             ema += of.ema * elements
         plain = () if self.planner.only_experts(cell.ep) else cell.model_state.get(shard, ())
         if self.checkpoint.has_ema:
-            ema += sum(self._item_size(EMA_PARAM, t.key) * prod(cell.local_shapes[t.key]) for t in plain)
+            ema += sum(of_states[t.key].ema_param * prod(cell.local_shapes[t.key]) for t in plain)
         return RankBytes(parameters, masters, moments, ema if self.checkpoint.has_ema else 0)
 
     def in_files(self, cell: Cell, ranks: Sequence[RankBytes]) -> int:
