@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -28,6 +29,18 @@ AUTOMATIC = "eager_tmp"
 UNNAMED_PARAMETER = "_eager_param_base"
 """Class in the name of an unnamed parameter. Its number counts all parameters that the process created before: Paddle
 generates such a name for every parameter, and discards it for named parameters."""
+EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""The number of the routed expert in a structured key."""
+
+
+def expert_of(key: str) -> int | None:
+    """Number of the routed expert in a structured key, or ``None``.
+
+    >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
+    13
+    """
+    match = EXPERT_NUMBER.search(key)
+    return None if match is None else int(match[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,16 @@ class Model:
             return position[item], -1 if layer is None else layer
 
         return sorted(self.tensors, key=built)
+
+    @cached_property
+    def experts(self) -> dict[str, int | None]:
+        """Key of a tensor of a single routed expert → number of the expert."""
+        return {tensor.key: expert_of(tensor.key) for tensor in self.tensors if tensor.rule.of_expert}
+
+    @cached_property
+    def kinds_of_states(self) -> frozenset[tuple[str, ...]]:
+        """The optimizer states that any tensor has, together."""
+        return frozenset(tensor.accumulators for tensor in self.tensors)
 
     @cached_property
     def places(self) -> dict[str, tuple[str, int | None]]:

@@ -163,13 +163,9 @@ def _by_muon(tensors: Iterable[ModelTensor]) -> list[ModelTensor]:
 
 def special_optimizer(model: Model) -> str | None:
     """The name of the optimizer of a model, if trainers do not save its states in every format."""
-    if muon_parameters(model.tensors):
+    if MUON_STATES in model.kinds_of_states and muon_parameters(model.tensors):
         return MUON
-    return (
-        ADAMW_MINI
-        if any(MEAN_MOMENT2 in states for states in {t.accumulators for t in model.tensors})
-        else None
-    )
+    return ADAMW_MINI if any(MEAN_MOMENT2 in states for states in model.kinds_of_states) else None
 
 
 def refuse_optimizer(model: Model, format_name: str, alternatives: str, for_models: str) -> None:

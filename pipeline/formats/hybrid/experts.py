@@ -14,8 +14,8 @@ from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.formats.hybrid.ranks import FACTS, Ranks, StoredCell
-from paddle_reshard.pipeline.formats.jobs.keys import expert_of, experts_of, shift_expert
-from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.formats.jobs.keys import experts_of, shift_expert
+from paddle_reshard.pipeline.model.model import ModelTensor, expert_of
 
 
 def join_cells(ranks: Ranks, shared_out: Callable[[str], bool] = lambda key: False) -> list[StoredCell]:

@@ -65,7 +65,6 @@ from paddle_reshard.pipeline.formats.hybrid.sharding_group import (
     whole_in_model_state,
 )
 from paddle_reshard.pipeline.formats.hybrid.whole import WholeArrays
-from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.formats.model_meta import ModelMeta
 from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_held
 from paddle_reshard.pipeline.formats.writing import UNCUT
@@ -75,6 +74,7 @@ from paddle_reshard.pipeline.model.model import (
     Model,
     ModelTensor,
     cut_of,
+    expert_of,
     lead_experts,
     predict_parameter_names,
 )

@@ -19,14 +19,19 @@ from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.keys import (
     LORA_PREFIX,
     cell_name,
-    expert_of,
     first_keys,
     shift_expert,
 )
 from paddle_reshard.pipeline.formats.jobs.segments import segment
 from paddle_reshard.pipeline.formats.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.formats.sharding import Parameter, Shares, partition_parameters
-from paddle_reshard.pipeline.model.model import Model, ModelTensor, lead_experts, predict_parameter_names
+from paddle_reshard.pipeline.model.model import (
+    Model,
+    ModelTensor,
+    expert_of,
+    lead_experts,
+    predict_parameter_names,
+)
 from paddle_reshard.pipeline.model.placement import TensorCut
 from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry
 from paddle_reshard.pipeline.model.rules.items import LAYERS, Item, mtp_entry
@@ -89,33 +94,30 @@ class CellPlanner:
 
     def __init__(self, model: Model, target: HybridJob) -> None:
         self.model, self.target, self.topology = model, target, target.topology
-        self.expert = {t.key: expert_of(t.key) for t in model.tensors if t.rule.of_expert}
+        self.expert = model.experts
         self.experts = len(set(self.expert.values()))
-        item_of = {t.key: t.item for t in model.tensors}
+        tied = [t for t in model.tensors if t.tied_to and t.is_alias and not t.rule.is_own(self.topology.pp)]
+        item_of = {t.key: t.item for t in model.tensors} if tied else {}
         self.tied = {
-            key
-            for t in model.tensors
-            if t.tied_to
-            and t.is_alias
-            and not t.rule.is_own(self.topology.pp)
-            and item_of[t.tied_to] != t.item
-            for key in (t.key, t.tied_to)
+            key for t in tied if item_of[t.tied_to or ""] != t.item for key in (t.key, t.tied_to or "")
         }
         """The tensors of layers that two stages share."""
         under_pp = self.topology.pp > 1
-        self.written = {t.key: self._own_number((under_pp and t.rule.key_pp) or t.key) for t in model.tensors}
+        self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
         """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
+        if target.expert_axis == "ep" and model.table.local_experts:
+            self.written = {key: self._own_number(written) for key, written in self.written.items()}
         self.with_lora = model.has_lora
         self.shares_parameters = target.writes_meta and not self.with_lora
         """Whether each rank of a sharding group writes a share of the parameters, rather than the first all of them."""
         renames = {} if self.shares_parameters else model.table.saved_prefixes
-        self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
+        self.saved = self.written
         """The same for files of weights, which a class can rename as it saves them."""
+        if renames:
+            self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
 
     def _own_number(self, key: str) -> str:
-        """The key with the number that a rank gives the expert, if it numbers its own from 0 on."""
-        if self.target.expert_axis != "ep" or not self.model.table.local_experts:
-            return key
+        """The key with the number that a rank gives the expert, which numbers its own from 0 on."""
         expert = expert_of(key)
         if expert is None:
             return key

@@ -11,7 +11,6 @@ from paddle_reshard.pipeline.core.choices import ADAMW_MINI
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
-from paddle_reshard.pipeline.formats.jobs.keys import expert_of
 from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import special_optimizer
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -164,15 +163,15 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
         raise PlanError(
             f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}{instead}"
         )
-    experts = [t for t in checkpoint.model.tensors if t.rule.of_expert]
+    experts = checkpoint.model.experts
     in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
-    count = len({expert_of(t.key) for t in experts}) or min(in_one, default=0)
+    count = len({*experts.values()}) or min(in_one, default=0)
     if count == 0 or count % ranks:
         raise PlanError(
             f"{what}: the layers have {count} experts that can be told apart, and the trainer asserts that {axis} "
             "divides that number"
         )
-    plain = next((t.key for t in experts if not t.master), None)
+    plain = next((t.key for t in checkpoint.model.tensors if t.key in experts and not t.master), None)
     if axis == "ep" and topology.sharding > 1 and plain is not None and checkpoint.has_optimizer:
         raise PlanError(
             f"{plain}: has no master weight; the trainer's stage1v2 under expert parallelism only supports "

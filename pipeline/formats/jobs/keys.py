@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+from paddle_reshard.pipeline.model.model import EXPERT_NUMBER, expert_of
+
 LORA_PREFIX = "model."
 """Prefix of the keys of a LoRA job in ``model_meta.json``, and nowhere else."""
 
@@ -23,16 +23,6 @@ def first_keys(names: Mapping[str, str]) -> dict[str, str]:
     return keys
 
 
-def expert_of(key: str) -> int | None:
-    """Number of the routed expert in a structured key, or ``None``.
-
-    >>> expert_of("model.layers.1.mlp.experts.13.up_proj.weight")
-    13
-    """
-    match = _EXPERT.search(key)
-    return None if match is None else int(match[0])
-
-
 def experts_of(keys: Iterable[str]) -> set[int]:
     """Numbers of the routed experts among structured keys."""
     return {expert for key in keys if (expert := expert_of(key)) is not None}
@@ -44,4 +34,4 @@ def shift_expert(key: str, by: int) -> str:
     >>> shift_expert("model.layers.1.mlp.experts.1.up_proj.weight", 2)
     'model.layers.1.mlp.experts.3.up_proj.weight'
     """
-    return _EXPERT.sub(lambda match: str(int(match[0]) + by), key) if by else key
+    return EXPERT_NUMBER.sub(lambda match: str(int(match[0]) + by), key) if by else key
