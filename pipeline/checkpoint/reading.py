@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -108,6 +108,12 @@ class SourceFiles:
     """For files with a header, which take one or two requests."""
     index_anywhere: IndexFiles
     """For files that must be parsed from start to end."""
+
+    def without(self, paths: Collection[str]) -> SourceFiles:
+        """The same folder as if some of its files were not there."""
+        from paddle_reshard.storage.views import PartialSource
+
+        return replace(self, store=PartialSource(self.store, frozenset(paths)))
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

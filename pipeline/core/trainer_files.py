@@ -194,6 +194,15 @@ def is_of_optimizer(path: str) -> bool:
     return re.fullmatch(_OPTIMIZER, path) is not None
 
 
+def is_of_average(path: str) -> bool:
+    """Whether a file is of an average.
+
+    >>> [is_of_average(path) for path in ("ema.tp00_pp00.pdopt", "ema_state/0.metadata", "ema.json", "optimizer.pdopt")]
+    [True, True, True, False]
+    """
+    return path.startswith(("ema.", "ema_state/"))
+
+
 def is_stray(path: str) -> bool:
     """Whether a name is one that a system leaves beside anybody's files: nobody's, wherever it lies.
 

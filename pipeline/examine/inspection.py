@@ -15,7 +15,13 @@ from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.checkpoint.sidecars import STRAY, lacking_files
 from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, PlanError, RuleError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    FormatError,
+    PlanError,
+    RuleError,
+    UnsafePickleError,
+)
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import CONFIG
 from paddle_reshard.pipeline.core.shown import Facts, Result, by_reason, readable_bytes
@@ -30,7 +36,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
 )
 from paddle_reshard.pipeline.core.topology import Topology
-from paddle_reshard.pipeline.core.trainer_files import is_stray
+from paddle_reshard.pipeline.core.trainer_files import is_of_average, is_stray
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FORMATS, format_of
 from paddle_reshard.pipeline.indexing.detect import index_source
@@ -208,9 +214,11 @@ def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> 
     files = SourceFiles(store, config, index_here, index_files)
     try:
         checkpoint = index_source(files, tables, _REPORTED)
+    except UnsafePickleError:
+        raise
+    except FormatError as error:
+        return _in_part(files, index_files, tables, error)
     except (CheckpointError, PlanError) as error:
-        if isinstance(error, FormatError):
-            raise
         if isinstance(error, RuleError) and error.fitting:
             return _agreed(files, index_files, error)
         if _is_unknown(files, tables):
@@ -222,6 +230,33 @@ def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> 
         raise
     check_convention(options.get("convention"), store.location, checkpoint.model.table)
     return _described(checkpoint, store)
+
+
+def _in_part(
+    files: SourceFiles, index_files: IndexFiles, tables: RuleTables, damaged: FormatError
+) -> Inspection:
+    """What can be read beside damaged files: all but the average if only that is, otherwise the arrays in each file."""
+    left: dict[str, str] = {}
+    error = damaged
+    while error.path in files.sizes and error.path not in left and len(left) < _MOST_DAMAGED:
+        left[error.path] = str(error).removeprefix(error.path).removeprefix(":").strip()
+        averages = {path for path in files.sizes if is_of_average(path)}
+        alone = left.keys() <= averages
+        rest = files.without(averages if alone else left)
+        try:
+            if alone:
+                described = _described(index_source(rest, tables, _REPORTED), rest.store)
+            else:
+                described = _as_stored(rest, index_files, str(damaged))
+        except FormatError as further:
+            error = further
+            continue
+        except (CheckpointError, PlanError):
+            break
+        because = f"not read, because of {', '.join(left)}"
+        lost = tuple((path, left.get(path, because)) for path in sorted(averages if alone else left))
+        return replace(described, left_out=(*lost, *described.left_out))
+    raise damaged
 
 
 def _agreed(files: SourceFiles, index_files: IndexFiles, several: RuleError) -> Inspection:
@@ -394,6 +429,8 @@ def _as_stored(files: SourceFiles, index_files: IndexFiles, why: str) -> Inspect
 
 
 _REPORTED = MissingPolicy(reports=True, parameters_only=True)
+_MOST_DAMAGED = 8
+"""Of how many damaged files `inspect` describes what lies beside them; more are no accident of one file."""
 _SHOWN_TIED = 4
 """Of how many tied tensors inspect says the keys."""
 _STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)

@@ -23,6 +23,7 @@ from paddle_reshard.pipeline.core.tensors import (
     PARAM,
     dtype_of_code,
 )
+from paddle_reshard.pipeline.core.trainer_files import is_of_average
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, SplitArray
 from paddle_reshard.storage.files.safetensors import is_safetensors
@@ -92,7 +93,7 @@ def _state(path: str, key: str) -> str:
     >>> _state("optimizer.pdopt", "linear_0.w_0_speed_0")
     'unknown'
     """
-    if path.startswith("ema"):
+    if is_of_average(path):
         return EMA_MASTER_WEIGHT if _MASTERS in key or key.endswith(".w_0") else EMA_PARAM
     if _MASTERS in path or key.startswith(_MASTERS):
         return MASTER_WEIGHT

@@ -127,12 +127,8 @@ def index_source(
 
 def _announcing(files: SourceFiles, layers: int) -> SourceFiles:
     """The same files with a config that counts their layers of multi-token prediction, which are dropped."""
-    from paddle_reshard.storage.views import PartialSource
-
     config = files.config()
-    store = PartialSource(files.store, frozenset({CONFIG}))
-    announcing = with_entry(config, mtp_entry(config), layers)
-    return SourceFiles(store, announcing, files.index_here, files.index_anywhere)
+    return replace(files.without({CONFIG}), given_config=with_entry(config, mtp_entry(config), layers))
 
 
 def _parameters_alone(
@@ -155,13 +151,8 @@ def _parameters_alone(
         for path in files.sizes
         if is_of_optimizer(path) or path == MODEL_META or path.startswith(SIGNAL_PREFIX)
     )
-    from paddle_reshard.storage.views import PartialSource
-
-    rest = SourceFiles(
-        PartialSource(files.store, left), files.given_config, files.index_here, files.index_anywhere
-    )
     try:
-        alone = _index(rest, tables, missing, pieces)
+        alone = _index(files.without(left), tables, missing, pieces)
     except (CheckpointError, PlanError):
         return None
     why = f"not read, and parameters do not need it: {error}"

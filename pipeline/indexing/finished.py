@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.core.file_names import SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.shown import readable_seconds
 from paddle_reshard.pipeline.core.trainer_files import (
     is_index,
+    is_of_average,
     is_of_training,
     is_random_state,
     is_tensor_file,
@@ -190,5 +191,5 @@ def _saved_before_signals(times: Mapping[str, int]) -> dict[str, int]:
     return {
         path: time
         for path, time in sorted(times.items())
-        if is_random_state(path) or (is_tensor_file(path) and not path.startswith("ema"))
+        if is_random_state(path) or (is_tensor_file(path) and not is_of_average(path))
     }

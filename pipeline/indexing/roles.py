@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.checkpoint.reading import PLAIN_STATES, SAFETENSORS
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import AVERAGE, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.core.tensors import EMA_STATES, PARAM
-from paddle_reshard.pipeline.core.trainer_files import is_index, is_tensor_file
+from paddle_reshard.pipeline.core.trainer_files import is_index, is_of_average, is_tensor_file
 from paddle_reshard.pipeline.indexing.small_files import (
     FALSE,
     FLOAT,
@@ -82,7 +82,7 @@ def _contradicts(store: Source, checkpoint: Checkpoint) -> Iterator[str]:
     kept = training_argument(store, _OWN_AVERAGE)
     if AVERAGE not in sizes:
         if checkpoint.has_ema and kept == NONE:
-            average = next((path for path in sorted(checkpoint.own_files) if path.startswith("ema")), AVERAGE)
+            average = next((path for path in sorted(checkpoint.own_files) if is_of_average(path)), AVERAGE)
             yield f"{average}: holds a moving average, but {TRAINING_ARGS} says that the trainer kept none"
         return
     facts = read_json(store, AVERAGE, sizes)

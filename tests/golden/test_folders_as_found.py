@@ -28,6 +28,7 @@ APPLE_DOUBLE = b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 14000000000\n" % (b"4d" * 32)
 PAGE = b'<!DOCTYPE html>\n<html class=""><head><title>Sign in</title></head></html>\n'
 HYBRID = "mp2pp2_sp"
+WITH_AVERAGE = "mp2pp2sh2_s1v2_meta_ema"
 FLEX = "small-flex/fc_pp2sh2_s1v2_tied"
 QWEN_VL = "families/qwen2_5_vl_single"
 
@@ -339,6 +340,33 @@ def test_an_optimizer_that_cannot_be_read_is_no_obstacle_to_an_export(tmp_path: 
     for needing in ({"to": "tp=1"}, {"format": "huggingface", "dtype": "float32"}):
         with pytest.raises(ReshardError, match=way):
             paddle_reshard.plan(source, **needing)
+
+
+def test_inspect_describes_all_but_a_damaged_average(tmp_path: Path) -> None:
+    source = copy_of(WITH_AVERAGE, tmp_path / "source")
+    whole = paddle_reshard.inspect(source)
+    first, *others = sorted(source.glob("ema.*"))
+    first.write_bytes(first.read_bytes()[:1000])
+    described = paddle_reshard.inspect(source)
+    assert not described.has_ema and described.topology == whole.topology
+    assert described.states == tuple(s for s in whole.states if not s.state.startswith("ema"))
+    said = dict(described.left_out)
+    assert "truncated" in said[first.name]
+    assert said.keys() - dict(whole.left_out).keys() == {path.name for path in (first, *others)}
+
+
+def test_inspect_lists_the_arrays_of_the_files_beside_damaged_ones(tmp_path: Path) -> None:
+    source = copy_of(WITH_AVERAGE, tmp_path / "source")
+    harmed = sorted(source.glob("optimizer.*"))[:2]
+    for path in harmed:
+        path.write_bytes(path.read_bytes() + b"abc")
+    described = paddle_reshard.inspect(source)
+    listed = {tensor.file for tensor in described.stored}
+    others = {path.name for path in [*source.glob("optimizer.*"), *source.glob("ema.*")]}
+    assert listed >= others - {path.name for path in harmed} and listed.isdisjoint(p.name for p in harmed)
+    assert {path.name for path in harmed} <= dict(described.left_out).keys()
+    with pytest.raises(ReshardError, match="3 bytes after the end"):
+        paddle_reshard.plan(source, to="tp=1")
 
 
 def test_parameters_that_are_not_whole_are_refused_with_and_without_an_optimizer(tmp_path: Path) -> None:
