@@ -253,6 +253,8 @@ def _in_part(
             continue
         except (CheckpointError, PlanError):
             break
+        if not described.tensors and not described.stored:
+            break
         because = f"not read, because of {', '.join(left)}"
         lost = tuple((path, left.get(path, because)) for path in sorted(averages if alone else left))
         return replace(described, left_out=(*lost, *described.left_out))

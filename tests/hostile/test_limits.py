@@ -69,10 +69,10 @@ def source(tmp_path: Path) -> Path:
 
 
 def check_all(sources: dict[Path, str]) -> None:
-    """``inspect`` refuses each of these with these words."""
+    """``inspect`` refuses each with these words, or says them of a file and describes what lies beside it."""
     outcomes = run(*(["inspect", source] for source in sources))
     for (source, what), (status, said) in zip(sources.items(), outcomes, strict=True):
-        assert status == 1, (source.name, said)
+        assert status == (0 if "left out" in said else 1), (source.name, said)
         assert what in said, (source.name, said)
 
 
