@@ -30,7 +30,7 @@ def main() -> None:
     model = json.loads(os.environ["RUN_MODEL"])
     asked = train.Asked(out, os.environ["RUN_NAME"], given, model, "ernie_pretrain", steps=steps)
     dump_state()
-    train = Trainer.train
+    own_train = Trainer.train
 
     def tell_and_train(trainer, *arguments, **options):
         told: set[int] = set()
@@ -48,7 +48,7 @@ def main() -> None:
             return finish_step(sum_of_losses, *of_step, **more)
 
         trainer._maybe_log_save_evaluate = tell_and_finish
-        return train(trainer, *arguments, **options)
+        return own_train(trainer, *arguments, **options)
 
     Trainer.train = tell_and_train
     train.run(asked)
