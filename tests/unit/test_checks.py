@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
 from benchmarks.synthetic import LLAMA_7B, catalog_of
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import (
     ITEMSIZES,
@@ -36,8 +39,13 @@ def _job(topology: str, strategy: str = "none") -> HybridTarget:
     return HybridTarget(Topology.parse(topology), strategy, sharded_saving=False)
 
 
+@cache
+def _checkpoint(source: HybridTarget) -> Checkpoint:
+    return catalog_of(LLAMA_7B, source)
+
+
 def _planned(source: HybridTarget, target: HybridTarget, check: str | None, limits: PartLimits = S3) -> Plan:
-    checkpoint = catalog_of(LLAMA_7B, source)
+    checkpoint = _checkpoint(source)
     catalog = checkpoint.catalog
     checks = None if check is None else master_checks(catalog, catalog, check == "full")
     files = layout_hybrid(checkpoint, target)
@@ -67,7 +75,7 @@ def _looked_at(ops: Ops, side: str, stored: int) -> dict[tuple[int, int], tuple[
 def test_of_every_copied_array_the_ends_and_some_between_are_read(
     source: HybridTarget, target: HybridTarget
 ) -> None:
-    catalog = catalog_of(LLAMA_7B, source).catalog
+    catalog = _checkpoint(source).catalog
     plan, alone = _planned(source, target, "sample"), _planned(source, target, None)
     assert plan.plan_id == _planned(source, target, "sample").plan_id
     assert plan.copied_bytes == alone.copied_bytes
