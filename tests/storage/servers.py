@@ -226,7 +226,6 @@ class Proxy:
     seen: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     """Of each request seen; names in lower case."""
-    hanging: threading.Event = field(default_factory=threading.Event)
     closing: threading.Event = field(default_factory=threading.Event)
 
 
@@ -282,7 +281,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "reset":
             self.close_connection = True
         elif kind == "hang":
-            self.server.proxy.hanging.set()
             self.server.proxy.closing.wait()
             self.close_connection = True
         else:

@@ -23,7 +23,6 @@ from tests.storage.contents import (
     fill_bucket,
     in_bucket,
     in_folder,
-    in_memory,
     looks_finished,
     middle,
     put_in_bucket,
@@ -89,34 +88,6 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(
     # While it is made, the old one stays whole; once it is replaced, nothing says that it is finished.
     assert visible(seen["move"]) == in_folder(old)
     assert looks_finished(seen["verify"]) == []
-
-
-def test_a_store_that_is_written_slowly_replaces_nothing(bucket: str) -> None:
-    """Between the first file and the last of an upload neither checkpoint could be read."""
-    paddle_reshard.convert(SMALL, f"memory://{bucket}/c", **ONE_CARD)
-    before = in_memory(f"/{bucket}/c")
-    for overwrite in (True, False):
-        with pytest.raises(TargetError, match=r"no complete checkpoint.*choose another target, or remove"):
-            paddle_reshard.convert(SMALL, f"memory://{bucket}/c", overwrite=overwrite, **ONE_CARD)
-    assert in_memory(f"/{bucket}/c") == before
-
-
-def test_a_failure_while_moving_leaves_an_overwritten_checkpoint_as_it_was(
-    store: Store, bucket: str, for_four: dict[str, bytes]
-) -> None:
-    put_in_bucket(store, bucket, "c/", for_four)
-
-    def fail(event: Event) -> None:
-        if isinstance(event, StepEnded) and event.step == "move":
-            raise InterruptedError
-
-    request = {"storage_options": store.options, "overwrite": True, **ONE_CARD}
-    with pytest.raises(InterruptedError):
-        paddle_reshard.convert(SMALL, f"s3://{bucket}/c", observe=fail, **request)
-    assert visible(in_bucket(store, bucket, "c/")) == for_four
-    assert paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
-    assert in_bucket(store, bucket, "c/") == for_four
-    assert uploads(store, bucket) == []
 
 
 def test_a_refusal_while_a_checkpoint_is_replaced_keeps_all_of_the_new_one(

@@ -16,10 +16,12 @@ from paddle_reshard.storage.local.direct import BLOCK_BYTES
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.local.target import LocalWriter
 from paddle_reshard.storage.locate import Access, open_source, open_target
+from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3 import target as s3
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests.properties.synthetic import Model, write_checkpoint
+from tests.sampling import exhaustive
 from tests.storage.contents import (
     convert_locally,
     fill_bucket,
@@ -209,20 +211,23 @@ def test_a_source_that_changes_under_its_copies_is_found_before_publishing(
     assert uploads(store, bucket) == []
 
 
-def test_copies_are_retried_when_the_store_is_busy(store: Store, bucket: str, proxy: Proxy) -> None:
+@pytest.mark.parametrize("kind", ["late", "lose", *map(exhaustive, ("slow_down", "reset", "cut"))])
+def test_copies_that_fail_are_repeated_and_counted(
+    kind: str, store: Store, bucket: str, proxy: Proxy
+) -> None:
     content = os.urandom(s3.SMALLEST_PART_BYTES + 1000)
     store.client.put_object(Bucket=bucket, Key="s/a", Body=content)
     options = {**store.options, "endpoint_url": proxy.url}
     source = open_source(f"s3://{bucket}/s", options)
     with open_target(f"s3://{bucket}/c", Access(options)) as target:
         writer = _begun(target, s3.SMALLEST_PART_BYTES + 900)
-        copying = first(2, "slow_down", lambda method, path: "partNumber" in path)
-        proxy.fault = copying
+        proxy.fault = first(2, kind, lambda method, path: method == "COPY")
+        before = count_retries().total()
         receipts = [
             writer.copy_part(CopyRange("a", 0, s3.SMALLEST_PART_BYTES, "a", 9), source),
             writer.copy_part(CopyRange("a", s3.SMALLEST_PART_BYTES, 900, "a", 100), source),
         ]
-        assert copying("PUT", "partNumber") is None, "both failures were met"
+        assert count_retries().total() - before == 2
         made = target.finish(receipts)
         assert (
             made.read("a", 0, len(content) - 100)

@@ -2,10 +2,6 @@
 
 import json
 import re
-import secrets
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,12 +10,10 @@ from click.testing import CliRunner
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import ReshardError, TargetError
-from paddle_reshard.storage.locate import Access, open_source, open_target
+from paddle_reshard.storage.locate import Access, open_target
 from paddle_reshard.storage.remote import retry
-from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3.folder import S3Folder
-from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Permission, TargetStore
-from tests.conftest import REPO
+from paddle_reshard.storage.store import Identity, NewFile, Permission, TargetStore
 from tests.sampling import exhaustive
 from tests.storage.contents import (
     ONE_CARD,
@@ -27,18 +21,11 @@ from tests.storage.contents import (
     assert_same_checkpoint,
     in_bucket,
     looks_finished,
-    put_in_bucket,
     uploads,
     visible,
 )
 from tests.storage.servers import Fault, Proxy, Store, first
 
-CONVERT = """
-import json, sys, paddle_reshard
-request = json.loads(sys.argv[1])
-paddle_reshard.convert(**request)
-"""
-START_SECONDS = 30
 SILENT = ("hang", "stall")
 CODES = {
     "slow_down": "SlowDown",
@@ -79,10 +66,6 @@ def _completing(method: str, path: str) -> bool:
 
 def _completing_marker(method: str, path: str) -> bool:
     return _completing(method, path) and "saved_signal" in path
-
-
-def _copying(method: str, path: str) -> bool:
-    return method == "COPY"
 
 
 def _aborting(method: str, path: str) -> bool:
@@ -146,33 +129,6 @@ def test_failures_that_pass_are_retried_and_counted(
         assert report.moved.retries == {CODES[kind]: 2}
     assert_same_checkpoint(in_bucket(store, bucket, "there/"), for_one_card)
     assert uploads(store, bucket) == []
-
-
-@pytest.mark.parametrize(
-    "kind", [exhaustive("slow_down"), "late", exhaustive("reset"), "lose", exhaustive("cut")]
-)
-def test_copies_by_the_store_are_retried_and_counted(
-    kind: str, proxy: Proxy, store: Store, bucket: str
-) -> None:
-    content, name, part = secrets.token_bytes((10 << 20) + 7), "optimizer.pdopt", 5 << 20
-    store.client.put_object(Bucket=bucket, Key=f"here/{name}", Body=content)
-    options = _through(proxy, store)
-    source = open_source(f"s3://{bucket}/here", options)
-    with open_target(f"s3://{bucket}/there", Access(options)) as target:
-        assert target.copies_from(source) is not None
-        new = NewFile(name, part + 7, (0, part))
-        writer, _ = target.begin([new], Identity("plan", "version", "source", {}))
-        proxy.fault = first(2, kind, _copying)
-        before = count_retries().total()
-        receipts = [
-            writer.copy_part(CopyRange(name, 0, part, name, 3), source),
-            writer.copy_part(CopyRange(name, part, 7, name, 2 * part), source),
-        ]
-        assert count_retries().total() - before == 2
-        target.finish(receipts)
-        target.publish("paddle_reshard.json", b"{}")
-    made = in_bucket(store, bucket, "there/")
-    assert made[name] == content[3 : part + 3] + content[2 * part : 2 * part + 7]
 
 
 def test_retries_are_reported_but_do_not_affect_the_target(
@@ -268,25 +224,6 @@ def test_time_bounds_retries_too() -> None:
     assert failure.value.attempts == len(calls) < 1000
 
 
-def test_a_part_that_arrives_altered_is_sent_again(
-    store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store answers with the MD5 of what it has."""
-    request, altered = S3Folder.request, []
-
-    def alter(self: S3Folder, method: str, name: str, **parameters: Any) -> dict[str, Any]:
-        answer = request(self, method, name, **parameters)
-        if method == "upload_part" and len(altered) < 2:
-            altered.append(name)
-            answer["ETag"] = '"' + "0" * 32 + '"'
-        return answer
-
-    monkeypatch.setattr(S3Folder, "request", alter)
-    before = count_retries().get("DamagedBody", 0)
-    paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
-    assert count_retries()["DamagedBody"] - before == 2
-
-
 @pytest.mark.parametrize("checks", [True, False])
 def test_parts_carry_an_md5_only_where_the_store_takes_altered_bytes_otherwise(
     checks: bool, proxy: Proxy, store: Store, bucket: str, for_one_card: dict[str, bytes]
@@ -323,98 +260,24 @@ def test_a_store_without_conditional_writes_is_written_all_the_same(
     assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
 
 
-@pytest.mark.parametrize("ours", [True, False])
 def test_an_upload_that_is_gone_is_done_only_if_its_file_is_there(
-    ours: bool, store: Store, bucket: str, for_one_card: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    store: Store, bucket: str, for_one_card: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer to the request that completed it may have been lost."""
+    """Where the answer was lost to the request that completed it: tests/resume/test_kills_on_s3.py."""
     request = S3Folder.request
+    theirs = bytes(len(for_one_card["optimizer.pdopt"]))
 
     def lose(self: S3Folder, method: str, name: str, **parameters: Any) -> dict[str, Any]:
         if method != "complete_multipart_upload" or name != "optimizer.pdopt":
             return request(self, method, name, **parameters)
-        if ours:
-            request(self, method, name, **parameters)
-        else:
-            request(self, "put_object", name, Body=bytes(len(for_one_card[name])))
+        request(self, "put_object", name, Body=theirs)
         raise FileNotFoundError from Answer("NoSuchUpload", 404)
 
     monkeypatch.setattr(S3Folder, "request", lose)
-    if ours:
+    with pytest.raises(TargetError, match="the upload no longer exists"):
         paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
-        assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
-    else:
-        with pytest.raises(TargetError, match="the upload no longer exists"):
-            paddle_reshard.convert(SMALL, f"s3://{bucket}/c", storage_options=store.options, **ONE_CARD)
-        assert paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
-        assert visible(in_bucket(store, bucket)) == {
-            "c/optimizer.pdopt": bytes(len(for_one_card["optimizer.pdopt"]))
-        }
-
-
-# ------------------------------------------------------------------------------------------------- killed
-
-
-def _nth(count: int, wanted: Fault) -> Fault:
-    """The one after ``count`` requests that are ``wanted`` hangs, and everything after it."""
-    passing = first(count, "", wanted)
-
-    def fault(method: str, path: str) -> str | None:
-        return "hang" if wanted(method, path) and passing(method, path) is None else None
-
-    return fault
-
-
-@pytest.mark.parametrize(
-    ("wanted", "count", "overwrite"),
-    [
-        (_writing, 3, True),
-        # At the same moments, effect by effect, conversions are killed in tests/resume/test_kills_on_s3.py.
-        *(
-            pytest.param(*moment, marks=pytest.mark.exhaustive)
-            for moment in (
-                (_completing_marker, 0, False),
-                (_writing, 3, False),
-                (_completing, 1, False),
-                (_completing, 5, True),
-                (_manifest, 0, True),
-            )
-        ),
-    ],
-)
-def test_killed_at_any_moment_nothing_looks_finished_and_it_can_be_run_again(
-    wanted: Fault,
-    count: int,
-    overwrite: bool,
-    proxy: Proxy,
-    store: Store,
-    bucket: str,
-    for_one_card: dict[str, bytes],
-    for_four: dict[str, bytes],
-) -> None:
-    request = {"source": str(SMALL), "target": f"s3://{bucket}/c", "overwrite": overwrite, **ONE_CARD}
-    if overwrite:
-        put_in_bucket(store, bucket, "c/", for_four)
-    proxy.fault = _nth(count, wanted)
-    options = {**store.options, "endpoint_url": proxy.url}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CONVERT, json.dumps({**request, "storage_options": options})], cwd=REPO
-    )
-    try:
-        assert proxy.hanging.wait(START_SECONDS)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    found = visible(in_bucket(store, bucket, "c/"))
-    if overwrite and wanted is _writing:
-        assert found == for_four
-    else:
-        # Only the manifest may be missing, for our tools the last word, when the trainer's markers are there.
-        assert looks_finished(found) == (["saved_signal_0"] if wanted is _manifest else [])
-    again = {**request, "resume": True, "storage_options": store.options}
-    paddle_reshard.convert(**again)
-    assert uploads(store, bucket) == []
-    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
+    assert paddle_reshard.clean(f"s3://{bucket}/c", storage_options=store.options)
+    assert visible(in_bucket(store, bucket)) == {"c/optimizer.pdopt": theirs}
 
 
 def test_a_store_without_a_list_of_uploads_serves_where_nothing_is_resumed(

@@ -207,6 +207,25 @@ def test_finished_work_is_resumed_by_the_same_conversion_alone(place: Place) -> 
     assert place.files == {**CONTENTS, MANIFEST: SAID} and not place.begun()
 
 
+def test_a_failure_leaves_the_conversion_that_was_to_be_replaced(
+    place: Place, for_four: dict[str, bytes]
+) -> None:
+    """Where files appear one by one, between the first and the last neither could be read: there it is refused."""
+    place.fill(for_four)
+    before = place.held()
+    if place.room.startswith("memory"):
+        with pytest.raises(TargetError, match=r"no complete checkpoint.*choose another target, or remove"):
+            place.open_target(overwrite=True)
+        assert place.held() == before
+        return
+    with pytest.raises(InterruptedError), place.open_target(overwrite=True) as target:
+        target.note([Record(0, tuple(write(begin(target))))])
+        raise InterruptedError
+    assert place.files == for_four and place.begun()
+    assert paddle_reshard.clean(place.url, storage_options=place.options)
+    assert place.held() == before and not place.begun()
+
+
 def test_a_leftover_probe_is_ignored(place: Place) -> None:
     if place.room.startswith(("s3", "memory")):  # no disk is probed
         place.fill({".paddle_reshard_probe-1": b""})
