@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paddle_reshard.pipeline.core.choices import parse_choice
 from paddle_reshard.pipeline.core.errors import UsageError
 
 Floats = npt.NDArray[np.float32]
@@ -42,8 +43,7 @@ class Averaging:
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise UsageError(f"decay {self.decay} must be at least 0 and below 1")
-        if self.start not in STARTS:
-            raise UsageError(f"unknown start {self.start!r}; known: {', '.join(STARTS)}")
+        parse_choice(self.start, STARTS, "start")
 
     def decay_at(self, updates: int) -> float:
         """The decay of an update after ``updates`` earlier ones."""

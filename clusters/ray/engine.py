@@ -45,7 +45,7 @@ from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.clusters.ray.join import joined_ray
 from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
-from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES
+from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES, parse_choice
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, Waiting, ignore_events
 from paddle_reshard.pipeline.planning.work import GROUPS_AT_A_TIME, RemainingGroups
@@ -77,12 +77,8 @@ class RayEngine(Engine):
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers: at least 1 is needed")
-        for value, known, what in (
-            (self.exchange, EXCHANGES, "exchange"),
-            (self.device, DEVICES, "device"),
-        ):
-            if value not in known:
-                raise UsageError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+        parse_choice(self.exchange, EXCHANGES, "exchange")
+        parse_choice(self.device, DEVICES, "device")
         if self.address is not None and "://" in self.address:
             raise UsageError(
                 f"Ray at {self.address!r}: give host:port of the head node, or submit a job to that cluster"

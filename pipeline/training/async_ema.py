@@ -25,6 +25,7 @@ import numpy as np
 from paddle_reshard.clusters.companion import Companion, CompanionLost
 from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_json
 from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.choices import parse_choice
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.file_names import AVERAGE
 from paddle_reshard.pipeline.core.units import PathLike
@@ -123,14 +124,9 @@ class AsyncEma:
         worker: str = "process",
     ) -> None:
         self.rule = UpdateRule(interval, loss_threshold)
-        choices = (
-            (when_behind, BEHIND, "when_behind"),
-            (when_lost, ON_LOSS, "when_lost"),
-            (worker, WORKERS, "worker"),
-        )
-        for value, known, what in choices:
-            if value not in known:
-                raise UsageError(f"unknown {what} {value!r}; known: {', '.join(known)}")
+        parse_choice(when_behind, BEHIND, "when_behind")
+        parse_choice(when_lost, ON_LOSS, "when_lost")
+        parse_choice(worker, WORKERS, "worker")
         self.weights = weights if callable(weights) else lambda: _weights_of(weights)
         self.averaging = Averaging(decay, warm_up, start)
         self.when_behind, self.when_lost, self.worker = when_behind, when_lost, worker
