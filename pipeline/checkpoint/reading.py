@@ -171,12 +171,17 @@ class SourceFiles:
             )
         return index
 
-    def config(self, error: type[ReshardError] = CheckpointError) -> Mapping[str, Any]:
-        """The checkpoint's own ``config.json``, or the one that the user passes; an ``error`` without both."""
+    def config(self, error: type[ReshardError] = CheckpointError, else_: str = "") -> Mapping[str, Any]:
+        """The checkpoint's own ``config.json``, or the one that the user passes; an ``error`` without both.
+
+        ``else_`` is what the error says to those whose model has no config.
+        """
         if CONFIG in self.sizes:
             return self.json(CONFIG)
         if self.given_config is None:
-            raise error(f"{self.store.location}: {CONFIG} is missing; pass the model's with --config FILE")
+            raise error(
+                f"{self.store.location}: {CONFIG} is missing; pass the model's with --config FILE{else_}"
+            )
         return self.given_config
 
     def config_if_any(self) -> Mapping[str, Any]:

@@ -556,6 +556,30 @@ def test_a_unified_checkpoint_in_paddles_own_files_gives_its_parameters(tmp_path
         paddle_reshard.plan(tmp_path / "cut", to="tp=1")
 
 
+def test_a_model_of_no_library_needs_the_config_that_the_message_gives(tmp_path: Path) -> None:
+    paddle, _ = paddles()
+    layer = paddle.nn.Sequential(paddle.nn.Linear(4, 6), paddle.nn.Linear(6, 2))
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters())
+    layer(paddle.rand([3, 4])).sum().backward()
+    optimizer.step()
+    source, config = tmp_path / "source", tmp_path / "config.json"
+    paddle.save(layer.state_dict(), str(source / "model_state.pdparams"))
+    paddle.save(optimizer.state_dict(), str(source / "optimizer.pdopt"))
+    with pytest.raises(ReshardError, match=r"nn\.Layer of your own") as refused:
+        paddle_reshard.plan(source, to="tp=1,sharding=2")
+    (smallest,) = re.findall(r"\{.*\}", str(refused.value))
+    config.write_text(smallest)
+    with pytest.raises(ReshardError, match="--format hybrid-plain"):
+        paddle_reshard.plan(source, to="tp=1,sharding=2", config=config)
+    wanted: dict[str, Any] = {"format": "hybrid-plain", "config": config}
+    paddle_reshard.convert(source, tmp_path / "two", to="tp=1,sharding=2", **wanted)
+    paddle_reshard.convert(tmp_path / "two", tmp_path / "one", to="tp=1", **wanted)
+    for name, held in (("model_state.pdparams", layer), ("optimizer.pdopt", optimizer)):
+        found = paddle.load(str(tmp_path / "one" / name))
+        assert all((found[key] == tensor).all() for key, tensor in held.state_dict().items() if key in found)
+        assert {key for key in held.state_dict() if key not in found} <= {"LR_Scheduler"}
+
+
 def count_on(folder: Path, word: str) -> None:
     """Names of parameters as a process gives them that has built 40 layers of the classes of this name before."""
 

@@ -28,11 +28,6 @@ FAMILIES = {(case.config["model_type"], case.convention): case for case in rever
 """One case of each family and library."""
 REFUSED = {
     "tokens": r"score\.bias: the classifiers of paddle\w+ have no bias",
-    # Written by transformers 5 with the last two dims of the experts swapped, and published without.
-    **{
-        f"qwen3_vl_moe {name}": r"experts\.down_proj: .* expect the shape"
-        for name in ("whole", "cut", "tied", "headless")
-    },
     # Parameters of the trainer's class that the library ties, or leaves out of its own.
     **{f"glm_ocr {name}": r"lm_head\.weight: no file holds it" for name in ("whole", "cut")},
     **{

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -36,6 +37,7 @@ from paddle_reshard.pipeline.model.forms import Match, matches_of, parts_of_tens
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
 from paddle_reshard.pipeline.model.rules.choose import of_another_model, tables_to_train_with
 from paddle_reshard.pipeline.model.rules.entries import Config
+from paddle_reshard.pipeline.model.rules.rule import expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable, renamed_prefix
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.model.weights import dtype_of_tag
@@ -58,6 +60,11 @@ for images and text before transformers 4.52 (``language_model.model.layers…``
 _LANGUAGE_MODEL: Final = "model.language_model."
 """The same since 4.52, with the head outside; ``transformers`` reads it as ``model.`` (``conversion_mapping.py``:
 ``qwen3_5_text``)."""
+
+
+_SWAPPED: Final = ("qwen3_vl_moe",)
+"""Families whose stacked experts were published ``[experts, in, out]``, and which ``transformers`` 5 writes as
+``[experts, out, in]``; it reads both, by their shape (``conversion_mapping.py``: ``Transpose`` with ``check_dims``)."""
 
 
 class StoredTensor(NamedTuple):
@@ -304,7 +311,12 @@ def _models(
     the keys of the reading. A ``RuleError`` names a key that no rule table has, or several tables that have all keys.
     """
     tables_of_files = [
-        (table, ernie_table(table, config) if is_ernie_layout(stored) else table)
+        (
+            table,
+            ernie_table(table, config)
+            if is_ernie_layout(stored)
+            else _swapped_experts(table, stored, config),
+        )
         for table in tables_to_train_with(tables, config)
     ]
     fitting: list[tuple[RuleTable, RuleTable, Reading]] = []
@@ -333,9 +345,32 @@ def _models(
         error.fitting = libraries
         raise error
     ((table, of_files, reading),) = fitting
+    if of_files.family in _SWAPPED and of_files is not table:
+        said = "the two dims of stacked experts read the other way round, as transformers 5 writes them"
+        reading = reading._replace(in_words="; ".join(filter(None, (reading.in_words, said))))
     matches = matches_of(reading.names.values(), of_files, config)
     tensors = _logical(reading.renamed(stored), matches, config)
     return read_model(tensors, table, config), read_model(tensors, of_files, config), reading
+
+
+def _swapped_experts(table: RuleTable, stored: Mapping[str, StoredTensor], config: Config) -> RuleTable:
+    """The table for files in which the last two dims of all stacked experts are the other way round.
+
+    Square ones tell nothing and are as the others, of which one is never square: ``[in, 2 * width]`` and
+    ``[width, in]``.
+    """
+    if table.family not in _SWAPPED:
+        return table
+    ways, rules = set[bool](), list(table.rules)
+    for number, rule in enumerate(table.rules):
+        if rule.huggingface is None or len(rule.shape or ()) != 3:
+            continue
+        rules[number] = replace(rule, huggingface=replace(rule.huggingface, transposed=True))
+        expected, ending = expected_shape(rule, config), rule.key.rpartition("}")[2]
+        shapes = {held.shape for key, held in stored.items() if key.endswith(ending)}
+        if expected is not None and expected != (other := swapped(expected)):
+            ways |= {shape == other for shape in shapes}
+    return replace(table, rules=tuple(rules)) if ways == {True} else table
 
 
 def _other_reading(

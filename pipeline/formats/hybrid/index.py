@@ -39,6 +39,11 @@ from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES
 if TYPE_CHECKING:
     from paddle_reshard.storage.files.safetensors import SafetensorsPayload
 
+_NO_CONFIG = (
+    ". A model of no library, such as an nn.Layer of your own, has none: a file with "
+    '{"paddleformers_version": "1.2.0"} and nothing else is enough to change its sharding'
+)
+
 
 def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Checkpoint:
     """Read a hybrid-parallel checkpoint, also with weights in safetensors files next to hybrid optimizer states.
@@ -57,7 +62,9 @@ def index_hybrid(files: SourceFiles, tables: RuleTables, missing: MissingPolicy)
     own_index = _check_pieces(files, roots)
     if files.safetensors:
         return _read_weights_and_states(files, roots, meta, tables, missing)
-    checkpoint = read_hybrid(sizes, roots, meta, files.config(), tables, missing, files.adapter())
+    checkpoint = read_hybrid(
+        sizes, roots, meta, files.config(else_=_NO_CONFIG), tables, missing, files.adapter()
+    )
     return replace(checkpoint, own_files=checkpoint.own_files | own_index)
 
 

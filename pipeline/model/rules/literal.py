@@ -210,8 +210,8 @@ def stored_table(
     if convention is None:
         raise RuleError(
             f"model type {family!r}",
-            f"{known}, and config.json does not tell which library wrote the checkpoint "
-            "(paddleformers_version or paddlenlp_version); write one and pass it with --rules FILE",
+            f"{known}, and config.json does not tell which library wrote the checkpoint: add paddleformers_version or "
+            "paddlenlp_version, with which its sharding can change, or write a table and pass it with --rules FILE",
         )
     keys = list(keys)
     form = _forms(of_family, config, job)
