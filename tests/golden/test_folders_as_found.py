@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,64 @@ def test_both_layouts_of_a_published_model_are_read(
     assert exported(folder, tmp_path) == held
     alone = {key.removeprefix("model."): tensor for key, tensor in renamed.items()}  # as AutoModel saves it
     assert exported(saved(tmp_path / "alone", alone, tmp_path / "model"), tmp_path / "of it") == held
+
+
+def as_kept(held: Tensors) -> Tensors:
+    """Experts as ``transformers`` 5 keeps them: gate above up, all of a layer as one tensor."""
+    experts: dict[str, dict[int, dict[str, Any]]] = {}
+    kept = {}
+    for key, (dtype, shape, data) in held.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", key)
+        if match is None:
+            kept[key] = dtype, shape, data
+            continue
+        of_layer = experts.setdefault(match[1], {}).setdefault(int(match[2]), {})
+        of_layer[match[3]] = np.frombuffer(data, np.uint16).reshape(shape)
+    for layer, found in experts.items():
+        of_all = [found[number] for number in range(len(found))]
+        both = np.stack([np.concatenate([expert["gate"], expert["up"]]) for expert in of_all])
+        for name, words in (("gate_up", both), ("down", np.stack([expert["down"] for expert in of_all]))):
+            kept[f"{layer}.{name}_proj"] = "BF16", list(words.shape), words.tobytes()
+    return kept
+
+
+def the_other_way_round(held: Tensors) -> Tensors:
+    """The last two dims of experts that are one tensor, exchanged."""
+    turned = {}
+    for key, (dtype, shape, data) in held.items():
+        if re.fullmatch(r".*\.experts\.(gate_up|down)_proj", key):
+            words = np.frombuffer(data, np.uint16).reshape(shape).swapaxes(1, 2)
+            shape, data = list(words.shape), words.tobytes()
+        turned[key] = dtype, shape, data
+    return turned
+
+
+@pytest.mark.parametrize(
+    ("case", "other", "said"),
+    [
+        ("moe/qwen2moe_single", as_kept, "out of the tensor of all"),
+        ("families/qwen3_vl_moe_single", the_other_way_round, "the other way round"),
+    ],
+)
+def test_experts_as_the_library_keeps_them_are_read(
+    tmp_path: Path, case: str, other: Callable[[Tensors], Tensors], said: str
+) -> None:
+    paddle_reshard.convert(copy_of(case, tmp_path / "source"), tmp_path / "model", format="huggingface")
+    held = tensors_of(tmp_path / "model")
+    changed = other(held)
+    assert changed != held
+    folder = saved(tmp_path / "other", changed, tmp_path / "model")
+    assert exported(folder, tmp_path) == held
+    assert said in dict(paddle_reshard.inspect(folder, convention="paddleformers").facts())["keys"]
+    key = min(key for key in changed if key.endswith("experts.down_proj"))
+    dtype, (experts, rows, columns), data = changed[key]
+    half = dtype, [experts, rows // 2, columns], data[: len(data) // 2]
+    with pytest.raises(ReshardError, match=r"experts.*(shape|expects)"):
+        paddle_reshard.plan(
+            saved(tmp_path / "half", {**changed, key: half}, tmp_path / "model"),
+            to="tp=1",
+            convention="paddleformers",
+        )
 
 
 def renamed_in(path: Path, old: bytes, new: bytes) -> None:

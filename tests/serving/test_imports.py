@@ -1,8 +1,9 @@
 """What ``transformers`` loads without a missing or unexpected key, we read with equal values; the rest is refused.
 
 Over the models of every family that we read, made by the library itself of an exported config: with a language head,
-cut into files, with words tied the other way, without a head, as a classifier. ``make serving``, as it needs torch and
-transformers. The oracle is what the same class of the library holds after it has loaded our export of our import.
+cut into files, in the layout that the library keeps in memory, with words tied the other way, without a head, as a
+classifier. ``make serving``, as it needs torch and transformers. The oracle is what the same class of the library holds
+after it has loaded our export of our import.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REFUSED = {
     **{f"glm_ocr {name}": r"lm_head\.weight: no file holds it" for name in ("whole", "cut")},
     **{
         f"paddleocr_vl {name}": r"packing_position_embedding\.weight: no file holds it"
-        for name in ("whole", "cut", "tied", "headless")
+        for name in ("whole", "cut", "kept", "tied", "headless")
     },
     # The classes of PaddleNLP without a language head are not known.
     "paddlenlp headless": r"lm_head\.weight: no file holds it",
@@ -51,13 +52,15 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def _variants(export: Path) -> Iterator[tuple[str, Any, Any]]:
     """The name of a variant, the class that loads it, and its config."""
     import transformers
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     def config() -> Any:
         return transformers.AutoConfig.from_pretrained(export)
 
     images = getattr(config(), "vision_config", None) is not None
     whole = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
-    for name in ("whole", "cut"):
+    kept = get_checkpoint_conversion_mapping(config().model_type)
+    for name in ("whole", "cut", "kept") if kept else ("whole", "cut"):
         yield name, whole, config()
     other = config()
     other.tie_word_embeddings = not other.tie_word_embeddings
@@ -73,8 +76,8 @@ def _variants(export: Path) -> Iterator[tuple[str, Any, Any]]:
             yield name, loader, labelled
 
 
-def _made(loader: Any, config: Any, folder: Path, largest: str) -> None:
-    """A model of the library's own, every parameter random."""
+def _made(loader: Any, config: Any, folder: Path, variant: str) -> None:
+    """A model of the library's own, every parameter random; ``kept``: in the layout that the library keeps it in."""
     import torch
 
     torch.manual_seed(1)
@@ -82,7 +85,8 @@ def _made(loader: Any, config: Any, folder: Path, largest: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape))
-    model.save_pretrained(folder, max_shard_size=largest)
+    largest = "60KB" if variant == "cut" else "5GB"
+    model.save_pretrained(folder, max_shard_size=largest, save_original_format=variant != "kept")
 
 
 def _loaded(loader: Any, folder: Path) -> tuple[dict[str, Any], set[str]]:
@@ -118,7 +122,7 @@ def test_what_the_library_loads_is_read_with_equal_values(case: ServedCase, tmp_
     drop = {"drop": ["mtp"]} if case.config.get("num_nextn_predict_layers") else {}
     for name, loader, config in _variants(tmp_path / "x/export"):
         folder = tmp_path / name
-        _made(loader, config, folder / "model", "60KB" if name == "cut" else "5GB")
+        _made(loader, config, folder / "model", name)
         held, odd = _loaded(loader, folder / "model")
         assert not odd, name
         refused = _refused(family, case.convention, name)
@@ -137,7 +141,7 @@ def test_what_the_library_misses_is_refused(case: ServedCase, tmp_path: Path) ->
     """One class of tensors after the other is taken out, of all layers."""
     case.export(tmp_path / "x/export")
     name, loader, config = next(_variants(tmp_path / "x/export"))
-    _made(loader, config, tmp_path / name, "5GB")
+    _made(loader, config, tmp_path / name, name)
     whole = tensors_of(tmp_path / name)
     options = {"drop": ["mtp"]} if case.config.get("num_nextn_predict_layers") else {}
     kinds = {"".join("*" if part.isdigit() else f".{part}" for part in key.split(".")) for key in whole}

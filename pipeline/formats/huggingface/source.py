@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
+from math import prod
 from typing import Final, NamedTuple
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import DROPPED_MTP, Checkpoint, MissingPolicy
@@ -46,6 +47,8 @@ from paddle_reshard.storage.files.safetensors import Index, SafetensorsPayload
 MAX_MTP_LAYERS: Final = 64
 """Upper limit, because a config may contain any number."""
 _NOTHING: Final = re.compile(r"(?!)")
+_MAX_EXPERTS: Final = 1 << 16
+_STACKED: Final = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 BUFFERS: Final = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq\Z")
 """Keys of what no class of ``transformers``, PaddleNLP or PaddleFormers loads, although published files may hold it."""
 _BUFFER: Final = "a buffer that every class computes from config.json; none loads it"
@@ -183,11 +186,12 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
     keys = sorted(key for header in headers.values() for key in header.tensors)
     mtp = _mtp_layers(tables_to_train_with(tables, config), config, keys) if missing.drops_mtp else _NOTHING
     held = stored_tensors(headers, index, re.compile(rf"{mtp.pattern}|{BUFFERS.pattern}"))
+    held, unstacked = _unstacked(held, tables_to_train_with(tables, config))
     model, stored, reading = _models(held, config, tables)
     counted = not missing.lacks_layers
     model = completed(model, missing.lets_lack, mtp=not missing.drops_mtp, layers_counted=counted)
     held = reading.renamed(held)
-    copies = _copies_of(held, reading, files)
+    copies = _copies_of(held, reading, files, model.table)
     sizes = {**files.safetensors, **({_SINGLE: files.sizes[_SINGLE]} if copies else {})}
     catalog = read_huggingface(stored, sizes, held, copies=copies)
     if MANIFEST not in files.sizes:
@@ -203,12 +207,49 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
             *((key, _BUFFER) for key in keys if BUFFERS.match(key)),
             *((path, _UNINDEXED) for path in files.unindexed if not copies or path != _SINGLE),
         ),
-        keys_read=reading.in_words,
+        keys_read="; ".join(filter(None, (reading.in_words, unstacked))),
+    )
+
+
+def _unstacked(
+    held: Mapping[str, StoredTensor], tables: Sequence[RuleTable]
+) -> tuple[dict[str, StoredTensor], str]:
+    """The experts one by one that the files hold as one tensor, and what is said of it.
+
+    ``transformers`` 5 keeps ``experts.gate_up_proj`` ``[experts, gate + up, in]`` and ``experts.down_proj``
+    (``conversion_mapping.py``), reads both layouts, and writes this one with ``save_original_format=False``.
+    """
+    forms = {
+        key for table in tables for rule in table.rules if rule.huggingface for key in rule.huggingface.keys
+    }
+    by_one = any(key.endswith(".experts.{expert}.gate_proj.weight") for key in forms)
+    if not by_one or any(key.endswith(".experts.gate_up_proj") for key in forms):
+        return dict(held), ""
+    one_by_one: dict[str, StoredTensor] = {}
+    for key, stored in held.items():
+        experts, rows, columns = stored.shape if len(stored.shape) == 3 else (0, 0, 0)
+        match = _STACKED.fullmatch(key)
+        parts = ("gate_proj", "up_proj") if match and match[2] == "gate_up_proj" else ("down_proj",)
+        if match is None or not 0 < experts <= _MAX_EXPERTS or rows % len(parts):
+            one_by_one[key] = stored
+            continue
+        shape = (rows // len(parts), columns)
+        step = prod(shape) * stored.dtype.itemsize
+        for number, (expert, part) in enumerate(product(range(experts), parts)):
+            name = f"{match[1]}.{expert}.{part}.weight"
+            if name in held:
+                raise CoverageError(name, f"also in {key}", (held[name].path, stored.path))
+            one_by_one[name] = StoredTensor(
+                shape, stored.dtype, stored.path, stored.byte_offset + number * step
+            )
+    return (
+        one_by_one,
+        "" if one_by_one.keys() == held.keys() else "experts read out of the tensor of all of a layer",
     )
 
 
 def _copies_of(
-    held: Mapping[str, StoredTensor], reading: Reading, files: SourceFiles
+    held: Mapping[str, StoredTensor], reading: Reading, files: SourceFiles, table: RuleTable
 ) -> dict[str, StoredTensor]:
     """The tensors of ``model.safetensors`` beside an index that names other files; empty without such a file.
 
@@ -218,7 +259,8 @@ def _copies_of(
     if _SINGLE not in files.unindexed:
         return {}
     header = files.index_here(index_safetensors, files.store, {_SINGLE: files.sizes[_SINGLE]})
-    there = reading.renamed(stored_tensors(header, None, BUFFERS), strict=False)
+    beside, _ = _unstacked(stored_tensors(header, None, BUFFERS), [table])
+    there = reading.renamed(beside, strict=False)
     kinds, kinds_there = ({k: (t.shape, t.dtype) for k, t in side.items()} for side in (held, there))
     if odd := sorted(key for key in {*kinds, *kinds_there} if kinds.get(key) != kinds_there.get(key)):
         raise CheckpointError(
