@@ -522,6 +522,13 @@ MUTANTS = (
     ),
     # ----------------------------------------------------------- what others wrote, and what a target may hold
     Mutant(
+        "Of experts that a file holds as one tensor the gate is read as the up projection.",
+        "pipeline/formats/huggingface/source.py",
+        '("gate_proj", "up_proj") if match',
+        '("up_proj", "gate_proj") if match',
+        ("tests/golden/test_folders_as_found.py::test_experts_as_the_library_keeps_them_are_read",),
+    ),
+    Mutant(
         "A small file that is too large is read as an empty one.",
         "storage/plain.py",
         "    if size_bytes > most_bytes:\n",
