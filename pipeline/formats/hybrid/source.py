@@ -127,7 +127,7 @@ def read_hybrid(
     source = _Source(ranks, _choose_table_and_rename(ranks, tables, config), config)
     strategy = source.strategy()
     stored = source.model(adapter, missing)
-    source.check_stages(stored, missing)
+    source.check_files_of_states(stored, strategy, missing)
     check_experts(ranks, source.expert_axis, stored.tensors, expert_count(source.table, config))
     if ranks.with_meta:
         _check_half_dtypes(stored.tensors, config)
@@ -322,24 +322,43 @@ class _Source:
         model = Model(tuple(lead_experts(tied, unified=False)), table, self.config)
         return completed(model, policy.lets_lack, mtp=not policy.drops_mtp)
 
-    def check_stages(self, model: Model, policy: MissingPolicy) -> None:
-        """Refuse a stage whose optimizer files hold no states, beside others that do."""
+    def check_files_of_states(self, model: Model, strategy: str, policy: MissingPolicy) -> None:
+        """Refuse optimizer files without a state beside others that have some: those of a stage, or of a rank.
+
+        A rank may have none under stage 1 v1 and stage 2, which keep parameters whole, if there are few: then no
+        parameter lacks its states. Slices that a rank lacks are missed otherwise.
+        """
         states = {tensor.key for tensor in model.tensors if tensor.trained}
         trains = {cell.pp for cell in self.cells if not states.isdisjoint(cell.names)}
         for cell in self.cells if trains and not model.has_lora else ():
-            keys = [] if cell.pp in trains else [k for k in cell.names if not policy.lets_lack_states(k)]
-            if keys := [key for key in keys if not self.find(key)[0].untrained]:
-                of = self.ranks.topology
+            empty = self._shards_without_states(cell) if strategy in ("stage1v1", "stage2") else []
+            if cell.pp in trains and not empty:
+                continue
+            lacking = (key for key in cell.names if key not in states and not policy.lets_lack_states(key))
+            if keys := [key for key in lacking if not self.find(key)[0].untrained]:
+                of, shard = self.ranks.topology, min(empty, default=0)
                 path = rank_file_name(
-                    OPTIMIZER, 0 if of.tp > 1 else None, cell.pp, 0 if of.sharding > 1 else None
+                    OPTIMIZER,
+                    cell.tp if of.tp > 1 else None,
+                    cell.pp if of.pp > 1 else None,
+                    shard if of.sharding > 1 else None,
                 )
+                also = "" if cell.pp in trains else ", nor does any other file of its pipeline stage"
                 error = CoverageError(
                     f"{keys[0]} (optimizer states)",
-                    f"{path} holds no states, nor does any other file of its pipeline stage, and those of other "
-                    "stages do. Take the files of one whole save; if the job froze the stage, say so with "
-                    f"--allow-missing {' '.join(map(repr, _patterns(keys)))}",
+                    f"{path} holds no states{also}, and other files do. Take the files of one whole save; if the job "
+                    f"froze what has none, say so with --allow-missing {' '.join(map(repr, _patterns(keys)))}",
                 )
                 raise of_optimizer(error)
+
+    def _shards_without_states(self, cell: StoredCell) -> list[int]:
+        held = {
+            stored.shard
+            for (_, state), arrays in cell.arrays.entries()
+            for stored in arrays
+            if state not in (PARAM, EMA_PARAM, EMA_MASTER_WEIGHT)
+        }
+        return [shard for shard in range(self.ranks.topology.sharding) if shard not in held]
 
     def _tensor(self, cell: StoredCell, key: str, held: tuple[str, ...]) -> ModelTensor:
         topology = self.ranks.topology
