@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+from tests import facts
 from tests.families import Family, families
 
 HEADINGS = (
@@ -50,9 +51,14 @@ def _row(family: Family) -> tuple[str, ...]:
         family.huggingface,
         "yes" if family.multi_token_prediction else "no",
         "yes" if family.lora else "no",
-        family.proven.files,
+        f"{family.proven.files}, facts" if _is_built(family) else family.proven.files,
         family.proven.huggingface or "no",
     )
+
+
+def _is_built(family: Family) -> bool:
+    """Whether the table is held against what the class builds, variant by variant (``tests/facts``)."""
+    return family.library == "paddleformers" and family.name in {build.family for build in facts.builds()}
 
 
 def counts() -> str:
@@ -61,7 +67,8 @@ def counts() -> str:
     files = Counter(family.proven.files for family in known)
     forms = Counter(family.proven.huggingface for family in known)
     return (
-        f"{len(known)} families; files of ranks proven by {_listed(files, FILES)}; "
+        f"{len(known)} families; files of ranks proven by {_listed(files, FILES)}, and {sum(map(_is_built, known))} "
+        "tables also held against recorded facts of their classes; "
         f"Hugging Face by {_listed(forms, FORMS)}"
     )
 

@@ -38,8 +38,8 @@ SINGLES, CLASSES = 3, 6
 """How many single tensors and classes of tensors are drawn; `tests/facts` takes all of them from what classes build."""
 
 
-ALONE = r"config\.json is missing|no file holds it, and it has no master weight"
-"""Refusals of whole checkpoints, which need ``--config`` or ``--fill``."""
+ALONE = r"config\.json is missing|no file holds it, and it has no master weight|ckpt_quant_stage"
+"""Refusals of whole checkpoints: they need ``--config`` or ``--fill``, or are quantised."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def removals(of: Whole, chance: random.Random) -> Iterator[tuple[str, Set[tuple[
 def why_not_missed(of: Whole, tensors: Set[tuple[str, str]], keys: Set[str]) -> str | None:
     """The list of what is converted without."""
     states = {state for _, state in tensors}
-    if keys and not of.checkpoint.model.config:
+    if (keys or states == {PARAM}) and not of.checkpoint.model.config:
         return "without config.json nothing says of what class the model is"
     if states == {PARAM} and all((key, MASTER_WEIGHT) in of.arrays for key, _ in tensors):
         return "it is cast from its master weight"
