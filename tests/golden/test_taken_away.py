@@ -38,8 +38,11 @@ SINGLES, CLASSES = 3, 6
 """How many single tensors and classes of tensors are drawn; `tests/facts` takes all of them from what classes build."""
 
 
-ALONE = r"config\.json is missing|no file holds it, and it has no master weight|ckpt_quant_stage"
-"""Refusals of whole checkpoints: they need ``--config`` or ``--fill``, or are quantised."""
+ALONE = (
+    r"config\.json is missing|no file holds it, and it has no master weight|ckpt_quant_stage|global_step is|"
+    "under parameter names"
+)
+"""Refusals of whole checkpoints: they need ``--config`` or ``--fill``, or are of kinds that are not read."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,8 @@ def why_not_missed(of: Whole, tensors: Set[tuple[str, str]], keys: Set[str]) -> 
         return "it is cast from its master weight"
     if all(state.startswith("ema") for state in states) and not keys:
         return "a job need not keep an average"
+    if of.checkpoint.model.has_lora and not any("lora_" in key for key, _ in tensors):
+        return "nothing says what an adapter trains beside its matrices"
     if states == {MASTER_WEIGHT} and of.checkpoint.format == "unified":
         return "remove_master_weight leaves them out, and the loader casts the parameters"
     if {(key, state) for key, state in of.arrays if state in ACCUMULATORS} <= tensors and not keys:

@@ -330,7 +330,7 @@ class _Source:
         """
         states = {tensor.key for tensor in model.tensors if tensor.trained}
         trains = {cell.pp for cell in self.cells if not states.isdisjoint(cell.names)}
-        for cell in self.cells if trains and not model.has_lora else ():
+        for cell in self.cells if trains else ():
             empty = self._shards_without_states(cell) if strategy in ("stage1v1", "stage2") else []
             if cell.pp in trains and not empty:
                 continue
