@@ -94,15 +94,14 @@ class Run(Result):
                 checkpoint.name,
                 _job_in_words(checkpoint),
                 in_words(checkpoint.states),
-                checkpoint.problem or "complete",
-                "" if checkpoint.made_from is None else f"made from {checkpoint.made_from}",
+                checkpoint.problem or ("complete" if checkpoint.made_from is None else "converted"),
                 ", ".join(checkpoint.converted_to),
             )
             for checkpoint in self.checkpoints
         ]
 
 
-HEADINGS_IN_SHORT = ("checkpoint", "topology", "holds", "status", "", "converted to")
+HEADINGS_IN_SHORT = ("checkpoint", "topology", "holds", "status", "converted to")
 HEADINGS = (
     *("checkpoint", "format", "topology", "sharding", "holds"),
     *("size", "status", "made from", "converted to"),

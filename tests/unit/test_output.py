@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -336,12 +337,15 @@ def test_sentences_are_wrapped_between_words_and_commands_are_not() -> None:
     )
 
 
-def test_checkpoints_and_topologies_fit_a_screen() -> None:
+def test_checkpoints_and_topologies_fit_a_screen(tmp_path: Path) -> None:
     """80 columns and 24 lines, whatever the names of files are; a command to copy may be longer than a line."""
-    (heading, row) = on_a_terminal("ls", DEMO.parent, columns=80).splitlines()
+    shutil.copytree(DEMO, tmp_path / DEMO.name)
+    paddle_reshard.convert(DEMO, tmp_path / "checkpoint-1000", format="flex")
+    (heading, row, converted) = on_a_terminal("ls", tmp_path, columns=80).splitlines()
     assert heading.split() == ["checkpoint", "topology", "holds", "status"]
     expected = "checkpoint-3 tp=2,pp=2,sharding=2 stage1v2 param master moments EMA complete"
     assert " ".join(row.split()) == expected
+    assert " ".join(converted.split()) == "checkpoint-1000 any (flex) param master moments EMA converted"
     cards = on_a_terminal("plan", DEMO, "--cards", 4, columns=80).splitlines()
     assert sum(len(line) // 80 + 1 for line in cards) <= 24
     convert, start = cards.index(next(line for line in cards if line.startswith("convert"))), "start with"
