@@ -294,6 +294,17 @@ def test_topologies_of_many_cards_lie_beside_each_other(
         assert page.evaluate("getSelection().toString()").startswith("paddle-reshard convert")
 
 
+def test_what_one_looks_for_is_in_sight(show: Any, pages: dict[str, Path]) -> None:
+    """Of each tensor how far it is apart and an example, without scrolling to the right; axes are not broken."""
+    page = show(pages["diff"])
+    right = "(one) => one.getBoundingClientRect().right"
+    assert page.locator("th", has_text="first at").first.evaluate(right) <= 1280
+    nearest = show(pages["cards"]).locator(".tiles b", has_text="sharding=16")
+    assert [line.strip() for line in nearest.inner_text().splitlines()] == ["pp=4,vpp=2,sharding=16"]
+    heights = "(one) => one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight)"
+    assert round(nearest.evaluate(heights)) <= 2 and nearest.locator("wbr").count() == 2
+
+
 def test_paper_has_all_columns(show: Any, tmp_path: Path) -> None:
     report = tmp_path / "diff.html"
     command("diff", case_directory("single") / "checkpoint-3", SOURCE, "--report", report, status=1)

@@ -646,7 +646,9 @@
       if (value === null) return "not finite";
       if (!numeric[column]) return String(value);
       if (inBytes[column]) return bytes(value);
-      return Number.isInteger(value) ? value.toLocaleString("en") : Number(value).toPrecision(/^in [AB]$/.test(table.headings[column]) ? 9 : 4).replace(/\.?0+(e|$)/, "$1");
+      if (Number.isInteger(value)) return table.headings[column] === "ulps" && value >= 1e6 ? value.toExponential(1) : value.toLocaleString("en");
+      const digits = /^in [AB]$/.test(table.headings[column]) ? 9 : 4;
+      return (Math.abs(value) < 1e-3 ? value.toExponential(digits - 1) : value.toPrecision(digits)).replace(/\.?0+(e|$)/, "$1");
     };
     const filter = element("input", { type: "search", placeholder: "Filter", "aria-label": `Filter: ${table.title}` });
     filter.addEventListener("input", () => { words = filter.value.toLowerCase().split(/\s+/).filter(Boolean); shown = table.first; draw(); });
