@@ -165,3 +165,13 @@ def test_biases_of_columns_are_cut_and_those_of_rows_are_whole(tmp_path: Path) -
         else:
             assert [len(part) for part in parts] == [size // 2, size // 2]
             assert b"".join(parts) == truth[key]
+
+
+def test_a_save_that_may_have_died_is_said(tmp_path: Path) -> None:
+    """A job that saves parameters alone leaves the same files, so nothing can be refused."""
+    source = unpacked("save_that_died", tmp_path)
+    words = "no saved_signal file marks it as finished"
+    assert words in dict(paddle_reshard.inspect(source).facts())["not proven"]
+    assert words in dict(paddle_reshard.plan(source, format="flex").facts())["not proven"]
+    (source / "saved_signal_0").write_text("1")
+    assert "not proven" not in dict(paddle_reshard.inspect(source).facts())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from paddle_reshard.pipeline.checkpoint.reading import (
     index_tensor_file,
 )
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, UnsupportedError
-from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.core.file_names import MANIFEST, MODEL_META, SIGNAL_PREFIX
+from paddle_reshard.pipeline.core.tensors import PARAM
 from paddle_reshard.pipeline.core.upstream import NEWEST_PADDLE
 from paddle_reshard.pipeline.formats.flex.checkpoint import read_flex
 from paddle_reshard.pipeline.formats.flex.names import (
@@ -63,6 +64,20 @@ def index_flex(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -
         own_files=own_files,
         not_carried=(*checkpoint.not_carried, *older.items()),
         newer=_newer(metadata),
+        unproven=checkpoint.unproven or _not_finished(sizes, checkpoint),
+    )
+
+
+def _not_finished(paths: Collection[str], checkpoint: Checkpoint) -> str:
+    """What a trainer's folder with parameters alone does not tell."""
+    of_trainer = any(path.startswith("trainer_state.") for path in paths) and MANIFEST not in paths
+    if not of_trainer or {*checkpoint.catalog.tensors.states} != {PARAM}:
+        return ""
+    if any(path.startswith(SIGNAL_PREFIX) for path in paths):
+        return ""
+    return (
+        "the save may have died: parameters are all that it holds, and no saved_signal file marks it as finished; a "
+        "job with ignore_save_lr_and_optim leaves the same files"
     )
 
 
