@@ -574,6 +574,13 @@ MUTANTS = (
         ("tests/unit/test_sharding_group.py",),
     ),
     Mutant(
+        "A tensor whole on a rank is taken with those like it, whichever rank model_meta.json names.",
+        "pipeline/formats/hybrid/whole.py",
+        "(self._owner[lone.key] == shard)",
+        "(self._owner[lone.key] >= shard - shard)",
+        ("tests/hostile/test_refused_checkpoints.py",),
+    ),
+    Mutant(
         "Two ranks of a group may hold a tensor that only one can.",
         "pipeline/formats/hybrid/sharding_group.py",
         "fits = len(arrays) == 1 or",

@@ -93,7 +93,7 @@ from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
-_BLOCK_TENSORS = 1 << 16
+_BLOCK_TENSORS = 1 << 14
 """Tensors of which the arrays are looked at together."""
 AUTOMATIC_NAME = re.compile(r"(eager_tmp|generated_tensor)_\d+")
 """Name that Paddle generates for an unnamed tensor; the number counts such tensors in the process."""
