@@ -151,7 +151,8 @@ def is_chinese(app: Sphinx) -> bool:
 def with_synonyms(app: Sphinx, page: str, source: list[str]) -> None:
     """Let the search find a page by what it is also called."""
     entries = "".join(f"```{{index}} ! single: {synonym}\n```\n" for synonym in SYNONYMS.get(page, ()))
-    source[0] = re.sub(r"\A(# .*\n)", lambda title: f"{title[1]}\n{entries}", source[0])
+    # Above the title of a translation stands what it was made from, in a comment.
+    source[0] = re.sub(r"\A((?:<!--.*-->\n)?# .*\n)", lambda title: f"{title[1]}\n{entries}", source[0])
 
 
 def to_other_sites(app: Sphinx, page: str, source: list[str]) -> None:
