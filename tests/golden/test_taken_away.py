@@ -202,7 +202,7 @@ def cases() -> list[str]:
 @pytest.mark.parametrize("case", cases())
 def test_what_is_taken_from_a_real_checkpoint_is_missed(case: str) -> None:
     directory = case_directory(case)
-    folder = max([*directory.glob("checkpoint-*"), *directory.glob("hf-export")], default=directory)
+    folder = max([*directory.glob("checkpoint-*")] or [*directory.glob("hf-export")], default=directory)
     accepted = []
     try:
         of = whole(folder, None)
