@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import time
 import unicodedata
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -52,7 +54,7 @@ def say(message: str, err: bool = False) -> None:
     """Print a line; a sentence that is wider than the terminal is wrapped between words."""
     line, stream = printable(message), sys.stderr if err else sys.stdout
     wraps = stream is not None and stream.isatty() and not isinstance(message, ToCopy)
-    width = max(_terminal_width(), NARROWEST) if wraps else len(line)
+    width = max(_terminal_width(err), NARROWEST) if wraps else len(line)
     click.echo("\n".join(_wrapped(line, width, GAP)), err=err)
 
 
@@ -214,10 +216,16 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return wrap(text) or [""]
 
 
-def _terminal_width() -> int:
+def _terminal_width(err: bool = False) -> int:
     import shutil  # with textwrap, only for people: a conversion in a script starts without them
 
-    return shutil.get_terminal_size().columns
+    width = shutil.get_terminal_size()
+    if (
+        "COLUMNS" not in os.environ
+    ):  # of the stream that is written: stdout may be a pipe while stderr is a terminal
+        with suppress(OSError, ValueError):
+            width = os.get_terminal_size((sys.stderr if err else sys.stdout).fileno())
+    return width.columns or 80
 
 
 def _plain(cell: str | int) -> str:
