@@ -162,12 +162,17 @@ def plain(value):
 
 def expected(metadata) -> tuple[Counter, Counter]:
     """The same of Paddle's own objects; where an index does not tell the shape, from the piece."""
-    pieces, places, by_offset = Counter(), Counter(), {}
+    pieces, places, by_offset, ends = Counter(), Counter(), {}, {}
     for key, found in metadata.state_dict_metadata.items():
         for piece in found:
             whole = plain(getattr(piece, "global_shape", None))
             flat = plain(getattr(piece, "flattened_range", None))
             offset, local = plain(piece.global_offset), plain(piece.local_shape)
+            if whole is not None and flat is None:  # Paddle's loader ends such a piece with its tensor
+                ends[key, offset, local] = tuple(
+                    min(n, w - o) for n, w, o in zip(local, whole, offset, strict=True)
+                )
+                local = ends[key, offset, local]
             pieces[key, offset, local, whole, flat, getattr(piece, "dtype", None)] += 1
             by_offset[key, offset] = (local, flat)
     for index, file in metadata.storage_metadata.items():
@@ -175,6 +180,7 @@ def expected(metadata) -> tuple[Counter, Counter]:
         local, flat = by_offset[key, offset]
         if getattr(index, "local_shape", None) is not None:
             local, flat = plain(index.local_shape), plain(index.flattened_range)
+            local = ends.get((key, offset, local), local) if flat is None else local
         places[key, offset, local, flat, getattr(index, "replica_id", None), file] += 1
     return pieces, places
 

@@ -204,21 +204,24 @@ def inspect(
         If it is not a single, complete, consistent checkpoint, or the rules for its family contradict it. For a family
         without a rule table, only files that cannot be parsed are an error.
     """
-    return inspect_store(open_checkpoint(os.fspath(source), source_access(options)), observe, options)
+    store = open_checkpoint(os.fspath(source), source_access(options))
+    return inspect_store(store, observe, options, in_part=True)
 
 
-def inspect_store(store: Source, observe: Observer, options: InspectOptions) -> Inspection:
-    """:func:`inspect` of a checkpoint that is open."""
+def inspect_store(
+    store: Source, observe: Observer, options: InspectOptions, in_part: bool = False
+) -> Inspection:
+    """:func:`inspect` of a checkpoint that is open; a damaged file is an error, unless the rest is to be described."""
     index_files = partial(index_here, observe=observe)
     tables, config = given_inputs(options.get("rules"), options.get("config"), options.get("convention"))
     files = SourceFiles(store, config, index_here, index_files)
     try:
         checkpoint = index_source(files, tables, _REPORTED)
-    except UnsafePickleError:
-        raise
-    except FormatError as error:
-        return _in_part(files, index_files, tables, error)
     except (CheckpointError, PlanError) as error:
+        if isinstance(error, FormatError):
+            if not in_part or isinstance(error, UnsafePickleError):
+                raise
+            return _in_part(files, index_files, tables, error)
         if isinstance(error, RuleError) and error.fitting:
             return _agreed(files, index_files, error)
         if _is_unknown(files, tables):

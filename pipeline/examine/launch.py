@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PA
 from paddle_reshard.pipeline.core.topology import STRATEGIES, Topology
 from paddle_reshard.pipeline.core.trainer_files import is_random_state
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.examine.inspection import Inspection, inspect
+from paddle_reshard.pipeline.examine.inspection import Inspection, inspect_store
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
@@ -115,7 +115,9 @@ def launch(
     manifest = _manifest(checkpoint, options)
     if manifest is not None and manifest.portion_job is not None:
         return _of_portion(os.fspath(checkpoint), manifest, manifest.portion_job, to)
-    inspection = inspect(checkpoint, observe=observe, **options)
+    inspection = inspect_store(
+        open_checkpoint(os.fspath(checkpoint), source_access(options)), observe, options
+    )
     if FORMATS[inspection.format].model_only:
         return Launch(inspection.path, "transformers", 1, {}, _serving_commands(inspection.path), ())
     made_for = None if manifest is None else _parsed(manifest.topology)

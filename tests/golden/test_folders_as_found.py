@@ -415,6 +415,8 @@ def test_inspect_describes_all_but_a_damaged_average(tmp_path: Path) -> None:
     said = dict(described.left_out)
     assert "truncated" in said[first.name]
     assert said.keys() - dict(whole.left_out).keys() == {path.name for path in (first, *others)}
+    with pytest.raises(ReshardError, match="truncated"):  # no job starts from a part
+        paddle_reshard.launch(source)
 
 
 def test_inspect_lists_the_arrays_of_the_files_beside_damaged_ones(tmp_path: Path) -> None:
