@@ -35,7 +35,7 @@ help:
 	@echo "make draws    real jobs drawn by chance, converted, and held against live memory and real files (ARGS='--seed 7 --count 40')"
 	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into tests/parity/losses.md (two hours; can be interrupted)"
-	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (20 minutes)"
+	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (ten minutes)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into benchmarks/disk.md (ARGS=--quick)"
 	@echo "make scaling  how conversions gain from more cores, and where they wait; eight minutes (ARGS=--write: into benchmarks/scaling.md)"

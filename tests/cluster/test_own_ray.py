@@ -38,7 +38,8 @@ import signal, sys
 from pathlib import Path
 import paddle_reshard
 from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.convert import run as workflow
+from paddle_reshard.pipeline.convert.run import run_conversion
+from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.sized import in_groups
@@ -57,7 +58,7 @@ calls.PATIENCE_SECONDS = 1.0
 plan = in_groups(int(sys.argv[5])).plan(source, target, to="tp=2,sharding=3")
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes, seconds), writer))
 try:
-    workflow.run_conversion(plan, Outputs([LocalTarget(target)]), watched, workflow.ignore_events)
+    run_conversion(plan, Outputs([LocalTarget(target)]), watched, ignore_events)
 except paddle_reshard.ReshardError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """

@@ -469,7 +469,8 @@ import sys
 import paddle_reshard
 from pathlib import Path
 from paddle_reshard.clusters.choose import choose_engine
-from paddle_reshard.pipeline.convert import run as workflow
+from paddle_reshard.pipeline.convert.run import run_conversion
+from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 
@@ -479,7 +480,7 @@ from tests.cluster.faults import Through, Watched
 source, target, notes = map(Path, sys.argv[1:])
 plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3", fingerprint="known")
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes), writer))
-workflow.run_conversion(plan, Outputs([LocalTarget(target)]), watched, workflow.ignore_events)
+run_conversion(plan, Outputs([LocalTarget(target)]), watched, ignore_events)
 import ray
 assert not ray.is_initialized()
 """

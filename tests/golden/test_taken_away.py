@@ -180,6 +180,8 @@ def why_not_missed(of: Whole, tensors: Set[tuple[str, str]], keys: Set[str]) -> 
     states = {state for _, state in tensors}
     if (keys or states == {PARAM}) and not of.checkpoint.model.config:
         return "without config.json nothing says of what class the model is"
+    if (keys or states == {PARAM}) and of.checkpoint.model.table.not_known:
+        return "no rule table describes the class in this format: its own files do"
     if states == {PARAM} and all((key, MASTER_WEIGHT) in of.arrays for key, _ in tensors):
         return "it is cast from its master weight"
     if all(state.startswith("ema") for state in states) and not keys:
