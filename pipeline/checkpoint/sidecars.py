@@ -22,6 +22,7 @@ from paddle_reshard.pipeline.core.file_names import (
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state, is_stray, without_role
+from paddle_reshard.pipeline.model.rules.table import RuleTable
 
 _TP_FIELD = {
     "paddleformers": "tensor_model_parallel_size",
@@ -61,7 +62,7 @@ def plan_sidecars(listing: SourceListing, checkpoint: Checkpoint, topology: Topo
 
     own_files = {*checkpoint.own_files, *(path for path in listing.paths if path.startswith(SIGNAL_PREFIX))}
     own_files |= checkpoint.history.rewritten.keys()
-    config = _config(checkpoint.model.config, checkpoint.model.table.convention, topology)
+    config = _config(checkpoint.model.config, checkpoint.model.table, topology)
     # The trainer writes this when it merges what tp has cut, even if tp is 1.
     if checkpoint.model.has_lora and topology.pp == 1 and topology.tp * topology.sharding > 1:
         config[_TP_FIELD["paddleformers"]] = -1
@@ -127,11 +128,12 @@ def _same_ranks(checkpoint: Checkpoint, topology: Topology, rng_files: list[str]
     return same and set(rng_files) in (per_rank, one_file)
 
 
-def _config(config: Mapping[str, Any], convention: str, topology: Topology) -> dict[str, Any]:
+def _config(config: Mapping[str, Any], table: RuleTable, topology: Topology) -> dict[str, Any]:
     """``config.json`` with the entries that follow the topology."""
-    field = _TP_FIELD.get(convention)
+    field = _TP_FIELD.get(table.convention)
     changed = {k: v for k, v in config.items() if k != field}
-    if convention == "paddleformers" and (_EP_FIELD in config or topology.ep > 1):
+    new_field = topology.ep > 1 and not table.recipe  # no recipe writes it, whatever its ep
+    if table.convention == "paddleformers" and (_EP_FIELD in config or new_field):
         changed[_EP_FIELD] = topology.ep > 1
     if field is not None and topology.tp > 1:
         changed[field] = topology.tp

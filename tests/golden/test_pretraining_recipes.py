@@ -205,6 +205,8 @@ def test_experts_are_numbered_and_named_by_each_rank(source: str, target: str, t
         oracle.assert_same_tensors(found, truth)
         return
     _assert_files_of(made, target, source)
+    configs = [json.loads((f / "config.json").read_bytes()) for f in (made, _case(target) / "checkpoint-3")]
+    assert not any("use_expert_parallel" in config for config in configs)  # the recipe does not write it
     found = read_expert_parallel(made, oracle.shapes_of(truth), of_each=EXPERTS_IN_ALL // 2)
     oracle.assert_same_tensors(found, truth)
 
