@@ -38,7 +38,7 @@ from paddle_reshard.pipeline.core.tensors import in_words
 from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
-from paddle_reshard.pipeline.examine.launch import Launch, remarks_on_change
+from paddle_reshard.pipeline.examine.launch import AVERAGE_IGNORED, Launch, reads_average, remarks_on_change
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.formats.targets import outline, starts_anew
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
@@ -59,7 +59,7 @@ NOT_COUNTED = (
     "gradients, activations and communication buffers are not counted, and the average is in host memory"
 )
 HOW_LONG = "one worker that reads and writes 1 GB/s at once; plan --workers estimates it for many"
-NEAREST = "keeps tp, then pp, ep, dp and sharding, as closely as possible; resumes at once and loses no state"
+NEAREST = "resumes at once with all states; of such, it keeps tp, then pp, ep, dp and sharding most closely"
 _AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
 """In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and
 holds; ranks that read different samples can be replaced by accumulating gradients."""
@@ -99,6 +99,8 @@ class Alternative:
     """What the job does differently because its topology is another."""
     command: str
     """The command that converts; empty if the checkpoint is for this topology already."""
+    ignores_average: bool = False
+    """Whether its trainer reads no average, and that of the source does."""
     nearest: bool = False
     """Whether it is the one that changes least."""
 
@@ -352,7 +354,8 @@ def _by_nearness(alternatives: Sequence[Alternative], source: Topology | None) -
         return sorted(alternatives, key=lambda alternative: alternative.fullest.on_card)
 
     def distance(alternative: Alternative) -> tuple[float, ...]:
-        return tuple(abs(log2(getattr(alternative.topology, axis) / getattr(source, axis))) for axis in _AXES)
+        apart = (log2(getattr(alternative.topology, axis) / getattr(source, axis)) for axis in _AXES)
+        return (alternative.ignores_average, *map(abs, apart))
 
     ordered = sorted(alternatives, key=distance)
     nearest = next((one for one in ordered if not one.not_resumed and not one.states_lost), None)
@@ -375,6 +378,15 @@ class _Offer:
         return replace(job.topology, ep=job.topology.dp)
 
     @property
+    def _reads_average(self) -> bool:
+        """Whether the source's own job goes on with an average that is kept."""
+        source = self.altered.source
+        loaded_with = FORMATS[source.format].loaded_with(
+            source.model.table.convention, source.job.strategy or "none"
+        )
+        return source.has_ema and self.altered.wanted.has_ema and reads_average(loaded_with or {})
+
+    @property
     def options(self) -> Values:
         """The options without the topology."""
         given = {**self.request.target_options[0], **self.request.options}
@@ -393,6 +405,9 @@ class _Offer:
         arguments, not_resumed = self._arguments(target, is_already, anew)
         lost = [(state, f"the format {target.format} cannot hold it") for state in layout.states_not_carried]
         lost += [(path, why) for path, why in layout.not_carried if not is_marker(path)]
+        ignores_average = self._reads_average and not is_already and not reads_average(arguments)
+        if ignores_average:
+            lost.append(("the average", f"in the files, and ignored: {AVERAGE_IGNORED}"))
         before, library = self.before, self.altered.source.model.table.convention
         return Alternative(
             topology=topology,
@@ -406,6 +421,7 @@ class _Offer:
             arguments=arguments,
             not_resumed=not_resumed,
             remarks=() if before is None else tuple(remarks_on_change(before, topology, library)),
+            ignores_average=ignores_average,
             command="" if is_already else self._command(topology),
         )
 

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, lora_of, never_restored, precision_of
 from paddle_reshard.pipeline.convert.integrity import manifest_of
@@ -321,10 +322,18 @@ def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterat
         )
 
 
+AVERAGE_IGNORED: Final = "this trainer reads one only with load_sharded_model, or from a FlexCheckpoint"
+
+
+def reads_average(arguments: Mapping[str, object]) -> bool:
+    """Whether a trainer that is started with these arguments reads an average, if it is told to keep one."""
+    return "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint"
+
+
 def _about_ema(arguments: Arguments) -> str:
-    if "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint":
+    if reads_average(arguments):
         return "the average is read with --zcc_save_ema_coef COEFFICIENT, and otherwise ignored"
-    return "the average is ignored: this trainer reads one only with load_sharded_model, or from a FlexCheckpoint"
+    return f"the average is ignored: {AVERAGE_IGNORED}"
 
 
 def _serving_commands(path: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -107,7 +108,9 @@ def test_what_is_offered_can_be_planned_and_what_is_refused_cannot(case: str) ->
         files = sum(file.size_bytes for file in planned.plan.target_files)
         if one.command:
             assert one.written_bytes == files - literals
-            assert {name for name, _ in target.not_carried} >= {name for name, _ in one.lost}
+            assert {name for name, _ in target.not_carried} >= {name for name, _ in one.lost} - {
+                "the average"
+            }
     for refused in cards.refused:
         with pytest.raises(paddle_reshard.PlanError, match=re.escape(refused.reason)):
             paddle_reshard.plan(source, to=refused.topology)
@@ -123,8 +126,15 @@ def test_a_job_starts_from_the_target_with_the_arguments_that_launch_prints(tmp_
             assert dict(paddle_reshard.launch(target).arguments) == expected
 
 
-def test_the_nearest_keeps_tensor_and_pipeline_parallelism() -> None:
-    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+def without_average(folder: Path) -> Path:
+    source = Path(shutil.copytree(checkpoint(ALL_AXES), folder))
+    for path in source.glob("ema.*"):
+        path.unlink()
+    return source
+
+
+def test_the_nearest_keeps_tensor_and_pipeline_parallelism(tmp_path: Path) -> None:
+    cards = paddle_reshard.plan(without_average(tmp_path / "source"), cards=4)
     assert cards.nearest is cards.alternatives[0]
     assert str(cards.nearest.topology) == "tp=2,pp=2"
     assert {str(one.topology) for one in cards.alternatives} >= {
@@ -135,6 +145,16 @@ def test_the_nearest_keeps_tensor_and_pipeline_parallelism() -> None:
     }
     assert {str(one.topology) for one in cards.refused} == {"tp=4"}  # two heads of keys and values
     assert paddle_reshard.plan(checkpoint(ALL_AXES), cards=8).nearest.command == ""  # type: ignore[union-attr]
+
+
+def test_a_job_that_goes_on_with_its_average_is_nearer_than_one_that_ignores_it() -> None:
+    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    assert cards.nearest is cards.alternatives[0]
+    assert str(cards.nearest.topology) == "tp=2,sharding=2"
+    for one in cards.alternatives:  # the trainer reads ema.* with load_sharded_model alone
+        ignored = "load_sharded_model" not in one.arguments
+        assert ("the average" in dict(one.lost)) == ignored == one.ignores_average, one.topology
+    assert paddle_reshard.plan(checkpoint(ALL_AXES), cards=1).nearest.ignores_average
 
 
 def test_a_format_of_whole_tensors_is_read_as_it_is() -> None:
@@ -151,7 +171,7 @@ def test_the_command_prints_a_table_of_plain_numbers() -> None:
     assert ran.exit_code == 0, ran.output
     rows = [line.split("\t") for line in ran.stdout.splitlines()]
     table = [row for row in rows if len(row) == len(rows[0])]
-    assert table[1][0] == "tp=2,pp=2"
+    assert table[1][0] == "tp=2,sharding=2"
     assert table[1][-1] == "nearest"
     assert all(float(cell) >= 0 for row in table[1:] for cell in row[2:10])
     assert any("--tensor_model_parallel_size 2" in row[-1] for row in rows)
@@ -208,8 +228,8 @@ def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
     convert = ["convert", str(checkpoint(ALL_AXES)), str(tmp_path / "target")]
     ran = CliRunner().invoke(cli, [*convert, "--cards", "4"])
     assert ran.exit_code == 0, ran.output
-    assert ran.stderr.startswith("tp=2,pp=2, the nearest of 9 possible topologies for 4 cards: ")
-    assert str(paddle_reshard.inspect(tmp_path / "target").topology) == "tp=2,pp=2"
+    assert ran.stderr.startswith("tp=2,sharding=2, the nearest of 9 possible topologies for 4 cards: ")
+    assert str(paddle_reshard.inspect(tmp_path / "target").topology) == "tp=2,sharding=2"
     again = CliRunner().invoke(cli, [*convert, "--cards", "4", "--resume"])
     assert (again.exit_code, "2 of 2 groups" in again.stdout) == (0, True), again.output
 

@@ -302,6 +302,7 @@ def test_a_terminal_gets_lines_if_nothing_can_be_drawn(
     with terminal(400, 24) as shown, open(os.dup(shown.there), "w") as stream:  # a long path is one line
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.delenv("COLUMNS", raising=False)
         with pytest.raises(SystemExit) as ended:
             cli(["convert", str(DEMO), str(tmp_path / "made"), "--to", "tp=1"])
         while shown.take(0.0):

@@ -64,7 +64,7 @@ def _notes(found: CardsPlan) -> list[tuple[str, str]]:
 def _row_in_short(alternative: Alternative) -> tuple[str, ...]:
     from paddle_reshard.pipeline.core.tensors import in_words
 
-    lost = in_words(alternative.states_lost)
+    lost = in_words(alternative.states_lost) or "the average" * alternative.ignores_average
     return (
         str(alternative.topology),
         sharding_in_words(alternative.strategy),
