@@ -349,7 +349,7 @@ def test_checkpoints_and_topologies_fit_a_screen(tmp_path: Path) -> None:
     cards = on_a_terminal("plan", DEMO, "--cards", 4, columns=80).splitlines()
     assert sum(len(line) // 80 + 1 for line in cards) <= 24
     convert, start = cards.index(next(line for line in cards if line.startswith("convert"))), "start with"
-    assert cards[convert].endswith(f"paddle-reshard convert {DEMO} TARGET --to tp=2,pp=2")
+    assert cards[convert].endswith(f"paddle-reshard convert {DEMO} TARGET --to tp=2,sharding=2")
     assert cards[convert + 1].startswith(start)
 
 
