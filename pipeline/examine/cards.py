@@ -59,7 +59,7 @@ NOT_COUNTED = (
     "gradients, activations and communication buffers are not counted, and the average is in host memory"
 )
 HOW_LONG = "one worker that reads and writes 1 GB/s at once; plan --workers estimates it for many"
-NEAREST = "resumes at once with all states; of such, it keeps tp, then pp, ep, dp and sharding most closely"
+NEAREST = "resumes at once, and the files lose no state; of such, it keeps tp, then pp, ep, dp and sharding most closely"
 _AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
 """In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and
 holds; ranks that read different samples can be replaced by accumulating gradients."""
@@ -405,7 +405,9 @@ class _Offer:
         arguments, not_resumed = self._arguments(target, is_already, anew)
         lost = [(state, f"the format {target.format} cannot hold it") for state in layout.states_not_carried]
         lost += [(path, why) for path, why in layout.not_carried if not is_marker(path)]
-        ignores_average = self._reads_average and not is_already and not reads_average(arguments)
+        ignores_average = (  # of a trainer whose arguments are not known, nothing is said
+            self._reads_average and not is_already and bool(arguments) and not reads_average(arguments)
+        )
         if ignores_average:
             lost.append(("the average", f"in the files, and ignored: {AVERAGE_IGNORED}"))
         before, library = self.before, self.altered.source.model.table.convention

@@ -187,7 +187,7 @@ class Inspection(Result):
 def inspect(
     source: PathLike, *, observe: Observer = ignore_events, **options: Unpack[InspectOptions]
 ) -> Inspection:
-    """Describe a checkpoint from its metadata alone. Missing tensors are reported, not refused.
+    """Describe a checkpoint from its metadata alone. Missing tensors and damaged files are reported, not refused.
 
     Parameters
     ----------
