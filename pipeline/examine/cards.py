@@ -59,7 +59,7 @@ NOT_COUNTED = (
     "gradients, activations and communication buffers are not counted, and the average is in host memory"
 )
 HOW_LONG = "one worker that reads and writes 1 GB/s at once; plan --workers estimates it for many"
-NEAREST = "resumes at once, and the files lose no state; of such, it keeps tp, then pp, ep, dp and sharding most closely"
+NEAREST = "resumes at once, and the files lose no state; of such, keeps tp, then pp, ep, dp and sharding most closely"
 _AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
 """In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and
 holds; ranks that read different samples can be replaced by accumulating gradients."""
