@@ -11,7 +11,8 @@ sample=(
   tests/unit/test_output.py::test_a_stream_that_python_collects_leaves_the_inner_one_alone
   tests/golden/test_small_files.py
   tests/hostile/test_modes.py
-  tests/storage/test_conversions.py::test_{from_a_folder_to_s3,from_s3_to_a_folder,objects_of_several_parts}
+  tests/storage/test_stores.py::test_conversions_there_and_back_give_the_bytes_that_they_give_on_a_disk
+  tests/storage/test_conversions.py::test_objects_of_several_parts
   tests/storage/test_conversions.py::test_overwrite_leaves_nothing_of_the_old_checkpoint
 )
 ask='import platform, sys; print(platform.python_version(), sys.executable)'
@@ -28,7 +29,7 @@ use() (
   mkdir -p "$folder/$version" && cd "$folder/$version"
   "$uv" venv --quiet --python "$1" env
   "$uv" pip install --quiet --python env/bin/python "$wheel[arrow,s3]" \
-    boto3 'hypothesis>=6.100' 'jsonschema>=4.20' 'moto[server]>=5' 'pytest>=8' 'safetensors>=0.4.3'
+    boto3 'hypothesis>=6.100' 'jsonschema>=4.20' 'moto[server]>=5' 'pytest>=8' 'pytest-xdist>=3' 'safetensors>=0.4.3'
   export PATH=$PWD/env/bin:$PATH
   paddle-reshard convert "$checkpoint/checkpoint-3" one-card --to tp=1 --quiet
   python "$OLDPWD/tests/golden/compare_one_card.py" one-card "$checkpoint/truth.safetensors"
@@ -37,7 +38,7 @@ use() (
   paddle-reshard convert "$checkpoint/checkpoint-3" one-card --to tp=2 --overwrite --quiet
   paddle-reshard verify "$checkpoint/checkpoint-3" one-card
   cd "$OLDPWD"
-  python -m pytest -q -p no:cacheprovider --hypothesis-profile light "${sample[@]}"
+  python -m pytest -q -n auto -p no:cacheprovider --hypothesis-profile light "${sample[@]}"
 )
 
 found=$(pythons)
