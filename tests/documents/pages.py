@@ -171,11 +171,6 @@ PAGES: dict[str, Page] = {
         holds={"checkpoint-300": "states/lora_pp2"},
         shows={"weight + (lora_A": "a formula; tests/golden/test_lora_merge.py compares results"},
     ),
-    "docs/operations.md": Page(
-        shows={
-            "✓ plan": "one moment of a conversion of 1 GB; tests/unit/test_live_view.py reads what is drawn",
-        },
-    ),
     "docs/proof.md": Page(
         holds={"checkpoint-1000": LLAMA, "checkpoint-1010": LLAMA},
         before=(
@@ -205,9 +200,6 @@ PAGES: dict[str, Page] = {
     ),
     "docs/versions.md": Page(
         holds={"checkpoint-300": QWEN3_MOE, "checkpoint-of-0.4": "small-versions/pf041_llama_single"},
-        not_run={
-            "python3 tests/lab/upstream.py": "tests/unit/test_upstream.py compares the installed Paddle"
-        },
     ),
     "pipeline/model/rules/README.md": Page(
         shows={"{": "a rule table; tests/unit/test_rule_tables.py reads it"}
@@ -215,6 +207,7 @@ PAGES: dict[str, Page] = {
     "tests/lab/README.md": Page(
         not_run={
             "make again": "needs the trainer",
+            "python3 tests/lab/upstream.py": "tests/unit/test_upstream.py compares the installed Paddle",
             "python3 -m tests.lab.pack": "packs what they wrote",
         }
     ),

@@ -59,8 +59,8 @@ def test_commands_within_sentences_parse() -> None:
 
 NEVER_WRITTEN = {"paddle-reshard upload", "paddle-reshard inspect | plan | convert | verify"}
 """A command that a decision decided against; several in one."""
-OPTIONS_OF_OTHERS = {"--basetemp", "--build-arg", "--json-model-override-args", "--quantization"}
-"""Of pytest, Docker and SGLang."""
+OPTIONS_OF_OTHERS = {"--build-arg", "--json-model-override-args", "--quantization"}
+"""Of Docker and SGLang."""
 OF_OTHER_PROGRAMS = {"CHANGELOG", "parity", "performance", "s3"}
 """Pages on benchmarks and on the trainers, whose options are not ours."""
 FILES = {"FILE": str(REPO / "README.md")}
