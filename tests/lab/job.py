@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,8 @@ def job_of(entries: Mapping[str, Any]) -> Job:
     return Job(**{**entries, "topology": topology, "needs": needs})
 
 
-def described() -> dict[str, Job]:
+@cache
+def described() -> Mapping[str, Job]:
     """Case of the corpus → the job that made it."""
     told = json.loads(CASES.read_text())
     return {name: job_of({**told["every"], **entries}) for name, entries in told["cases"].items()}

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,7 +25,7 @@ import numpy as np
 import paddle_reshard
 from tests.conftest import REPO, case_directory
 from tests.deepseek_names import named
-from tests.lab.job import Job, described
+from tests.lab.job import SAVED_AS, Job, Topology, described
 from tests.parity.lab import PARITY, Lab, LabError, open_lab, resume, say
 from tests.parity.tensors import ITEM_BYTES, Tensor, differences, read_tensors, write_tensors
 
@@ -40,34 +41,14 @@ STEP_IS_READ = "Continuing training from global step 3"
 OWN_FILES = "resumable locally, skipping reshard"
 FOLDERS = ("model_state", "master_weight", "optimizer_state")
 
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-PP4_VPP2 = {"pipeline_model_parallel_size": 4, "_vpp": 2}
-PP3 = {"pipeline_model_parallel_size": 3}
-SHARDING2 = {"sharding_parallel_size": 2}
-SHARDING4 = {"sharding_parallel_size": 4}
-EP2 = {"use_expert_parallel": True, "expert_model_parallel_size": 2}
-EP4 = {"use_expert_parallel": True, "expert_model_parallel_size": 4}
-V1 = {"sharding": "stage1", "split_param": False}
-V2 = {"sharding": "stage1", "split_param": True}
-SHARDED_FILES = {
-    "save_checkpoint_format": "sharding_io",
-    "load_checkpoint_format": "sharding_io",
-    "load_sharded_model": True,
-}
-FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
-EMA = {"zcc_save_ema_coef": 0.9}
+SHARDED_FILES = {**SAVED_AS["hybrid"], "load_checkpoint_format": "sharding_io", "load_sharded_model": True}
 COLD = {"ignore_load_lr_and_optim": True}
 # A FlexCheckpoint has no config.json; these cases train such a model, with other sizes where the case says so.
 SAME_MODEL = {"llama": "states/fp16_single", "qwen3_moe": "moe/moe_single"}
 ERNIE_MOE = {"use_moe": True, "moe_group": "ep"}
-MUON = {"optim": "muon", **FLEX}
+MUON = {"optim": "muon"}
 # The buffer size, in whole MiB for a job, that decides over how many ranks a model's matrices are spread.
 MUON_ON_BOTH_RANKS = {"SHIM_MUON_BUF_MB": "0.02"}
-TIED = {"_tie": True}
-FLOAT32 = {"max_grad_norm": 0.0, "bf16": False, "fp16_opt_level": "O1", "amp_master_grad": False}
-
-FLOAT16 = {"bf16": False, "fp16": True, "scale_loss": 256}
 
 
 @dataclass(frozen=True)
@@ -75,11 +56,15 @@ class Row:
     """A conversion, and the job of the trainer that resumes from it."""
 
     source: str
-    to: str | None
-    ranks: int
-    arguments: dict[str, Any] = field(default_factory=dict)
+    to: str
+    """Topology of the job."""
     strategy: str | None = None
     format: str = "hybrid"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What the job is told beside the rest of the row."""
+    ema: bool = False
+    whole: bool = False
+    """Convert to a FlexCheckpoint of whole tensors, which any job loads."""
     layout: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     cold: bool = False
@@ -106,6 +91,38 @@ class Row:
     """Train a step after the comparison, and save: a job may load what it cannot train."""
 
     @property
+    def job(self) -> Job:
+        """The job that made the source."""
+        return described()[self.source if "/" in self.source else f"dense/{self.source}"]
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the job that resumes."""
+        return self._resuming.topology.ranks
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """What the trainer of the job that resumes is told."""
+        return self._resuming.trainer_arguments()
+
+    @property
+    def _resuming(self) -> Job:
+        of_ranks = self.format == "hybrid" and self.strategy in ("stage1v1", "stage1v2")
+        return Job(
+            "deepseek_v3" if self.to_library else self.job.family,
+            tied=self.job.tied,
+            topology=Topology(**{axis: int(n) for axis, n in re.findall(r"(\w+)=(\d+)", self.to)}),
+            strategy=self.strategy or "unsaid",
+            format="hybrid-plain" if self.format == "hybrid" and not of_ranks else self.format,
+            precision=self.job.precision,
+            ema=self.ema,
+            arguments={
+                **(SHARDED_FILES if of_ranks else {}),
+                **(COLD if self.cold else {}),
+                **self.arguments,
+            },
+        )
+
+    @property
     def needs_muon(self) -> bool:
         """Whether the trainer imports a Muon that Paddle 3.3.1 does not have."""
         return self.arguments.get("optim") == "muon"
@@ -113,21 +130,20 @@ class Row:
     @property
     def by_rank(self) -> bool:
         """Whether it is a FlexCheckpoint of which every rank reads its own files."""
-        return self.format == "flex" and self.to is not None
+        return self.format == "flex" and not self.whole
 
     @property
     def log_must_say(self) -> tuple[str, ...]:
         """What each rank reports when it took our files for its own."""
         says = [] if self.cold else [STEP_IS_READ]
-        if "load_sharded_model" in self.arguments:
+        if "load_sharded_model" in self.trainer_arguments():
             says.append(READ_AS_IT_IS)
-        averaged = "zcc_save_ema_coef" in self.arguments
         if self.by_rank:
-            folders = (*FOLDERS, "ema_state") if averaged else FOLDERS
+            folders = (*FOLDERS, "ema_state") if self.ema else FOLDERS
             says += [f"{folder}' {OWN_FILES}" for folder in folders]
-        elif averaged:
+        elif self.ema:
             says.append(EMA_IS_READ)
-        if self.to is not None and (not self.by_rank or self.names):
+        if not self.whole and (not self.by_rank or self.names):
             says.append(NAMES_FIT)
         if self.trains_on:
             says.append("TRAIN_DONE")
@@ -138,357 +154,197 @@ class Row:
 
 ALL_AXES = "mp2pp2sh2_s1v2_meta_ema"
 ROWS = {
-    "single-to-sh2-v2": Row("single", "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"),
+    "single-to-sh2-v2": Row("single", "sharding=2", "stage1v2"),
     "single-to-sh2-v2-without-bfloat16": Row(
-        "single",
-        "sharding=2",
-        2,
-        {**V2, **SHARDING2, **SHARDED_FILES},
-        "stage1v2",
-        environment={"CPU_HAS_BFLOAT16": "no"},
+        "single", "sharding=2", "stage1v2", environment={"CPU_HAS_BFLOAT16": "no"}
     ),
-    "8ranks-to-pp2": Row(ALL_AXES, "pp=2", 2, PP2),
-    "8ranks-to-mp2sh2-v1": Row(
-        ALL_AXES, "tp=2,sharding=2", 4, {**TP2, **V1, **SHARDING2, **SHARDED_FILES}, "stage1v1"
-    ),
-    "pp4vpp2-to-single": Row("pp4vpp2", "tp=1", 1),
-    "tied-single-to-pp2": Row("single_tied", "pp=2", 2, {**PP2, **TIED}),
-    "tied-single-to-pp2sh2-v2": Row(
-        "single_tied",
-        "pp=2,sharding=2",
-        4,
-        {**PP2, **V2, **SHARDING2, **SHARDED_FILES, **TIED},
-        "stage1v2",
-    ),
-    "tied-single-to-pp2sh2-v2-plain": Row(
-        "single_tied", "pp=2,sharding=2", 4, {**PP2, **V2, **SHARDING2, **TIED}, "stage1v2", "hybrid-plain"
-    ),
-    "tied-single-to-pp2sh2-v1": Row(
-        "single_tied",
-        "pp=2,sharding=2",
-        4,
-        {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **TIED},
-        "stage1v1",
-    ),
-    "ema-8ranks-to-sh2-v2": Row(
-        ALL_AXES, "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES, **EMA}, "stage1v2"
-    ),
-    "ema-8ranks-to-pp2sh2-v1": Row(
-        ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **EMA}, "stage1v1"
-    ),
-    "single-to-8ranks-v2": Row(
-        "single", "tp=2,pp=2,sharding=2", 8, {**TP2, **PP2, **V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"
-    ),
-    "single-to-pp4vpp2": Row("single_l8", "pp=4,vpp=2", 4, PP4_VPP2),
-    "single-to-sh2-v2-plain": Row("single", "sharding=2", 2, {**V2, **SHARDING2}, "stage1v2", "hybrid-plain"),
-    "mp2pp2-to-sh2-v1-plain": Row("mp2pp2", "sharding=2", 2, {**V1, **SHARDING2}, "stage1v1", "hybrid-plain"),
+    "8ranks-to-pp2": Row(ALL_AXES, "pp=2"),
+    "8ranks-to-mp2sh2-v1": Row(ALL_AXES, "tp=2,sharding=2", "stage1v1"),
+    "pp4vpp2-to-single": Row("pp4vpp2", "tp=1"),
+    "tied-single-to-pp2": Row("single_tied", "pp=2"),
+    "tied-single-to-pp2sh2-v2": Row("single_tied", "pp=2,sharding=2", "stage1v2"),
+    "tied-single-to-pp2sh2-v2-plain": Row("single_tied", "pp=2,sharding=2", "stage1v2", "hybrid-plain"),
+    "tied-single-to-pp2sh2-v1": Row("single_tied", "pp=2,sharding=2", "stage1v1"),
+    "ema-8ranks-to-sh2-v2": Row(ALL_AXES, "sharding=2", "stage1v2", ema=True),
+    "ema-8ranks-to-pp2sh2-v1": Row(ALL_AXES, "pp=2,sharding=2", "stage1v1", ema=True),
+    "single-to-8ranks-v2": Row("single", "tp=2,pp=2,sharding=2", "stage1v2"),
+    "single-to-pp4vpp2": Row("single_l8", "pp=4,vpp=2"),
+    "single-to-sh2-v2-plain": Row("single", "sharding=2", "stage1v2", "hybrid-plain"),
+    "mp2pp2-to-sh2-v1-plain": Row("mp2pp2", "sharding=2", "stage1v1", "hybrid-plain"),
     "single-to-pp2sh2-v2-overlap": Row(
         "single",
         "pp=2,sharding=2",
-        4,
-        {**PP2, **V2, **SHARDING2, **SHARDED_FILES, "pp_sharding_comm_overlap": True},
         "stage1v2",
+        arguments={"pp_sharding_comm_overlap": True},
         layout={"comm_overlap": True},
     ),
-    "8ranks-to-sh2-stage2": Row(ALL_AXES, "sharding=2", 2, {**SHARDING2, "sharding": "stage2"}, "stage2"),
-    "8ranks-to-sh2-stage3": Row(ALL_AXES, "sharding=2", 2, {**SHARDING2, "sharding": "stage3"}, "stage3"),
+    "8ranks-to-sh2-stage2": Row(ALL_AXES, "sharding=2", "stage2"),
+    "8ranks-to-sh2-stage3": Row(ALL_AXES, "sharding=2", "stage3"),
     # The trainer cannot set the size above which stage 3 cuts; the laboratory's variable can.
     "8ranks-to-sh2-stage3-cut": Row(
         ALL_AXES,
         "sharding=2",
-        2,
-        {**SHARDING2, "sharding": "stage3"},
         "stage3",
         layout={"stage3_segment_size": 512},
         environment={"SHIM_SEGMENT": "512"},
     ),
-    "stage2-to-8ranks-v1": Row(
-        "sh2_s2", "tp=2,pp=2,sharding=2", 8, {**TP2, **PP2, **V1, **SHARDING2, **SHARDED_FILES}, "stage1v1"
-    ),
-    "stage3-to-single": Row("sh2_s3_seg512", "tp=1", 1),
-    "float32-sh2-v1-to-single": Row("sh2_s1v1_meta_fp32", "tp=1", 1, FLOAT32),
-    "cold-sh2-v2": Row(
-        "single",
-        "sharding=2",
-        2,
-        {**V2, **SHARDING2, **SHARDED_FILES, **COLD},
-        "stage1v2",
-        cold=True,
-        masters=True,
-    ),
-    "cold-pp2sh2-v1": Row(
-        "single",
-        "pp=2,sharding=2",
-        4,
-        {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **COLD},
-        "stage1v1",
-        cold=True,
-        masters=True,
-    ),
-    "cold-flex-sh2-v2": Row(
-        "single", None, 2, {**V2, **SHARDING2, **FLEX, **COLD}, format="flex", cold=True, masters=True
-    ),
+    "stage2-to-8ranks-v1": Row("sh2_s2", "tp=2,pp=2,sharding=2", "stage1v1"),
+    "stage3-to-single": Row("sh2_s3_seg512", "tp=1"),
+    "float32-sh2-v1-to-single": Row("sh2_s1v1_meta_fp32", "tp=1"),
+    "cold-sh2-v2": Row("single", "sharding=2", "stage1v2", cold=True, masters=True),
+    "cold-pp2sh2-v1": Row("single", "pp=2,sharding=2", "stage1v1", cold=True, masters=True),
+    "cold-flex-sh2-v2": Row("single", "sharding=2", "stage1v2", "flex", whole=True, cold=True, masters=True),
     "cold-mp2pp2-plain": Row(
         "single",
         "tp=2,pp=2",
-        4,
-        {**TP2, **PP2, "load_checkpoint_format": "sharding_io", **COLD},
         format="hybrid-plain",
+        arguments={"load_checkpoint_format": "sharding_io"},
         cold=True,
     ),
-    "ranks-single-to-mp2sh2-v2": Row(
-        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex", names=True
-    ),
-    "ranks-8ranks-to-pp2sh2-v1": Row(
-        ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **FLEX}, "stage1v1", "flex"
-    ),
-    "ranks-8ranks-to-mp2pp2": Row(ALL_AXES, "tp=2,pp=2", 4, {**TP2, **PP2, **FLEX}, format="flex"),
-    "ranks-tied-single-to-pp2sh2-v2": Row(
-        "single_tied", "pp=2,sharding=2", 4, {**PP2, **V2, **SHARDING2, **FLEX, **TIED}, "stage1v2", "flex"
-    ),
-    "ranks-ema-8ranks-to-mp2sh2-v2": Row(
-        ALL_AXES, "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX, **EMA}, "stage1v2", "flex"
-    ),
+    "ranks-single-to-mp2sh2-v2": Row("single", "tp=2,sharding=2", "stage1v2", "flex", names=True),
+    "ranks-8ranks-to-pp2sh2-v1": Row(ALL_AXES, "pp=2,sharding=2", "stage1v1", "flex"),
+    "ranks-8ranks-to-mp2pp2": Row(ALL_AXES, "tp=2,pp=2", format="flex"),
+    "ranks-tied-single-to-pp2sh2-v2": Row("single_tied", "pp=2,sharding=2", "stage1v2", "flex"),
+    "ranks-ema-8ranks-to-mp2sh2-v2": Row(ALL_AXES, "tp=2,sharding=2", "stage1v2", "flex", ema=True),
     "ranks-mtp-pp2-to-ep2sh2-v2": Row(
-        "states/dsv3_mtp_pp2",
-        "ep=2,sharding=2",
-        2,
-        {**EP2, **V2, **SHARDING2, **FLEX},
-        "stage1v2",
-        "flex",
-        names=True,
+        "states/dsv3_mtp_pp2", "ep=2,sharding=2", "stage1v2", "flex", names=True
     ),
-    "ranks-mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2", 2, {**PP2, **FLEX}, format="flex"),
-    "ranks-lora-mp2-to-sh2-v2": Row(
-        "states/lora_fc_mp2", "sharding=2", 2, {**V2, **SHARDING2, **FLEX}, "stage1v2", "flex"
-    ),
-    "ranks-single-to-pp4vpp2": Row("single_l8", "pp=4,vpp=2", 4, {**PP4_VPP2, **FLEX}, format="flex"),
-    "ranks-single-to-mp2dp2": Row("single", "tp=2,dp=2", 4, {**TP2, **FLEX, "sharding": ""}, format="flex"),
-    "ranks-experts-single-to-ep2pp2sh2-v2": Row(
-        "moe/moe_single",
-        "pp=2,ep=2,sharding=2",
-        4,
-        {**PP2, **EP2, **V2, **SHARDING2, **FLEX},
-        "stage1v2",
-        "flex",
-    ),
-    "ranks-float16-to-mp2": Row("states/fp16_single", "tp=2", 2, {**FLOAT16, **TP2, **FLEX}, format="flex"),
-    "ranks-float32-to-mp2": Row("sh2_s1v1_meta_fp32", "tp=2", 2, {**FLOAT32, **TP2, **FLEX}, format="flex"),
-    "ranks-8ranks-to-sh2-stage3": Row(
-        ALL_AXES, "sharding=2", 2, {**SHARDING2, **FLEX, "sharding": "stage3"}, "stage3", "flex"
-    ),
+    "ranks-mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2", format="flex"),
+    "ranks-lora-mp2-to-sh2-v2": Row("states/lora_fc_mp2", "sharding=2", "stage1v2", "flex"),
+    "ranks-single-to-pp4vpp2": Row("single_l8", "pp=4,vpp=2", format="flex"),
+    "ranks-single-to-mp2dp2": Row("single", "tp=2,dp=2", format="flex", arguments={"sharding": ""}),
+    "ranks-experts-single-to-ep2pp2sh2-v2": Row("moe/moe_single", "pp=2,ep=2,sharding=2", "stage1v2", "flex"),
+    "ranks-float16-to-mp2": Row("states/fp16_single", "tp=2", format="flex"),
+    "ranks-float32-to-mp2": Row("sh2_s1v1_meta_fp32", "tp=2", format="flex"),
+    "ranks-8ranks-to-sh2-stage3": Row(ALL_AXES, "sharding=2", "stage3", "flex"),
     "ranks-8ranks-to-sh4-stage3-cut": Row(
         ALL_AXES,
         "sharding=4",
-        4,
-        {**SHARDING4, **FLEX, "sharding": "stage3"},
         "stage3",
         "flex",
         layout={"stage3_segment_size": 16},
         environment={"SHIM_SEGMENT": "16"},
     ),
     "ranks-experts-over-tp-single-to-mp2": Row(
-        "moe/ernie45moe_single", "tp=2", 2, {**TP2, **FLEX}, format="flex", model={"moe_group": "mp"}
+        "moe/ernie45moe_single", "tp=2", format="flex", model={"moe_group": "mp"}
     ),
     "ranks-experts-over-tp-mp2-to-mp2sh2-v2": Row(
-        "moe/ernie45moe_mpmoe_mp2",
-        "tp=2,sharding=2",
-        4,
-        {**TP2, **V2, **SHARDING2, **FLEX},
-        "stage1v2",
-        "flex",
+        "moe/ernie45moe_mpmoe_mp2", "tp=2,sharding=2", "stage1v2", "flex"
     ),
-    "nodes-single-to-mp2sh2-v2": Row(
-        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **FLEX}, "stage1v2", "flex", nodes=2
-    ),
-    "nodes-ema-8ranks-to-pp2sh2-v1": Row(
-        ALL_AXES, "pp=2,sharding=2", 4, {**PP2, **V1, **SHARDING2, **FLEX, **EMA}, "stage1v1", "flex", nodes=2
-    ),
-    "nodes-mtp-pp2-to-ep2sh2-v2": Row(
-        "states/dsv3_mtp_pp2",
-        "ep=2,sharding=2",
-        2,
-        {**EP2, **V2, **SHARDING2, **FLEX},
-        "stage1v2",
-        "flex",
-        nodes=2,
-    ),
-    "nodes-single-to-mp2sh2-v2-sharded": Row(
-        "single", "tp=2,sharding=2", 4, {**TP2, **V2, **SHARDING2, **SHARDED_FILES}, "stage1v2", nodes=2
-    ),
-    "nodes-ema-8ranks-to-pp2sh2-v1-sharded": Row(
-        ALL_AXES,
-        "pp=2,sharding=2",
-        4,
-        {**PP2, **V1, **SHARDING2, **SHARDED_FILES, **EMA},
-        "stage1v1",
-        nodes=2,
-    ),
-    "nodes-single-to-pp2sh2-v2-plain": Row(
-        "single", "pp=2,sharding=2", 4, {**PP2, **V2, **SHARDING2}, "stage1v2", "hybrid-plain", nodes=2
-    ),
-    "nodes-8ranks-to-sh2-stage3": Row(
-        ALL_AXES, "sharding=2", 2, {**SHARDING2, "sharding": "stage3"}, "stage3", nodes=2
-    ),
+    "nodes-single-to-mp2sh2-v2": Row("single", "tp=2,sharding=2", "stage1v2", "flex", nodes=2),
+    "nodes-ema-8ranks-to-pp2sh2-v1": Row(ALL_AXES, "pp=2,sharding=2", "stage1v1", "flex", ema=True, nodes=2),
+    "nodes-mtp-pp2-to-ep2sh2-v2": Row("states/dsv3_mtp_pp2", "ep=2,sharding=2", "stage1v2", "flex", nodes=2),
+    "nodes-single-to-mp2sh2-v2-sharded": Row("single", "tp=2,sharding=2", "stage1v2", nodes=2),
+    "nodes-ema-8ranks-to-pp2sh2-v1-sharded": Row(ALL_AXES, "pp=2,sharding=2", "stage1v1", ema=True, nodes=2),
+    "nodes-single-to-pp2sh2-v2-plain": Row("single", "pp=2,sharding=2", "stage1v2", "hybrid-plain", nodes=2),
+    "nodes-8ranks-to-sh2-stage3": Row(ALL_AXES, "sharding=2", "stage3", nodes=2),
     # Neighbouring experts of the source are on different tp ranks.
-    "experts-ep4mp2pp2sh2-to-single": Row("moe/ep4_mp2pp2sh2_s1v2_meta", "tp=1", 1, drifted=True),
+    "experts-ep4mp2pp2sh2-to-single": Row("moe/ep4_mp2pp2sh2_s1v2_meta", "tp=1", drifted=True),
     "experts-ep4mp2pp2sh2-to-mp2": Row(
-        "moe/ep4_mp2pp2sh2_s1v2_meta", "tp=2", 2, {**TP2, "sequence_parallel": True}, drifted=True
+        "moe/ep4_mp2pp2sh2_s1v2_meta", "tp=2", arguments={"sequence_parallel": True}, drifted=True
     ),
-    "mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2", 2, PP2),
-    "mtp-pp2-to-sh2-v2": Row(
-        "states/dsv3_mtp_pp2", "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"
-    ),
-    "mtp-pp2-to-ep2sh2-v2": Row(
-        "states/dsv3_mtp_pp2", "ep=2,sharding=2", 2, {**EP2, **V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"
-    ),
-    "mtp-ep2sh2-v2-to-pp2": Row("states/dsv3_mtp_ep2_sh2_s1v2_meta", "pp=2", 2, PP2, fill=True),
+    "mtp-single-to-pp2": Row("states/dsv3_mtp_small_single", "pp=2"),
+    "mtp-pp2-to-sh2-v2": Row("states/dsv3_mtp_pp2", "sharding=2", "stage1v2"),
+    "mtp-pp2-to-ep2sh2-v2": Row("states/dsv3_mtp_pp2", "ep=2,sharding=2", "stage1v2"),
+    "mtp-ep2sh2-v2-to-pp2": Row("states/dsv3_mtp_ep2_sh2_s1v2_meta", "pp=2", fill=True),
     "mtp-ernie-ema-sh2-v2-to-sh2-v1": Row(
-        "states/ernie45_mtp_sh2_s1v2_meta_ema",
-        "sharding=2",
-        2,
-        {**V1, **SHARDING2, **SHARDED_FILES, **EMA},
-        "stage1v1",
-        fill=True,
+        "states/ernie45_mtp_sh2_s1v2_meta_ema", "sharding=2", "stage1v1", ema=True, fill=True
     ),
-    "lora-pp2-to-single": Row("states/lora_pp2", "tp=1", 1),
-    "lora-single-to-mp2pp2": Row("states/lora_single", "tp=2,pp=2", 4, {**TP2, **PP2}),
+    "lora-pp2-to-single": Row("states/lora_pp2", "tp=1"),
+    "lora-single-to-mp2pp2": Row("states/lora_single", "tp=2,pp=2"),
     # Not with load_sharded_model, under which this trainer gives the adapters to the first rank alone.
-    "lora-mp2pp2-to-sh2-v2-plain": Row(
-        "states/lora_mp2pp2_sp", "sharding=2", 2, {**V2, **SHARDING2}, "stage1v2", "hybrid-plain"
-    ),
+    "lora-mp2pp2-to-sh2-v2-plain": Row("states/lora_mp2pp2_sp", "sharding=2", "stage1v2", "hybrid-plain"),
     "dsv3-to-library-ep2sh2": Row(
-        "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
-        "ep=2,sharding=2",
-        2,
-        {**EP2, **V2, **SHARDING2, **SHARDED_FILES},
-        "stage1v2",
-        to_library=True,
+        "recipes/dsv3_ep2_pp2sh2_s1v2_meta", "ep=2,sharding=2", "stage1v2", to_library=True
     ),
     # DeepSeek's recipe starts no job without pp and ep.
     "dsv3-pp3-to-pp2ep2sh2": Row(
         "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
         "pp=2,ep=2,sharding=2",
-        4,
-        {**PP2, **EP2, **V2, **SHARDING2, **SHARDED_FILES},
         "stage1v2",
         through="pp=3,ep=4,sharding=4",
     ),
-    "dsv3-pp2ep2-to-pp3ep2": Row(
-        "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
-        "pp=3,ep=2,sharding=2",
-        6,
-        {**PP3, **EP2, **V2, **SHARDING2, **SHARDED_FILES},
-        "stage1v2",
-    ),
+    "dsv3-pp2ep2-to-pp3ep2": Row("recipes/dsv3_ep2_pp2sh2_s1v2_meta", "pp=3,ep=2,sharding=2", "stage1v2"),
     "dsv3-mtp-ema-to-pp2ep4": Row(
         "recipes/dsv3_ep2_pp2sh2_s1v2_meta_mtp_ema",
         "pp=2,ep=4,sharding=4",
-        8,
-        {**PP2, **EP4, **V2, **SHARDING4, **SHARDED_FILES, **EMA, "num_nextn_predict_layers": 1},
         "stage1v2",
+        ema=True,
+        arguments={"num_nextn_predict_layers": 1},
     ),
     "ranks-dsv3-pp3-to-pp2ep2sh2": Row(
         "recipes/dsv3_ep2_pp2sh2_s1v2_meta",
         "pp=2,ep=2,sharding=2",
-        4,
-        {**PP2, **EP2, **V2, **SHARDING2, **FLEX},
         "stage1v2",
         "flex",
         through="pp=3,ep=4,sharding=4",
     ),
-    "ernie-dense-single-to-pp2": Row("recipes/ernie_dense_single", "pp=2", 2, PP2),
-    "ernie-dense-pp2-to-sh2": Row(
-        "recipes/ernie_dense_pp2", "sharding=2", 2, {**V2, **SHARDING2, **SHARDED_FILES}, "stage1v2"
-    ),
+    "ernie-dense-single-to-pp2": Row("recipes/ernie_dense_single", "pp=2"),
+    "ernie-dense-pp2-to-sh2": Row("recipes/ernie_dense_pp2", "sharding=2", "stage1v2"),
     "ernie-ep2-to-ep4": Row(
-        "recipes/ernie_ep2_sh2_s1v2_meta",
-        "ep=4,sharding=4",
-        4,
-        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **ERNIE_MOE},
-        "stage1v2",
+        "recipes/ernie_ep2_sh2_s1v2_meta", "ep=4,sharding=4", "stage1v2", arguments=ERNIE_MOE
     ),
     "ernie-pp2ep2-to-ep2": Row(
-        "recipes/ernie_ep2_pp2sh2_s1v2_meta",
-        "ep=2,sharding=2",
-        2,
-        {**EP2, **V2, **SHARDING2, **SHARDED_FILES, **ERNIE_MOE},
-        "stage1v2",
+        "recipes/ernie_ep2_pp2sh2_s1v2_meta", "ep=2,sharding=2", "stage1v2", arguments=ERNIE_MOE
     ),
     "ernie-ema-ep2-to-ep4": Row(
         "recipes/ernie_ep2_sh2_s1v2_meta_ema_rms",
         "ep=4,sharding=4",
-        4,
-        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **EMA, **ERNIE_MOE},
         "stage1v2",
+        ema=True,
+        arguments=ERNIE_MOE,
     ),
-    "ernie-dense-tp2-to-pp2": Row("recipes/ernie_dense_mp2", "pp=2", 2, PP2),
+    "ernie-dense-tp2-to-pp2": Row("recipes/ernie_dense_mp2", "pp=2"),
     "ernie-dense-pp2-to-tp2": Row(
         "recipes/ernie_dense_pp2",
         "tp=2",
-        2,
-        {**TP2, "sequence_parallel": True},
+        arguments={"sequence_parallel": True},
         layout={"sequence_parallel": True},
         model={"fuse_linear": False},
     ),
-    "ernie-biases-tp2sh2-to-pp2": Row("recipes/ernie_dense_mp2sh2_s1v2_meta_biases", "pp=2", 2, PP2),
+    "ernie-biases-tp2sh2-to-pp2": Row("recipes/ernie_dense_mp2sh2_s1v2_meta_biases", "pp=2"),
     "ernie-biases-mtp-ema-pp2ep2-to-ep4": Row(
         "recipes/ernie_ep2_pp2sh2_s1v2_meta_mtp_ema_unfused_biases",
         "ep=4,sharding=4",
-        4,
-        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **EMA, **ERNIE_MOE},
         "stage1v2",
+        ema=True,
+        arguments=ERNIE_MOE,
     ),
     "ernie-fused-experts-ep2-to-ep4": Row(
-        "recipes/ernie_ep2_sh2_s1v2_meta_fusedexperts",
-        "ep=4,sharding=4",
-        4,
-        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **ERNIE_MOE},
-        "stage1v2",
+        "recipes/ernie_ep2_sh2_s1v2_meta_fusedexperts", "ep=4,sharding=4", "stage1v2", arguments=ERNIE_MOE
     ),
     "ernie-mtp-tied-ep2-to-ep4": Row(
-        "recipes/ernie_ep2_sh2_s1v2_meta_mtp_tie_rms",
-        "ep=4,sharding=4",
-        4,
-        {**EP4, **V2, **SHARDING4, **SHARDED_FILES, **ERNIE_MOE},
-        "stage1v2",
+        "recipes/ernie_ep2_sh2_s1v2_meta_mtp_tie_rms", "ep=4,sharding=4", "stage1v2", arguments=ERNIE_MOE
     ),
     "ernie-mtp-magic-ema-to-pp2ep4": Row(
         "recipes/ernie_ep2_pp2sh2_s1v2_meta_mtp_magic_rms_tail",
         "pp=2,ep=4,sharding=4",
-        8,
-        {
-            **PP2,
-            **EP4,
-            **V2,
-            **SHARDING4,
-            **SHARDED_FILES,
-            **EMA,
-            **ERNIE_MOE,
-            "enable_mtp_magic_send": True,
-        },
         "stage1v2",
+        ema=True,
+        arguments={**ERNIE_MOE, "enable_mtp_magic_send": True},
     ),
-    "muon-pp2-to-mp2": Row("states/muon_fc_pp2", None, 2, {**MUON, **TP2}, format="flex"),
+    "muon-pp2-to-mp2": Row("states/muon_fc_pp2", "tp=2", format="flex", whole=True, arguments=MUON),
     "muon-mp2-to-sh2": Row(
         "states/muon_fc_mp2",
-        None,
-        2,
-        {**MUON, **V2, **SHARDING2},
-        format="flex",
+        "sharding=2",
+        "stage1v2",
+        "flex",
+        whole=True,
+        arguments=MUON,
         environment=MUON_ON_BOTH_RANKS,
     ),
-    "muon-sh2-to-pp2": Row("states/muon_fc_sh2_split", None, 2, {**MUON, **PP2}, format="flex"),
+    "muon-sh2-to-pp2": Row("states/muon_fc_sh2_split", "pp=2", format="flex", whole=True, arguments=MUON),
     "muon-experts-ep2sh4-to-ep2sh2": Row(
         "states/muon_moe_fc_ep2_sh4_ema",
-        None,
-        2,
-        {**MUON, **EP2, **V2, **SHARDING2},
-        format="flex",
+        "ep=2,sharding=2",
+        "stage1v2",
+        "flex",
+        whole=True,
+        arguments=MUON,
         environment=MUON_ON_BOTH_RANKS,
     ),
     "muon-experts-ep2sh4-to-pp2": Row(
-        "states/muon_moe_fc_ep2_sh4_ema", None, 2, {**MUON, **PP2}, format="flex"
+        "states/muon_moe_fc_ep2_sh4_ema", "pp=2", format="flex", whole=True, arguments=MUON
     ),
 }
 
@@ -560,7 +416,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
     if row.through is not None:
         paddle_reshard.convert(checkpoint, work / "between", to=row.through)
         checkpoint = work / "between"
-    job = described()[row.source if "/" in row.source else f"dense/{row.source}"]
+    job = row.job
     all_of_truth = read_tensors(source / "truth.safetensors")
     if row.fill:
         biases = {key: tensor for key, tensor in all_of_truth.items() if key.endswith(CORRECTION_BIAS)}
@@ -572,8 +428,8 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
             checkpoint,
             work / f"node{node}" / CHECKPOINT,
             ranks=ranks if row.nodes > 1 else None,
-            to=row.to,
-            sharding_strategy=row.strategy,
+            to=None if row.whole else row.to,
+            sharding_strategy=None if row.whole else row.strategy,
             format=row.format,
             layout=row.layout or None,
             master_weights="from-parameters" if row.masters else "stored",
@@ -594,7 +450,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         work / "node{node}" / CHECKPOINT,
         work / "out",
         ranks=row.ranks,
-        arguments=row.arguments,
+        arguments=row.trainer_arguments(),
         model={**job.model, **row.model},
         timeout_seconds=TIMEOUT_SECONDS,
         environment={
@@ -605,8 +461,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
         },
         options=options_of(job),
     )
-    with_ema = "zcc_save_ema_coef" in row.arguments
-    truth = {key: tensor for key, tensor in all_of_truth.items() if with_ema or not key.endswith(EMA_STATES)}
+    truth = {key: tensor for key, tensor in all_of_truth.items() if row.ema or not key.endswith(EMA_STATES)}
     loaded = read_tensors(work / "out" / "truth.safetensors")
     if row.qkv is not None:
         loaded = {
