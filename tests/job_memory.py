@@ -150,9 +150,9 @@ def _copies(drifted: oracle.Tensors, first: oracle.Tensors) -> list[oracle.Tenso
 
 
 def _together(states: list[np.ndarray]) -> np.ndarray:
-    """The bits of an element's states as one value each, which can be sorted."""
+    """The bits of an element's states as one value each; numpy sorts bytes several times as fast as structures."""
     columns = np.stack([state.reshape(-1).view(np.uint32) for state in states], axis=1)
-    return np.ascontiguousarray(columns).view([("", np.uint32)] * len(states)).reshape(-1)
+    return np.ascontiguousarray(columns).view(f"S{columns.itemsize * len(states)}").reshape(-1)
 
 
 def _array(value: Any) -> np.ndarray:

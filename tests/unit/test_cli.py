@@ -351,7 +351,8 @@ def test_a_layout_is_a_file_or_the_json_itself(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     slow = (
         "import time; from paddle_reshard.clusters.inline import InlineEngine as Engine; run = Engine.run; "
-        "Engine.run = lambda *a: (r for r in run(*a) if print('moving', flush=True) or time.sleep(60)); "
+        "wait = lambda: any(time.sleep(0.05) for _ in range(1200)); "  # as in tests/resume/test_signals.py
+        "Engine.run = lambda *a: (r for r in run(*a) if print('moving', flush=True) or wait()); "
         "from paddle_reshard.pipeline.cli.main import main; main()"
     )
     command = [
