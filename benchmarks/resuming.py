@@ -33,13 +33,17 @@ from typing import Any
 
 from benchmarks.measure import end_cleanly, run
 from tests.conftest import case_directory
+from tests.lab.job import Job, Topology
 from tests.parity.lab import PARITY, Lab, open_lab, run_trainer, say
-from tests.parity.run import FLEX, PP2, SHARDING2, TP2, V2, alone
+from tests.parity.run import alone
 
 DRIVER = Path(__file__).with_name("resuming_driver.py")
 TIMEOUT_SECONDS = 1800
 RANKS, NODES = 4, 2
-OLD, NEW = {**PP2, **V2, **SHARDING2, **FLEX}, {**TP2, **V2, **SHARDING2, **FLEX}
+OLD, NEW = (
+    Job("llama", topology=Topology.of(to), strategy="stage1v2", format="flex").trainer_arguments()
+    for to in ("pp=2,sharding=2", "tp=2,sharding=2")
+)
 TO = ("--format", "flex", "--to", "tp=2,sharding=2", "--sharding-strategy", "stage1v2")
 TRAINER, BY_SIZE, BY_RANK, BY_NODE = "trainer", "by size", "by rank", "by node"
 

@@ -15,7 +15,8 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.trainer_arguments import TrainingJob, trainer_arguments
 from tests.conftest import case_directory, case_names
-from tests.parity.run import CHECKPOINT, ROWS, SHARDED_FILES
+from tests.lab.job import FILES_OF_RANKS
+from tests.parity.run import CHECKPOINT, ROWS
 from tests.parity.table_rows import STRATEGIES
 from tests.published import checked
 from tests.sampling import exhaustive
@@ -107,9 +108,10 @@ def test_arguments_are_those_with_which_the_trainer_resumes_from_a_conversion(na
 @pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if "auto-parallel" not in name])
 def test_arguments_are_those_of_the_table_of_losses(name: str) -> None:
     strategy = STRATEGIES[name]
-    job = TrainingJob("paddleformers", "hybrid", Topology.parse(strategy.to), strategy.kind or "none")
-    assert spread(trainer_arguments(job)) == spread(strategy.arguments)
-    assert job.topology.world_size == strategy.ranks
+    kind = strategy.strategy if strategy.strategy.startswith("stage") else "none"
+    job = TrainingJob("paddleformers", "hybrid", Topology.parse(str(strategy.topology)), kind)
+    assert spread(trainer_arguments(job)) == spread(strategy.trainer_arguments())
+    assert job.topology.world_size == strategy.topology.ranks
 
 
 def spread(arguments: Any) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def spread(arguments: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in named.items()
-        if name in {*PLACES, *SHARDED_FILES, "pp_sharding_comm_overlap"}
+        if name in {*PLACES, *FILES_OF_RANKS, "pp_sharding_comm_overlap"}
     }
 
 
@@ -152,7 +154,7 @@ def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -
         "sharding": "stage1",
         "sharding_parallel_size": 4,
         "split_param": True,
-        **SHARDED_FILES,
+        **FILES_OF_RANKS,
         "bf16": True,
         "fp16_opt_level": "O2",
         "amp_master_grad": True,

@@ -23,6 +23,9 @@ SAVED_AS: dict[str, dict[str, Any]] = {
         "convert_from_hf": False,
     },
 }
+FILES_OF_RANKS = {**SAVED_AS["hybrid"], "load_checkpoint_format": "sharding_io", "load_sharded_model": True}
+"""Of a job that also resumes from files with ``model_meta.json``."""
+FLEX = SAVED_AS["flex"]
 STRATEGIES: dict[str, dict[str, Any]] = {
     "unsaid": {},
     "none": {"sharding": ""},
@@ -48,6 +51,13 @@ class Topology:
     sharding: int = 1
     ep: int = 1
     dp: int = 1
+
+    @classmethod
+    def of(cls, degrees: str) -> "Topology":
+        """``"tp=2,pp=2"``, the inverse of ``str``."""
+        return cls(
+            **{axis: int(degree) for axis, _, degree in (d.partition("=") for d in degrees.split(","))}
+        )
 
     @property
     def ranks(self) -> int:

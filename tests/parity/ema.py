@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +23,30 @@ import numpy as np
 
 import paddle_reshard
 from tests.conftest import case_directory
+from tests.lab.job import FILES_OF_RANKS, FLEX, Job, Topology
 from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
-from tests.parity.run import EMA, PP2, SHARDED_FILES, SHARDING2, TIMEOUT_SECONDS, TP2, V1, V2, alone
+from tests.parity.run import TIMEOUT_SECONDS, alone
 from tests.parity.tensors import read_ema_file, read_flex_ema
 
 DRIVER = Path(__file__).resolve().parent / "ema_driver.py"
 DECAY = 0.9
-SHARDING4 = {"sharding_parallel_size": 4}
-FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
 PLAIN_TO_FLEX = {
     "save_checkpoint_format": "flex_checkpoint",
     "load_checkpoint_format": None,
     "load_sharded_model": False,
 }
-STAGE3 = SHARDING2 | {"sharding": "stage3"}
-EP2 = {"use_expert_parallel": True, "expert_model_parallel_size": 2}
+
+
+def _job(to: str, strategy: str = "unsaid", family: str = "llama", **arguments: Any) -> Job:
+    return Job(family, topology=Topology.of(to), strategy=strategy, arguments=arguments)
 
 
 @dataclass(frozen=True)
 class Run:
     """A job, and the one in which it goes on."""
 
-    first: dict[str, Any]
-    first_ranks: int
-    to: str
-    strategy: str | None
-    second: dict[str, Any]
-    second_ranks: int
-    experts: bool = False
-    """Whether the model has experts."""
+    first: Job
+    second: Job
     segments: tuple[int, int] | None = None
     """In both jobs, the elements above which stage 3 cuts a parameter."""
     layout: dict[str, Any] = field(default_factory=dict)
@@ -62,36 +57,25 @@ class Run:
         return _is_flex(self.first)
 
 
-def _is_flex(arguments: dict[str, Any]) -> bool:
-    return arguments.get("save_checkpoint_format") == "flex_checkpoint"
+def _is_flex(job: Job) -> bool:
+    return job.arguments.get("save_checkpoint_format") == "flex_checkpoint"
 
 
 RUNS = {
-    "sh2-v1-to-sh4-v2": Run(V1 | SHARDING2, 2, "sharding=4", "stage1v2", V2 | SHARDING4, 4),
-    "mp2sh2-v2-to-pp2sh2-v1": Run(
-        TP2 | V2 | SHARDING2, 4, "pp=2,sharding=2", "stage1v1", PP2 | V1 | SHARDING2, 4
-    ),
+    "sh2-v1-to-sh4-v2": Run(_job("sharding=2", "stage1v1"), _job("sharding=4", "stage1v2")),
+    "mp2sh2-v2-to-pp2sh2-v1": Run(_job("tp=2,sharding=2", "stage1v2"), _job("pp=2,sharding=2", "stage1v1")),
     "fc-mp2sh2-v2-to-sh2-v1": Run(
-        TP2 | V2 | SHARDING2 | FLEX, 4, "sharding=2", "stage1v1", V1 | SHARDING2, 2
+        _job("tp=2,sharding=2", "stage1v2", **FLEX), _job("sharding=2", "stage1v1")
     ),
     "fc-sh2-stage3-to-sh2-stage3": Run(
-        STAGE3 | FLEX,
-        2,
-        "sharding=2",
-        "stage3",
-        STAGE3 | PLAIN_TO_FLEX,
-        2,
+        _job("sharding=2", "stage3", **FLEX),
+        _job("sharding=2", "stage3", **PLAIN_TO_FLEX),
         segments=(512, 5000),
         layout={"stage3_segment_size": 5000},
     ),
     "ep2sh2-v2-to-ep2mp2": Run(
-        EP2 | V2 | SHARDING2,
-        2,
-        "tp=2,ep=2",
-        None,
-        EP2 | TP2 | {"sequence_parallel": True} | PLAIN_TO_FLEX,
-        2,
-        experts=True,
+        _job("ep=2,sharding=2", "stage1v2", family="qwen3_moe"),
+        _job("tp=2,ep=2", family="qwen3_moe", sequence_parallel=True, **PLAIN_TO_FLEX),
     ),
 }
 
@@ -122,8 +106,8 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     segments = [{"SHIM_SEGMENT": str(s)} for s in run.segments or ()] or [{}, {}]
-    average = {} if run.segments else EMA
-    _train(lab, run, name, work / "first", run.first | average, run.first_ranks, 3, segments[0])
+    first = run.first if run.segments else replace(run.first, ema=True)
+    _train(lab, name, work / "first", first, 3, segments[0])
     theirs, ours = work / "first" / "out" / "checkpoint-3", work / "first" / "out" / "checkpoint-3-ours"
     found = []
     if run.segments is None:
@@ -136,13 +120,13 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     paddle_reshard.convert(
         theirs,
         converted,
-        to=run.to,
-        sharding_strategy=run.strategy,
+        to=str(run.second.topology),
+        sharding_strategy=None if run.second.strategy == "unsaid" else run.second.strategy,
         config=config if run.flex else None,
         layout=run.layout or None,
     )
     environment = segments[1] | {"EMA_RESUME": str(converted), "EMA_FROM": str(theirs)}
-    _train(lab, run, name, work / "second", run.second, run.second_ranks, 6, environment)
+    _train(lab, name, work / "second", run.second, 6, environment)
     went_on = work / "second" / "out" / "checkpoint-6-ours"
     reference = _reference(work / "second", (4, 5, 6), converted)
     found += _compare(went_on, run.second, reference, "the reference after resuming")
@@ -154,16 +138,7 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     return found
 
 
-def _train(
-    lab: Lab,
-    run: Run,
-    name: str,
-    work: Path,
-    arguments: dict[str, Any],
-    ranks: int,
-    steps: int,
-    environment: dict[str, str],
-) -> None:
+def _train(lab: Lab, name: str, work: Path, job: Job, steps: int, environment: dict[str, str]) -> None:
     seen = work / "seen"
     seen.mkdir(parents=True)
     environment |= {"EMA_DECAY": str(DECAY), "EMA_SEEN": str(seen), "PYTHONPATH": str(REPO / "src")}
@@ -173,10 +148,10 @@ def _train(
         name,
         work / "out",
         driver=DRIVER,
-        options=["--steps", str(steps), "--truth", "0", "--family", "qwen3_moe" if run.experts else "llama"],
-        ranks=ranks,
-        arguments=SHARDED_FILES | arguments,
-        model={} if run.experts else model,
+        options=["--steps", str(steps), "--truth", "0", "--family", job.family],
+        ranks=job.topology.ranks,
+        arguments=FILES_OF_RANKS | job.trainer_arguments(),
+        model=model if job.family == "llama" else {},
         timeout_seconds=TIMEOUT_SECONDS,
         environment=environment,
     )
@@ -203,10 +178,8 @@ def _reference(work: Path, steps: tuple[int, ...], start: Path | None) -> dict[s
     return reference
 
 
-def _compare(
-    folder: Path, arguments: dict[str, Any], reference: dict[str, dict[str, np.ndarray]], what: str
-) -> list[str]:
-    if not _is_flex(arguments):
+def _compare(folder: Path, job: Job, reference: dict[str, dict[str, np.ndarray]], what: str) -> list[str]:
+    if not _is_flex(job):
         return _differences(_files(folder), reference, what)
     found, written = [], set()
     ranks = [reference[name] for name in sorted(reference, key=_coordinate)]

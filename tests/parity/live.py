@@ -10,23 +10,18 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.conftest import case_directory
+from tests.lab.job import Job, Topology
 from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.run import (
     ALL_AXES,
     CHECKPOINT,
     EMA_STATES,
-    PP2,
-    SHARDING2,
     STEP_IS_READ,
     TIMEOUT_SECONDS,
-    TP2,
-    V1,
-    V2,
     alone,
     differences_of_reports,
 )
@@ -41,18 +36,16 @@ class Run:
     """A checkpoint, and the job that is filled from it."""
 
     source: str
-    ranks: int
-    arguments: dict[str, Any]
+    to: str
+    strategy: str
     environment: dict[str, str] = field(default_factory=dict)
 
 
 RUNS = {
-    "8ranks-into-mp2sh2-v2": Run(ALL_AXES, 4, TP2 | V2 | SHARDING2),
-    "8ranks-into-sh2-stage3-cut": Run(
-        ALL_AXES, 2, SHARDING2 | {"sharding": "stage3"}, {"SHIM_SEGMENT": "512"}
-    ),
-    "single-into-pp2sh2-v1": Run("single", 4, PP2 | V1 | SHARDING2),
-    "stage3-into-mp2": Run("sh2_s3_seg512", 2, TP2),
+    "8ranks-into-mp2sh2-v2": Run(ALL_AXES, "tp=2,sharding=2", "stage1v2"),
+    "8ranks-into-sh2-stage3-cut": Run(ALL_AXES, "sharding=2", "stage3", {"SHIM_SEGMENT": "512"}),
+    "single-into-pp2sh2-v1": Run("single", "pp=2,sharding=2", "stage1v1"),
+    "stage3-into-mp2": Run("sh2_s3_seg512", "tp=2", "unsaid"),
 }
 
 
@@ -78,14 +71,15 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
     source, work = case_directory(run.source), PARITY / "work" / f"live-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
+    job = Job("llama", topology=Topology.of(run.to), strategy=run.strategy)
     logs = run_trainer(
         lab,
         name,
         work / "out",
         driver=DRIVER,
         options=["--resume", str(source / CHECKPOINT)],
-        ranks=run.ranks,
-        arguments=run.arguments | {"load_checkpoint_format": "flex_checkpoint"},
+        ranks=job.topology.ranks,
+        arguments=job.trainer_arguments() | {"load_checkpoint_format": "flex_checkpoint"},
         model=json.loads((source / "case.json").read_bytes())["model"] or {},
         timeout_seconds=TIMEOUT_SECONDS,
         environment=run.environment | {"PYTHONPATH": str(REPO / "src")},

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 import paddle_reshard
 from tests.conftest import REPO, case_directory
 from tests.deepseek_names import named
-from tests.lab.job import SAVED_AS, Job, Topology, described
+from tests.lab.job import FILES_OF_RANKS, Job, Topology, described
 from tests.parity.lab import PARITY, Lab, LabError, open_lab, resume, say
 from tests.parity.tensors import ITEM_BYTES, Tensor, differences, read_tensors, write_tensors
 
@@ -41,7 +40,6 @@ STEP_IS_READ = "Continuing training from global step 3"
 OWN_FILES = "resumable locally, skipping reshard"
 FOLDERS = ("model_state", "master_weight", "optimizer_state")
 
-SHARDED_FILES = {**SAVED_AS["hybrid"], "load_checkpoint_format": "sharding_io", "load_sharded_model": True}
 COLD = {"ignore_load_lr_and_optim": True}
 # A FlexCheckpoint has no config.json; these cases train such a model, with other sizes where the case says so.
 SAME_MODEL = {"llama": "states/fp16_single", "qwen3_moe": "moe/moe_single"}
@@ -110,13 +108,13 @@ class Row:
         return Job(
             "deepseek_v3" if self.to_library else self.job.family,
             tied=self.job.tied,
-            topology=Topology(**{axis: int(n) for axis, n in re.findall(r"(\w+)=(\d+)", self.to)}),
+            topology=Topology.of(self.to),
             strategy=self.strategy or "unsaid",
             format="hybrid-plain" if self.format == "hybrid" and not of_ranks else self.format,
             precision=self.job.precision,
             ema=self.ema,
             arguments={
-                **(SHARDED_FILES if of_ranks else {}),
+                **(FILES_OF_RANKS if of_ranks else {}),
                 **(COLD if self.cold else {}),
                 **self.arguments,
             },

@@ -23,15 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
+from tests.lab.job import FILES_OF_RANKS, Job
 from tests.parity.lab import PARITY, Lab, LabError, open_lab, run_trainer, say
 from tests.parity.measure import drift, largest_ulps
 from tests.parity.run import TIMEOUT_SECONDS, alone
 from tests.parity.table_report import is_exact, write_report
 from tests.parity.table_rows import (
     DRIFT_ROWS,
-    EMA,
     EXPERT_PARALLEL_ROWS,
-    FLEX_FILES,
     FLEX_ROWS,
     MODELS,
     READ_BY_CONVERTER,
@@ -39,7 +38,7 @@ from tests.parity.table_rows import (
     STRATEGIES,
     UPSTREAM,
     Row,
-    Strategy,
+    keeps_average,
 )
 from tests.parity.tensors import Tensor, read_tensors
 
@@ -117,7 +116,7 @@ def _without_conversion(bench: Bench, row: Row) -> tuple[Path, Path, Path]:
     """Train in the first strategy, go on in it, and go on in the second from the truth; return the three runs."""
     base = _base(bench, row.model, row.before)
     carrier = _base(bench, row.model, row.after) / "out" / CHECKPOINT
-    averages = STRATEGIES[row.before].can_average
+    averages = keeps_average(row.before)
     own = _going_on(bench, row.model, row.before, f"own/{row.before}", base / "out" / CHECKPOINT, averages)
     name = f"truth/{row.before} to {row.after}" + (" ema" if row.ema else "")
     return base, own, _going_on(bench, row.model, row.after, name, carrier, row.ema, base / "out" / TRUTH)
@@ -179,10 +178,7 @@ def _with_tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _base(bench: Bench, model: str, strategy: str, flex: bool = False) -> Path:
     """Train three steps from the model's common initial weights; return the folder of the run."""
-    how = STRATEGIES[strategy]
-    arguments = how.arguments | (EMA if how.can_average else {})
-    if flex:
-        arguments = {k: v for k, v in arguments.items() if k not in ("load_sharded_model",)} | FLEX_FILES
+    job = _job(strategy, keeps_average(strategy), flex)
     options = ["--steps", "3"]
     initial = bench.root / slug(model) / "base" / "init.npz"
     if strategy == "single" and not flex:
@@ -191,7 +187,7 @@ def _base(bench: Bench, model: str, strategy: str, flex: bool = False) -> Path:
         _base(bench, model, "single")
         options += ["--init", str(initial)]
     name = f"{'base of flex' if flex else 'base'}/{strategy}"
-    run = _run(bench, model, replace(how, arguments=arguments), name, options, {}, {})
+    run = _run(bench, model, job, name, options, {}, {})
     if strategy == "single" and not flex:
         _name_tied(initial)
     return run
@@ -217,22 +213,27 @@ def _going_on(
     flex: bool = False,
 ) -> Path:
     """Resume and train steps 4 to 6; return the folder of the run."""
-    how = STRATEGIES[strategy]
-    arguments = how.arguments | (EMA if ema else {}) | {"save_steps": 1000}
-    if flex:
-        arguments = {k: v for k, v in arguments.items() if k != "load_sharded_model"} | FLEX_FILES
+    job = _job(strategy, ema, flex, save_steps=1000)
     environment = {"TABLE_RESUME": str(checkpoint)}
     inputs = {"checkpoint": _digest(checkpoint)}
     if truth is not None:
         environment["TABLE_TRUTH"] = str(truth)
         inputs["truth"] = _digest(truth)
-    return _run(bench, model, replace(how, arguments=arguments), name, ["--steps", "6"], environment, inputs)
+    return _run(bench, model, job, name, ["--steps", "6"], environment, inputs)
+
+
+def _job(strategy: str, ema: bool, flex: bool, **arguments: Any) -> Job:
+    job = STRATEGIES[strategy]
+    if flex:
+        own = {name: value for name, value in job.arguments.items() if name not in FILES_OF_RANKS}
+        job = replace(job, format="flex", arguments=own)
+    return replace(job, ema=ema, arguments={**job.arguments, **arguments})
 
 
 def _run(
     bench: Bench,
     model: str,
-    how: Strategy,
+    job: Job,
     name: str,
     options: list[str],
     environment: Mapping[str, str],
@@ -240,7 +241,7 @@ def _run(
 ) -> Path:
     """Run the trainer, unless it has run with the same inputs; return the folder of the run."""
     of_model = MODELS[model]
-    arguments = how.arguments | of_model.arguments
+    arguments = job.trainer_arguments() | of_model.arguments
     run = bench.root / slug(model) / slug(name)
     result = run / "result.json"
     asked = {
@@ -248,7 +249,7 @@ def _run(
         "model": of_model.config,
         "family": of_model.family,
         "batch": of_model.global_batch,
-        "environment": how.environment,
+        "environment": job.environment,
         "options": [option for option in options if not option.startswith("/")],
         "inputs": dict(inputs),
     }
@@ -273,12 +274,12 @@ def _run(
                 "--global_batch",
                 str(of_model.global_batch),
             ],
-            ranks=how.ranks,
+            ranks=job.topology.ranks,
             arguments=arguments,
             model=of_model.config,
             timeout_seconds=TIMEOUT_SECONDS,
             environment={
-                **how.environment,
+                **job.environment,
                 **environment,
                 "TABLE_TOLD": str(run / "told.json"),
                 **({"TABLE_LOADED": str(run / "loaded")} if "TABLE_RESUME" in environment else {}),
@@ -300,7 +301,7 @@ def _come_to_its_end(run: Path, done: Mapping[str, Any]) -> Path:
 
 def _converted(bench: Bench, row: Row, source: Path) -> tuple[Path, float]:
     """Convert with the command line; return where to, and the seconds that it took, its start included."""
-    how = STRATEGIES[row.after]
+    job = STRATEGIES[row.after]
     folder = bench.root / slug(row.model) / "converted" / slug(f"{row.way} {row.before} to {row.after}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -308,10 +309,10 @@ def _converted(bench: Bench, row: Row, source: Path) -> tuple[Path, float]:
     if row.way == "ours to flex":
         command += ["--format", "flex"]
     else:
-        command += ["--to", how.to]
-        command += ["--sharding-strategy", how.kind] if how.kind else []
-        if how.layout:
-            (folder / "layout.json").write_text(json.dumps(how.layout))
+        command += ["--to", str(job.topology)]
+        command += ["--sharding-strategy", job.strategy] if job.strategy.startswith("stage") else []
+        if job.segment:
+            (folder / "layout.json").write_text(json.dumps({"stage3_segment_size": job.segment}))
             command += ["--layout", str(folder / "layout.json")]
     if MODELS[row.model].replicas_drift:
         command += ["--replicas", "report"]
@@ -345,7 +346,7 @@ def _upstreams_converter(bench: Bench) -> None:
     found = json.loads(path.read_bytes()) if path.exists() else {}
     for model, strategy in READ_BY_CONVERTER:
         base = _base(bench, model, strategy)
-        for averages in (True, False) if STRATEGIES[strategy].can_average else (False,):
+        for averages in (True, False) if keeps_average(strategy) else (False,):
             checkpoint = base / "out" / CHECKPOINT
             if not averages:
                 checkpoint = bench.root / "without averages" / slug(model) / slug(strategy) / CHECKPOINT

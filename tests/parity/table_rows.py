@@ -1,92 +1,48 @@
 """The table of losses: strategies, models, and which conversions are followed by the real trainer."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-TP2 = {"tensor_model_parallel_size": 2}
-TP4 = {"tensor_model_parallel_size": 4}
-PP2 = {"pipeline_model_parallel_size": 2}
-PP4 = {"pipeline_model_parallel_size": 4}
-SHARDING2 = {"sharding_parallel_size": 2}
-SHARDING4 = {"sharding_parallel_size": 4}
-V1 = {"sharding": "stage1", "split_param": False}
-V2 = {"sharding": "stage1", "split_param": True}
-EP2 = {"use_expert_parallel": True, "expert_model_parallel_size": 2}
-SHARDED_FILES = {
-    "save_checkpoint_format": "sharding_io",
-    "load_checkpoint_format": "sharding_io",
-    "load_sharded_model": True,
-}
-FLEX_FILES = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
-EMA = {"zcc_save_ema_coef": 0.9}
-STAGE3_SLICES_FROM = 512
+from tests.lab.job import FILES_OF_RANKS, Job, Topology
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """How a job is spread over its ranks: the trainer's arguments, and the same for our command line."""
-
-    ranks: int
-    arguments: dict[str, Any]
-    to: str
-    kind: str | None = None
-    layout: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def can_average(self) -> bool:
-        """Whether the trainer keeps its average: only beside sharded files."""
-        return "load_sharded_model" in self.arguments
-
-
-def _stage1(kind: dict[str, Any], ranks: int, to: str, *axes: dict[str, Any]) -> Strategy:
-    arguments = dict(kind) | SHARDED_FILES
-    for axis in axes:
-        arguments |= axis
-    return Strategy(ranks, arguments, to, "stage1v1" if kind is V1 else "stage1v2")
+def _strategy(name: str, **more: Any) -> Job:
+    """The job that a name of the table says: ``mp2 sharding2 v1``, ``pp2 sharding2 stage 2``."""
+    degrees = {axis.replace("mp", "tp"): int(degree) for axis, degree in re.findall(r"\b([a-z]+)(\d+)", name)}
+    stage = re.search(r"stage \d", name)
+    version = degrees.pop("v", None)
+    strategy = f"stage1v{version}" if version else stage[0].replace(" ", "") if stage else "unsaid"
+    given: dict[str, Any] = {"strategy": strategy}
+    if version:
+        given |= {"format": "hybrid", "arguments": FILES_OF_RANKS}
+    return Job("llama", topology=Topology(**degrees), **{**given, **more})
 
 
 STRATEGIES = {
-    "single": Strategy(1, {}, "tp=1"),
-    "dp2": Strategy(2, {"sharding": ""}, "dp=2"),
-    "auto-parallel dp2": Strategy(2, {"enable_auto_parallel": True, "sharding": ""} | FLEX_FILES, "dp=2"),
-    "mp2": Strategy(2, TP2, "tp=2"),
-    "pp2": Strategy(2, PP2, "pp=2"),
-    "mp2 pp2": Strategy(4, TP2 | PP2, "tp=2,pp=2"),
-    "pp4 mp2": Strategy(8, PP4 | TP2, "tp=2,pp=4"),
-    "mp4 pp2": Strategy(8, TP4 | PP2, "tp=4,pp=2"),
-    "mp2 pp4 vpp2": Strategy(8, TP2 | PP4 | {"_vpp": 2}, "tp=2,pp=4,vpp=2"),
-    "sharding2 v1": _stage1(V1, 2, "sharding=2", SHARDING2),
-    "sharding2 v2": _stage1(V2, 2, "sharding=2", SHARDING2),
-    "mp2 sharding2 v1": _stage1(V1, 4, "tp=2,sharding=2", TP2, SHARDING2),
-    "mp2 sharding2 v2": _stage1(V2, 4, "tp=2,sharding=2", TP2, SHARDING2),
-    "mp4 sharding2 v2": _stage1(V2, 8, "tp=4,sharding=2", TP4, SHARDING2),
-    "pp2 sharding2 v1": _stage1(V1, 4, "pp=2,sharding=2", PP2, SHARDING2),
-    "pp2 sharding2 v2": _stage1(V2, 4, "pp=2,sharding=2", PP2, SHARDING2),
-    "pp2 sharding4 v2": _stage1(V2, 8, "pp=2,sharding=4", PP2, SHARDING4),
-    "mp2 pp2 sharding2 v1": _stage1(V1, 8, "tp=2,pp=2,sharding=2", TP2, PP2, SHARDING2),
-    "mp2 pp2 sharding2 v2": _stage1(V2, 8, "tp=2,pp=2,sharding=2", TP2, PP2, SHARDING2),
-    "mp4 sharding2 stage 2": Strategy(
-        8, TP4 | SHARDING2 | {"sharding": "stage2"}, "tp=4,sharding=2", "stage2"
-    ),
-    "mp2 sharding2 stage 2": Strategy(
-        4, TP2 | SHARDING2 | {"sharding": "stage2"}, "tp=2,sharding=2", "stage2"
-    ),
-    "pp2 sharding2 stage 2": Strategy(
-        4, PP2 | SHARDING2 | {"sharding": "stage2"}, "pp=2,sharding=2", "stage2"
+    "dp2": _strategy("dp2", strategy="none"),
+    "auto-parallel dp2": _strategy(
+        "dp2", strategy="none", format="flex", arguments={"enable_auto_parallel": True}
     ),
     # The trainer cannot set the size above which stage 3 cuts; the laboratory's variable can.
-    "sharding2 stage 3": Strategy(
-        2,
-        SHARDING2 | {"sharding": "stage3"},
-        "sharding=2",
-        "stage3",
-        {"stage3_segment_size": STAGE3_SLICES_FROM},
-        {"SHIM_SEGMENT": str(STAGE3_SLICES_FROM)},
-    ),
-    "ep2 sharding2 v2": _stage1(V2, 2, "ep=2,sharding=2", EP2, SHARDING2),
-    "ep2 pp2 sharding2 v2": _stage1(V2, 4, "ep=2,pp=2,sharding=2", EP2, PP2, SHARDING2),
+    "sharding2 stage 3": _strategy("sharding2 stage 3", segment=512, environment={"SHIM_SEGMENT": "512"}),
+    **{
+        name: _strategy(name)
+        for name in (
+            *("single", "mp2", "pp2", "mp2 pp2", "pp4 mp2", "mp4 pp2", "mp2 pp4 vpp2"),
+            *("sharding2 v1", "sharding2 v2", "mp2 sharding2 v1", "mp2 sharding2 v2", "mp4 sharding2 v2"),
+            *("pp2 sharding2 v1", "pp2 sharding2 v2", "pp2 sharding4 v2"),
+            *("mp2 pp2 sharding2 v1", "mp2 pp2 sharding2 v2"),
+            *("mp4 sharding2 stage 2", "mp2 sharding2 stage 2", "pp2 sharding2 stage 2"),
+            *("ep2 sharding2 v2", "ep2 pp2 sharding2 v2"),
+        )
+    },
 }
+
+
+def keeps_average(strategy: str) -> bool:
+    """Whether the trainer keeps its average in a job of this strategy: only beside sharded files."""
+    return "load_sharded_model" in STRATEGIES[strategy].arguments
 
 
 @dataclass(frozen=True)
@@ -129,7 +85,7 @@ class Row:
 
 
 def _rows(model: str, *pairs: tuple[str, str], way: str = "ours") -> list[Row]:
-    return [Row(model, a, b, STRATEGIES[a].can_average and STRATEGIES[b].can_average, way) for a, b in pairs]
+    return [Row(model, a, b, keeps_average(a) and keeps_average(b), way) for a, b in pairs]
 
 
 HUB = "mp2 sharding2 v2"
