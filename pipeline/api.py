@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.core.units import PathLike, texts_of
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.cards import CardsPlan, plan_cards
 from paddle_reshard.pipeline.request.arguments import checked
 from paddle_reshard.pipeline.request.options import (
@@ -25,7 +25,7 @@ from paddle_reshard.pipeline.request.options import (
     with_options,
 )
 from paddle_reshard.pipeline.request.parse import locations_of, parse_request
-from paddle_reshard.storage.locate import Access, StorageOptions, open_target
+from paddle_reshard.storage.locate import StorageOptions, open_target, target_access
 from paddle_reshard.storage.store import Permission
 
 
@@ -149,6 +149,6 @@ def clean(
     TargetError
         If the conversion is running, or its lock has not expired.
     """
-    access = Access(storage_options or {}, texts_of(allow_scheme))
+    access = target_access({"storage_options": storage_options, "allow_scheme": allow_scheme})
     unfinished = open_target(os.fspath(target), access, Permission(resume=True, take_over=take_over))
     return tuple(unfinished.clean())

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 StorageOptions = Mapping[str, Any]
 _LOCAL_SCHEMES = ("file", "local")
+SIDES = ("source", "target")
+"""Names in storage options for what is for one store alone."""
 _SCHEME = re.compile(r"[a-z][a-z0-9+._-]*")
 _ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/?(?!/)")
 
@@ -50,20 +52,31 @@ class Access(NamedTuple):
 
 def source_access(options: Mapping[str, Any]) -> Access:
     """How sources are reached, from the options of a conversion."""
-    return _access(options, "source_storage_options")
+    return _access(options, "source")
 
 
 def target_access(options: Mapping[str, Any]) -> Access:
     """How targets are reached, from the options of a conversion."""
-    return _access(options, "target_storage_options")
+    return _access(options, "target")
 
 
-def _access(options: Mapping[str, Any], own: str) -> Access:
-    """Options for one side replace those for both, so that no secret of one store is sent to the other."""
-    chosen = options.get(own)
-    if chosen is None:
-        chosen = options.get("storage_options")
-    return Access(chosen or {}, texts_of(options.get("allow_scheme") or ()), bool(options.get("allow_links")))
+def _access(options: Mapping[str, Any], side: str) -> Access:
+    chosen = of_side(options.get("storage_options") or {}, side)
+    return Access(chosen, texts_of(options.get("allow_scheme") or ()), bool(options.get("allow_links")))
+
+
+def of_side(options: StorageOptions, side: str) -> StorageOptions:
+    """The options of the ``source`` or ``target``: those under its name, or else those of both.
+
+    No secret of one store is sent to the other.
+
+    >>> of_side({"key": "k", "target": {"key": "t"}}, "source"), of_side({"key": "k", "target": {"key": "t"}}, "target")
+    ({'key': 'k'}, {'key': 't'})
+    """
+    own = options.get(side, {name: value for name, value in options.items() if name not in SIDES})
+    if not isinstance(own, Mapping):
+        raise UsageError(f"storage options: {side}: an object with the options of that store is expected")
+    return own
 
 
 def open_source(

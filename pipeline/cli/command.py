@@ -100,11 +100,11 @@ def running(
     """The current command while it runs, with the observers that its options ask for.
 
     It draws on a terminal and prints lines elsewhere, unless it is ``silent`` or ``--quiet`` or ``--json`` is given.
-    ``--events`` writes events to a file, or prints them in place of all that. ``--metrics-port`` serves figures,
-    ``--report`` writes a page, also if the block fails after it has planned a conversion.
+    ``--events`` writes events to a file, or prints them in place of all that. ``--report`` writes a page, also if the
+    block fails after it has planned a conversion.
 
-    ``step`` is what the command begins with; short ones are not shown. ``figures`` are what ``--metrics-port`` serves,
-    and an observer too; by default they are those of a run.
+    ``step`` is what the command begins with; short ones are not shown. ``figures`` observe, and are what
+    ``--metrics-port`` serves.
     """
     from paddle_reshard.storage.remote.retry_counts import count_retries
 
@@ -112,12 +112,12 @@ def running(
     options = context.params
     stream, page = Stream(RunState(count_retries)), None
     with ExitStack() as stack:
-        if (address := options.get("metrics_port")) is not None:
-            from paddle_reshard.pipeline.progress.metrics import RunFigures, serving
-
-            stack.enter_context(serving(figures or RunFigures(stream.state), address))
         if figures is not None:
             stream.observers.append(figures)
+            if (address := options.get("metrics_port")) is not None:
+                from paddle_reshard.pipeline.progress.metrics import serving
+
+                stack.enter_context(serving(figures, address))
         _write_events(stream, context.obj, stack)
         only_events = getattr(context.obj, "replaces_stderr", False)
         if not (silent or only_events or options.get("quiet") or options.get("as_json")):

@@ -12,7 +12,6 @@ import click
 from click.core import ParameterSource
 
 from paddle_reshard.pipeline.progress.events_as_json import EventLog
-from paddle_reshard.pipeline.progress.metrics import read_address
 from paddle_reshard.pipeline.request.options import (
     CONVERSION_OPTIONS,
     Decides,
@@ -83,7 +82,7 @@ def decides(option: click.Option) -> Decides:
 USUAL = (
     *("tensor", "element", "decay", "weights", "uniform"),
     *("to", "format", "sharding_strategy", "targets", "state", "dtype"),
-    *("cards", "local", "nodes", "node", "save", "prove", "worker_counts", "encoding", "full_every"),
+    *("cards", "local", "nodes", "node", "save", "prove", "worker_counts"),
     *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet"),
 )
 """Options that the help of a command with many lists first, in this order."""
@@ -277,7 +276,7 @@ inspect_options = all_of(
     *map(declared, ("rules", "config")),
     declared("convention", of=InspectOptions),
     declared("allow_links"),
-    declared("storage_options", "--source-storage-options"),
+    declared("storage_options"),
     declared("allow_scheme"),
     json_option,
 )
@@ -286,8 +285,6 @@ compare_options = all_of(
     *map(declared, ("rules", "config")),
     *(declared(name, of=DiffOptions) for name in ("convention", "allow_missing")),
     *map(declared, ("allow_links", "storage_options", "allow_scheme")),
-    declared("source_storage_options", of=DiffOptions),
-    declared("target_storage_options", of=DiffOptions),
 )
 """How commands that compare two checkpoints access and interpret them."""
 
@@ -328,19 +325,10 @@ report_option = execution_option(
     metavar="FILE.html",
     help="Also write the result as a page that a browser shows without a network.",
 )
-metrics_option = execution_option(
-    "--metrics-port",
-    type=read_address,
-    metavar="[HOST:]PORT",
-    help="Serve metrics for Prometheus at this port while the command runs, on 127.0.0.1 unless HOST is given.",
-)
 
 OF_ONE_SOURCE = of_one_source()
 target_options = all_of(
     *map(declared, (name for name in CONVERSION_OPTIONS if name not in OF_ONE_SOURCE)),
     answer_options,
 )
-run_options = all_of(
-    *map(declared, RunOptions.__annotations__),
-    metrics_option,
-)
+run_options = all_of(*map(declared, RunOptions.__annotations__))

@@ -1,4 +1,4 @@
-"""``--metrics-port``: figures of a run for Prometheus, over HTTP."""
+"""``--metrics-port``: figures of a watcher for Prometheus, over HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from paddle_reshard.pipeline.core.outcome import Outcome
-from paddle_reshard.pipeline.core.run_state import RunState
 from paddle_reshard.pipeline.progress.stream import Checked, Happening
 
 if TYPE_CHECKING:
@@ -49,50 +48,6 @@ def read_address(text: str) -> Address:
     if not port.isascii() or not port.isdigit() or int(port) > 0xFFFF or (colon and not host):
         raise click.BadParameter(f"{text!r} is neither a port nor HOST:PORT")
     return Address(host.strip("[]") or LOOPBACK, int(port))
-
-
-class RunFigures:
-    """Figures of one command: the state of the run at that moment."""
-
-    def __init__(self, state: RunState) -> None:
-        self.state = state
-
-    def collect(self) -> Iterator[Metric]:
-        """The figures, with the names that the workers of a Ray cluster use."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        workers = dict(self.state.workers)
-        for name, what in (
-            ("groups", "groups that this worker ended"),
-            ("read_bytes", "bytes read from the source"),
-            ("written_bytes", "bytes written to the target"),
-            ("busy_seconds", "seconds in which this worker ran groups"),
-        ):
-            counter = CounterMetricFamily(
-                f"paddle_reshard_{name}", f"paddle-reshard: {what}", labels=["worker"]
-            )
-            for worker, done in workers.items():
-                counter.add_metric([worker], getattr(done, name))
-            yield counter
-        retries = CounterMetricFamily(
-            "paddle_reshard_retries", "paddle-reshard: retried requests to a store", labels=["failure"]
-        )
-        for failure, times in self.state.retries().items():
-            retries.add_metric([failure], times)
-        yield retries
-        for name, what, value in (
-            ("step_done_bytes", "bytes of the current step that are done", self.state.done_bytes),
-            ("step_bytes", "bytes of the current step", self.state.total_bytes),
-            ("plan_done_groups", "groups of the current plan that are done", self.state.done_groups),
-            ("plan_groups", "groups of the current plan", self.state.total_groups),
-            ("budget_bytes", "memory budget of each worker", self.state.budget_bytes),
-        ):
-            if value is not None:
-                yield GaugeMetricFamily(f"paddle_reshard_{name}", f"paddle-reshard: {what}", value)
-        step = GaugeMetricFamily("paddle_reshard_step", "paddle-reshard: the current step", labels=["step"])
-        if self.state.step:
-            step.add_metric([self.state.step], 1)
-        yield step
 
 
 class CheckpointFigures:

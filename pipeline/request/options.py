@@ -348,8 +348,9 @@ class ConversionOptions(TargetOptions, total=False):
             kind=Kind.OBJECT,
             decides=Decides.ACCESS,
             variable=True,
-            help="Options with which fsspec opens the store: key, secret, endpoint_url, profile, … They "
-            "are never printed or stored; @FILE keeps them out of the list of processes.",
+            help="Options with which fsspec opens the stores: key, secret, endpoint_url, profile, … Under source or "
+            "target: for that store alone, in place of the others. They are never printed or stored; @FILE keeps "
+            "them out of the list of processes.",
         ),
     ]
     allow_scheme: Annotated[
@@ -359,24 +360,6 @@ class ConversionOptions(TargetOptions, total=False):
             decides=Decides.EXECUTION,
             metavar="NAME",
             help=f"Also open URLs of this scheme. Always allowed: {', '.join(sorted(PLAIN_SCHEMES))}.",
-        ),
-    ]
-    source_storage_options: Annotated[
-        Mapping[str, Any] | None,
-        Option(
-            kind=Kind.OBJECT,
-            decides=Decides.ACCESS,
-            variable=True,
-            help="Replaces --storage-options for the source.",
-        ),
-    ]
-    target_storage_options: Annotated[
-        Mapping[str, Any] | None,
-        Option(
-            kind=Kind.OBJECT,
-            decides=Decides.ACCESS,
-            variable=True,
-            help="Replaces --storage-options for the target.",
         ),
     ]
     overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace the finished conversion at the target.")]

@@ -15,8 +15,6 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FormatName
 from paddle_reshard.storage.locate import StorageOptions
 
-OF_FIRST: Final = "Replaces --storage-options for the first checkpoint."
-OF_SECOND: Final = "Replaces --storage-options for the second checkpoint."
 READ_AS: Final = (
     "Library as whose model a Hugging Face checkpoint is read, where its keys fit those of several."
 )
@@ -51,8 +49,6 @@ class VerifyOptions(InspectOptions, total=False):
         "Copies of a tensor within one checkpoint: count as a difference if they differ, or read only the first.",
     ]
     allow_missing: Annotated[Sequence[str], LACKS]
-    source_storage_options: Annotated[StorageOptions | None, OF_FIRST]
-    target_storage_options: Annotated[StorageOptions | None, OF_SECOND]
 
 
 class CheckOptions(TypedDict, total=False):
@@ -61,8 +57,6 @@ class CheckOptions(TypedDict, total=False):
     allow_links: bool
     storage_options: StorageOptions | None
     allow_scheme: Sequence[str]
-    source_storage_options: StorageOptions | None
-    target_storage_options: StorageOptions | None
 
 
 class LoadOptions(ReadOptions, total=False):
@@ -115,5 +109,3 @@ class DiffOptions(InspectOptions, total=False):
 
     memory: str | int
     allow_missing: Annotated[Sequence[str], LACKS]
-    source_storage_options: Annotated[StorageOptions | None, OF_FIRST]
-    target_storage_options: Annotated[StorageOptions | None, OF_SECOND]

@@ -43,7 +43,7 @@ from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_P
 from paddle_reshard.pipeline.training.tensors import hybrid_group
 from paddle_reshard.storage.files.dist_metadata import parse_dist_metadata
 from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRef, SplitArray
-from paddle_reshard.storage.locate import Access, StorageOptions
+from paddle_reshard.storage.locate import StorageOptions, source_access
 from paddle_reshard.tasks.index import index_here
 
 SHOWN = 3
@@ -123,7 +123,7 @@ def compare_with_job(
     placed: bool = False,
 ) -> int:
     """:func:`check_names`; ``placed``: the trainer has converted and wrapped the model for its precision and stage."""
-    store = open_checkpoint(os.fspath(checkpoint), Access(storage_options or {}))
+    store = open_checkpoint(os.fspath(checkpoint), source_access({"storage_options": storage_options}))
     files = SourceFiles(store, None, index_here, index_here)
     if described := [path for path in sorted(files.sizes) if path.endswith(METADATA)]:
         return _check_flex(files, described, list(_live_names(model)), master_weights, placed, _cuts(rank))

@@ -70,8 +70,7 @@ DECIDES = {
         "report_path": "page.html",
     },
     Decides.ACCESS: {
-        "storage_options": '{"key": "k"}', "source_storage_options": '{"key": "k"}',
-        "target_storage_options": '{"key": "k"}',
+        "storage_options": '{"key": "k"}',
     },
 }  # fmt: skip
 """Every option of ``convert``, by what it decides, with a value that is not its default."""
@@ -206,7 +205,6 @@ def test_mistakes_are_reported_before_a_cluster_is_contacted() -> None:
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "--nonsense"),
         (["/a", "/b", "--to", "tp=1", "--nonsense"], "submit [OPTIONS] SRC DST"),
         ([], "give a source and a target"),
-        (["/a", "/b", "--to", "tp=1", "--metrics-port", "9100"], "--metrics-port is not for"),
         (
             ["/a", "/b", "--to", "tp=1", "--env", "NOT_SET_X"],
             "--env NOT_SET_X: this environment variable is not set",

@@ -410,13 +410,11 @@ def test_no_secret_of_a_command_line_is_on_a_page(tmp_path: Path) -> None:
     report, target = tmp_path / "page.html", tmp_path / "target"
     command(
         *("convert", SOURCE, target, "--to", "tp=1", "--report", report),
-        *("--target-storage-options", '{"secret": "hunter2"}', "--metrics-port", "0"),
-        '--storage-options={"key": "hunter2"}',
+        *("--storage-options", '{"key": "hunter2", "target": {"secret": "hunter2"}}'),
     )
     assert "hunter2" not in report.read_text()
     made = Page(report).commands()[-1]
-    assert "--target-storage-options @FILE" in made
-    assert "--metrics-port 127.0.0.1:0" in made
+    assert "--storage-options @FILE" in made
 
 
 def test_the_large_figure_of_memory_is_that_of_the_process(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_conversions_there_and_back_give_the_bytes_that_they_give_on_a_disk(
     assert_same_checkpoint(made, for_four)
     paddle_reshard.convert(f"{there}/", place.url, **options, **ONE_CARD)
     assert_same_checkpoint(place.files, for_one_card)
-    assert paddle_reshard.verify(SMALL, place.url, target_storage_options=place.options).equal
+    assert paddle_reshard.verify(SMALL, place.url, storage_options={"target": place.options}).equal
 
 
 def _fail(event: Event) -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.locate import source_access, target_access
 from tests.storage.contents import (
     ONE_CARD,
@@ -43,17 +44,14 @@ def there(other: Store) -> str:
 
 @pytest.fixture
 def reach(store: Store, other: Store) -> dict[str, Any]:
-    return {"source_storage_options": store.options, "target_storage_options": other.options}
+    return {"storage_options": {"source": store.options, "target": other.options}}
 
 
 @pytest.fixture
 def flags(reach: dict[str, Any], tmp_path: Path) -> list[str]:
     """The same on the command line, out of the list of processes."""
-    given: list[str] = []
-    for name, options in reach.items():
-        (tmp_path / name).write_text(json.dumps(options))
-        given += [f"--{name.replace('_', '-')}", f"@{tmp_path / name}"]
-    return given
+    (tmp_path / "stores.json").write_text(json.dumps(reach["storage_options"]))
+    return ["--storage-options", f"@{tmp_path / 'stores.json'}"]
 
 
 def test_from_one_store_to_another(
@@ -73,7 +71,7 @@ def test_from_one_store_to_another(
     assert paddle_reshard.verify(small_source, target, **reach).equal
     assert paddle_reshard.check(target, source=small_source, **reach).intact
     told = [repr(planned), repr(report), caplog.text, *map(repr, made.values())]
-    hidden = [options[name] for options in reach.values() for name in ("key", "secret")]
+    hidden = [options[name] for options in reach["storage_options"].values() for name in ("key", "secret")]
     assert [secret for secret in hidden for text in told if secret in text] == []
 
 
@@ -82,10 +80,10 @@ def test_options_of_one_side_replace_those_of_both(
 ) -> None:
     target = f"s3://{there}/c"
     paddle_reshard.convert(
-        small_source, target, storage_options=store.options, target_storage_options=other.options, **ONE_CARD
+        small_source, target, storage_options={**store.options, "target": other.options}, **ONE_CARD
     )
     assert paddle_reshard.verify(
-        SMALL, target, storage_options={"key": "wrong"}, target_storage_options=other.options
+        SMALL, target, storage_options={"key": "wrong", "target": other.options}
     ).equal
 
 
@@ -114,10 +112,10 @@ def test_on_the_command_line(
     assert_same_checkpoint(in_bucket(other, there, "c/"), for_one_card)
     run("verify", small_source, target, *flags)
     run("verify", target, "--source", small_source, *flags)
-    run("inspect", small_source, *flags[:2])
+    run("inspect", small_source, *flags)
     run("ema", small_source, small_source, f"s3://{there}/mean", "--uniform", "--to", "tp=1", *flags)
     assert paddle_reshard.check(f"s3://{there}/mean", storage_options=other.options).intact
-    run("clean", target, *flags[2:])
+    run("clean", target, *flags)
 
 
 def test_a_watched_run_in_one_store_and_its_conversions_in_another(
@@ -136,15 +134,16 @@ def test_a_watched_run_in_one_store_and_its_conversions_in_another(
 
 def test_no_option_of_one_store_goes_to_the_other() -> None:
     both, own = {"key": "k", "secret": "s"}, {"endpoint_url": "https://elsewhere"}
-    given = {"storage_options": both, "target_storage_options": own, "allow_scheme": ("sftp",)}
+    given = {"storage_options": {**both, "target": own}, "allow_scheme": ("sftp",)}
     assert (source_access(given).options, target_access(given).options) == (both, own)
-    assert target_access({"storage_options": both, "target_storage_options": {}}).options == {}
+    assert target_access({"storage_options": {**both, "target": {}}}).options == {}
+    with pytest.raises(UsageError, match=r"^storage options: target: an object"):
+        target_access({"storage_options": {"target": "minio"}})
     assert "secret" not in repr(source_access(given))
 
 
-@pytest.mark.parametrize("name", ["source", "target"])
-def test_a_job_is_not_given_credentials_on_its_command_line(name: str) -> None:
-    options = [f"--{name}-storage-options", '{"secret": "s3cr3t"}']
+def test_a_job_is_not_given_credentials_on_its_command_line() -> None:
+    options = ["--storage-options", '{"target": {"secret": "s3cr3t"}}']
     done = CliRunner().invoke(cli, ["submit", "s3://b/c", "s3://b/d", "--to", "tp=1", *options])
     assert done.exit_code == 2
     assert "would be readable in the job's command line" in done.output

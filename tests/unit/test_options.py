@@ -48,7 +48,6 @@ OF_COMMANDS = {
     "as_json",
     "quiet",
     "events",
-    "metrics_port",
 }
 """Parameters of ``convert`` that are no options of a conversion."""
 TYPES: dict[Kind, tuple[Any, ...]] = {
@@ -311,7 +310,4 @@ def test_shells_complete_paths_options_and_values() -> None:
     assert completed("convert", "a", "b", "--like", "check") == ["file,check"]
     assert completed("convert", "a", "b", "--format", "hug") == ["plain,huggingface"]
     assert completed("submit", "a", "b", "--fo") == ["plain,--follow", "plain,--format"]
-    assert completed("submit", "a", "b", "--target") == [
-        "plain,--target-meta",
-        "plain,--target-storage-options",
-    ]
+    assert completed("submit", "a", "b", "--target") == ["plain,--target-meta"]

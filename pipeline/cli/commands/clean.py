@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.core.errors import TargetError
     "take_over",
     help="Do not wait for the lock of a conversion that has ended on another machine to expire.",
 )
-@declared("storage_options", "--target-storage-options")
+@declared("storage_options")
 @declared("allow_scheme")
 @json_option
 @quiet_option

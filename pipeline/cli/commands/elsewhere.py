@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 OF_ONE_PROCESS: Mapping[str, str] = {
     "events": "--events",
-    "metrics_port": "--metrics-port",
     "cards": "--cards",
 }
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""

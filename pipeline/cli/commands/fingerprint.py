@@ -29,7 +29,7 @@ from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 @declared("convention", of=FingerprintOptions)
 @declared("allow_missing", of=FingerprintOptions)
 @declared("allow_links")
-@declared("storage_options", "--source-storage-options")
+@declared("storage_options")
 @declared("allow_scheme")
 @answer_options
 @click.pass_context

@@ -17,7 +17,6 @@ from paddle_reshard.pipeline.cli.options import (
     compare_options,
     declared,
     given,
-    metrics_option,
     report_option,
 )
 from paddle_reshard.pipeline.cli.terminal import say
@@ -34,8 +33,8 @@ DIFFERENT = 1
 """Exit status of ``verify`` after a comparison that found differences."""
 OPTIONS_FOR_ONE = (
     *("a", "source"),
-    *("report_path", "as_json", "quiet", "events", "metrics_port"),
-    *("storage_options", "source_storage_options", "target_storage_options", "allow_scheme", "allow_links"),
+    *("report_path", "as_json", "quiet", "events"),
+    *("storage_options", "allow_scheme", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
 
@@ -79,7 +78,6 @@ OPTIONS_FOR_ONE = (
 @compare_options
 @report_option
 @answer_options
-@metrics_option
 @click.pass_context
 def verify(
     context: click.Context,

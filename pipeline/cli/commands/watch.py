@@ -27,13 +27,13 @@ from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     ON_STDERR,
     events_option,
-    metrics_option,
     read_duration,
 )
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say
 from paddle_reshard.pipeline.core.answer import Answer
 from paddle_reshard.pipeline.core.errors import UsageError
+from paddle_reshard.pipeline.progress.metrics import CheckpointFigures, read_address
 from paddle_reshard.pipeline.request.options import ConvertOptions, declarations, flag_of
 from paddle_reshard.pipeline.request.parse import parse_request
 
@@ -104,7 +104,12 @@ OF_A_JOB = ("upload", "pip", "env", "cpus")
     help="Write what each conversion did as DIR/checkpoint-<step>.html, a page that a browser shows without a network.",
 )
 @events_option
-@metrics_option
+@click.option(
+    "--metrics-port",
+    type=read_address,
+    metavar="[HOST:]PORT",
+    help="Serve metrics for Prometheus at this port, on 127.0.0.1 unless HOST is given.",
+)
 @job_options
 @click.argument("arguments", nargs=-1, type=LOCATION, metavar="RUN_DIR DST_ROOT")
 def watch(
@@ -124,7 +129,6 @@ def watch(
     watchers run.
     """
     with _told_of_interrupts("--json" in arguments, service=not once):
-        from paddle_reshard.pipeline.progress.metrics import CheckpointFigures
         from paddle_reshard.pipeline.watch.decisions import Policy
         from paddle_reshard.pipeline.watch.watcher import Watcher
 
