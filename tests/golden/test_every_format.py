@@ -17,8 +17,9 @@ import paddle_reshard
 from paddle_reshard.pipeline.request.options import TargetOptions
 from tests import oracle
 from tests.conftest import case_directory, case_names
-from tests.golden.test_flex import LOAD, by_folder, run_paddle
+from tests.golden.test_flex import LOAD, by_folder
 from tests.kept import check_kept, lines_of
+from tests.paddle_processes import run_paddle
 from tests.sampling import exhaustive
 
 BUFFERS = ("*e_score_correction_bias",)

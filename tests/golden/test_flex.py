@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,8 @@ import pytest
 
 from paddle_reshard import convert, verify
 from tests import oracle
-from tests.conftest import REPO, case_directory
+from tests.conftest import case_directory
+from tests.paddle_processes import run_paddle, start_paddle
 
 SMALL = ("fc_moe_mp2sh2_s1v2_ema", "fc_pp2sh2_s1v2_tied")
 REAL = (
@@ -344,24 +342,6 @@ for folder in ("model_state", "master_weight", "optimizer_state"):
 """
 
 
-def start_paddle(program: str, *arguments: Path, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=REPO,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def run_paddle(program: str, *arguments: Path) -> str:
-    process = start_paddle(program, *arguments)
-    told, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, told
-    return told
-
-
 def by_folder(truth: oracle.Tensors) -> dict[str, oracle.Tensors]:
     """The truth, spelled as the folders of PaddleFormers have it."""
     found: dict[str, oracle.Tensors] = {}
@@ -424,11 +404,7 @@ def run_ranks(count: int, program: str, *arguments: Path) -> list[str]:
         )
         for rank in range(count)
     ]
-    try:
-        return [process.communicate(timeout=200)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    return [rank.told()[1] for rank in ranks]
 
 
 def test_two_processes_load_their_boxes_and_ranges(made_checkpoints) -> None:

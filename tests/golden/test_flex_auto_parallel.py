@@ -14,7 +14,8 @@ from paddle_reshard import convert, inspect
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from tests import oracle
 from tests.conftest import REPO, case_directory
-from tests.golden.test_flex import LOAD, TARGETS, files_of, run_paddle, there_and_back
+from tests.golden.test_flex import LOAD, TARGETS, files_of, there_and_back
+from tests.paddle_processes import run_paddle
 
 RULES = REPO / "pipeline" / "model" / "rules"
 STATES = (*oracle.MOMENTS, *oracle.POWERS)

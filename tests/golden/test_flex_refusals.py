@@ -13,7 +13,7 @@ from paddle_reshard import convert
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.test_flex import run_paddle
+from tests.paddle_processes import run_paddle
 
 # Saved by Paddle itself, with one folder changed before.
 SAVE_VARIANTS = """
