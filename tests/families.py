@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,10 +41,21 @@ def families(tables: Iterable[RuleTable]) -> tuple[Family, ...]:
     return tuple(sorted(proven, key=lambda family: (family.name, family.library)))
 
 
+def _has_stages(table: RuleTable) -> bool:
+    """Whether the library's trainer starts a pipeline of the family, unless a config says how to divide it."""
+    decoder = next(item for item in table.items if item.repeated)
+    if table.segmentation_entry is None:
+        return bool(decoder.layer_class)
+    pattern = table.segmentation.removeprefix("layer:")
+    return any(
+        item.layer_class and re.search(pattern, item.layer_class, re.IGNORECASE) for item in table.items
+    )
+
+
 def _family(table: RuleTable, proven: Proof) -> Family:
     axes = {
         "tp": any(rule.split is not None for rule in table.rules),
-        "pp": table.has_stages,
+        "pp": _has_stages(table),
         "ep": table.expert_axis is not None,
     }
     return Family(

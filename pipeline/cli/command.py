@@ -159,7 +159,7 @@ def _write_events(stream: Stream, log: EventLog | None, stack: ExitStack) -> Non
 def _shown(stream: Stream) -> Iterator[None]:
     """Show progress: a live view on a terminal, lines elsewhere."""
     if sys.stderr and sys.stderr.isatty():
-        screen = console(err=True)
+        screen = console()
         if screen.is_interactive:
             with _live(stream, screen):
                 yield

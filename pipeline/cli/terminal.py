@@ -65,8 +65,8 @@ def relay(text: str, err: bool = False) -> None:
     click.echo("\n".join("\t".join(map(printable, line)) for line in columns), nl=False, err=err)
 
 
-def console(err: bool = False, width: int | None = None) -> Console:
-    """A console that prints text literally: no markup, no emoji, no control characters."""
+def console() -> Console:
+    """A console on stderr that prints text literally: no markup, no emoji, no control characters."""
     from rich.console import Console
     from rich.text import Text
 
@@ -74,7 +74,7 @@ def console(err: bool = False, width: int | None = None) -> Console:
         def render_str(self, text: str, **options: object) -> Text:
             return super().render_str(printable(text), **{**options, "markup": False, "emoji": False})  # type: ignore[arg-type]
 
-    return Literal(stderr=err, width=width, highlight=False, markup=False, emoji=False)
+    return Literal(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 class LogFormatter(logging.Formatter):
@@ -96,10 +96,10 @@ def log_formatter() -> LogFormatter:
     return formatter
 
 
-def log_to_terminal(formatter: logging.Formatter | None = None) -> None:
-    """Print warnings of unconfigured loggers in the same safe way as everything else, or as ``formatter`` has them."""
+def log_to_terminal() -> None:
+    """Print warnings of unconfigured loggers in the same safe way as everything else."""
     if logging.lastResort is not None:
-        logging.lastResort.setFormatter(formatter or LogFormatter("%(message)s"))
+        logging.lastResort.setFormatter(LogFormatter("%(message)s"))
 
 
 # ----------------------------------------------------------------------------------------------- answers

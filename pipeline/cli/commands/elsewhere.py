@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
     from paddle_reshard.clusters.ray.jobs import ConversionJob
 
-OF_ONE_PROCESS: Mapping[str, str] = {
-    "events": "--events",
-    "cards": "--cards",
-}
+OF_ONE_PROCESS = ("events", "cards")
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 REPORT = "report_path"
 """An option with a local file that is not sent with a job: the job writes it."""
@@ -47,7 +44,7 @@ class ForConvert(click.Command):
         """Completions of this command and of ``convert``."""
         own = super().shell_complete(ctx, incomplete)
         of_convert = convert.make_context("convert", [], parent=ctx, resilient_parsing=True)
-        apart = {"--target", *OF_ONE_PROCESS.values(), *(item.value for item in own)}
+        apart = {"--target", *map(flag_of, OF_ONE_PROCESS), *(item.value for item in own)}
         further = convert.shell_complete(of_convert, incomplete)
         return [*own, *(item for item in further if item.value not in apart)]
 
@@ -118,9 +115,9 @@ class ConvertArguments:
             raise UsageError("submit and watch take one target, without --target")
         if values["target"] is None:
             raise UsageError("give a source and a target")
-        for name, flag in OF_ONE_PROCESS.items():
+        for name in OF_ONE_PROCESS:
             if values[name] is not None:
-                raise UsageError(f"{flag} is not for the conversions of submit and watch")
+                raise UsageError(f"{flag_of(name)} is not for the conversions of submit and watch")
         plain = command.make_context("convert", ["SRC", "DST"], obj=WITHOUT_VARIABLES)
         request = cls(context, plain.params, given(context))
         parse_request(cast(ConvertOptions, request.given))

@@ -308,17 +308,6 @@ class RuleTable:
         said = config.get(self.segmentation_entry)
         return stages_said(self.segmentation if said is None else said, self.segmentation_entry)
 
-    @property
-    def has_stages(self) -> bool:
-        """Whether the library's trainer starts a pipeline of the family, unless a config says how to divide it."""
-        decoder = next(item for item in self.items if item.repeated)
-        if self.segmentation_entry is None:
-            return bool(decoder.layer_class)
-        pattern = self.segmentation.removeprefix("layer:")
-        return any(
-            item.layer_class and re.search(pattern, item.layer_class, re.IGNORECASE) for item in self.items
-        )
-
     # What a table that is made of files does not tell (StoredTable): known to all others.
 
     @property
