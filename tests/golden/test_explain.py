@@ -17,7 +17,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from tests import oracle
 from tests.conftest import case_directory
-from tests.published import SCHEMA, checked
+from tests.published import checked, schema
 
 HYBRID = "mp2pp2sh2_s1v2_meta_ema"
 KEY = "model.layers.3.self_attn.k_proj.weight"
@@ -175,7 +175,7 @@ def test_json_is_as_the_schema_says() -> None:
         found = checked(subprocess.CompletedProcess([], 0, shown.stdout))
         assert found["file"] == arguments[0]
         assert found["stretches"]
-    assert {"$ref": "#/$defs/explain"} in SCHEMA["anyOf"]
+    assert {"$ref": "#/$defs/explain"} in schema()["anyOf"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from click.testing import CliRunner
 
@@ -17,10 +16,10 @@ from paddle_reshard.pipeline.convert.manifest import format_manifest
 from paddle_reshard.pipeline.request.options import TARGET_OPTIONS
 from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.pipeline.request.record import NOT_STATED, OF_ALL_TARGETS, record_of
-from tests.conftest import COMMITTED, REPO
+from tests.conftest import COMMITTED
+from tests.published import hold, schema
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
-SCHEMA = json.loads((REPO / "docs" / "schemas" / "manifest-2.json").read_text())
 KEY = "model.layers.3.self_attn.k_proj.weight"
 PROGRAM = "model.norm.weight -> tail.norm.weight\n"
 ASKED: dict[str, dict[str, Any]] = {
@@ -42,7 +41,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 def manifest_of(target: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((target / "paddle_reshard.json").read_text())
-    jsonschema.validate(found, SCHEMA)
+    hold(found, "manifest-2")
     return found
 
 
@@ -130,7 +129,7 @@ def test_it_holds_no_secrets(tmp_path: Path) -> None:
 
 
 def test_the_schema_knows_every_option_that_is_stated() -> None:
-    shared = SCHEMA["$defs"]["request"]["properties"]
+    shared = schema("manifest-2")["$defs"]["request"]["properties"]
     of_target = shared["targets"]["items"]["properties"]
     assert {*of_target} == {*TARGET_OPTIONS}
     assert {*shared} - {"targets", "sources", "decay", "weights", "uniform"} == {*OF_ALL_TARGETS} - {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +17,24 @@ from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, for
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Receipt
 from tests.conftest import COMMITTED
+from tests.jobs.command import run_here
 
 SOUND = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 EVIL = "a\x1b]0;title\x07\x1b[2J[bold]b[/bold][link=x]\u202e:smile:\r\nforged: line\u200b\x9b31m"
 SHOWN = r"a\x1b]0;title\x07\x1b[2J[bold]b[/bold][link=x]\u202e:smile:\r\nforged: line\u200b\x9b31m"
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich believes that nobody measures the width."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
 def run(*arguments: object) -> str:
-    """Everything that a command prints; rich believes that nobody measures the width."""
-    command = [sys.executable, "-m", "paddle_reshard", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "400", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(command, capture_output=True, timeout=300, env=environment, check=False)
-    return (done.stdout + done.stderr).decode()
+    """Everything that a command prints, which is something unless an error gets away."""
+    done = run_here(*arguments)
+    assert done.stdout or done.stderr
+    return done.stdout + done.stderr
 
 
 def assert_harmless(told: str, shown: str = SHOWN) -> None:
@@ -85,7 +89,7 @@ def test_a_file_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "c" / name).unlink()
     (tmp_path / "c" / os.fsdecode(b"rng_state_\xff[red].pth")).write_bytes(b"")
     for command in ("plan", "convert"):
-        run(command, tmp_path / "c", tmp_path / "t", "--to", "tp=1")  # no traceback, whatever it says of it
+        run(command, tmp_path / "c", tmp_path / "t", "--to", "tp=1")  # whatever it says of it
 
 
 def test_a_checkpoint_in_a_folder_of_that_name(tmp_path: Path) -> None:

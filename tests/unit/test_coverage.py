@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -27,7 +26,7 @@ from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from tests.conftest import case_directory
-from tests.published import SCHEMA
+from tests.published import hold
 from tests.unit.test_planning import FLOAT32, SMALL, Files, columns, rows, whole
 
 HYBRID = "mp2pp2sh2_s1v2_meta_ema"
@@ -364,7 +363,7 @@ def test_the_command_shows_the_proof() -> None:
     assert shown.exit_code == 0
     assert "is written once" in shown.stdout
     printed = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)
-    jsonschema.validate(printed, SCHEMA)
+    hold(printed)
     found = printed["coverage"]
     assert found["complete"]
     assert found["total_bytes"] == printed["write_bytes"]

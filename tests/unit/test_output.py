@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import click
-import jsonschema
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +21,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.cli.output import EndingGroup, GuardedStream
 from tests.conftest import COMMITTED
-from tests.published import SCHEMA, checked
+from tests.published import checked, hold
 
 DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 COMMAND = [sys.executable, "-m", "paddle_reshard"]
@@ -189,7 +188,7 @@ def test_whatever_ends_a_command_is_one_object(
         commands(["fails", "--json"])
     out, err = capsys.readouterr()
     found = json.loads(out)
-    jsonschema.validate(found, SCHEMA)
+    hold(found)
     assert found["retryable"] is retryable
     if isinstance(error, KeyboardInterrupt):
         assert (ended.value.code, found["kind"], err.strip()) == (
