@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table elastic lab again draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table peers elastic lab again draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -35,6 +35,7 @@ help:
 	@echo "make draws    real jobs drawn by chance, converted, and held against live memory and real files (ARGS='--seed 7 --count 40')"
 	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into tests/parity/losses.md (two hours; can be interrupted)"
+	@echo "make peers    what brings a checkpoint to another topology: other converters and ours, into docs/peers.md (half an hour)"
 	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (ten minutes)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into benchmarks/disk.md (ARGS=--quick)"
@@ -223,6 +224,9 @@ facts: $(VENV)/.test
 first-job: $(VENV)/.test
 	$(BIN)/python -m tests.parity.first_job
 
+peers: $(VENV)/.test
+	$(BIN)/python -m tests.peers $(ARGS)
+
 parity-table: $(VENV)/.test
 	$(BIN)/python -m tests.parity.table $(ARGS)
 
@@ -248,4 +252,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* .corpus .demo .disk .docs .draws .package .lowest .pythons .parity .bench .s3 .chaos .orchestrators build dist *.egg-info
+	rm -rf .venv .venv-* .corpus .demo .disk .docs .draws .package .lowest .pythons .parity .peers .bench .s3 .chaos .orchestrators build dist *.egg-info

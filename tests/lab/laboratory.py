@@ -35,12 +35,13 @@ class Laboratory:
         os.killpg(self._process.pid, signal.SIGKILL)  # the ranks are of its session
         self._process.wait()
 
-    def run(self, job: Job, out: Path, resume: Path | None = None, **files: Path) -> str:
+    def run(self, job: Job, out: Path, resume: Path | None = None, names: bool = True, **files: Path) -> str:
         """Run a job, or let it resume and stop; return the words with which the trainer refused it, or none.
 
+        ``names``: whether a resuming job first lets ``names_callback`` compare its parameters' names;
         ``init``: a file of the values to begin with; ``dump``: where to put its own, instead of training.
         """
-        asked: dict[str, Any] = {"job": job.as_json(), "out": str(out), "seconds": SECONDS}
+        asked: dict[str, Any] = {"job": job.as_json(), "out": str(out), "seconds": SECONDS, "names": names}
         asked |= {name: str(path) for name, path in {"resume": resume, **files}.items() if path is not None}
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None

@@ -1,9 +1,11 @@
 """Runs in PaddleNLP's Python: its CheckpointConverter loads a checkpoint into one card's states, and they are compared.
 
-``checkpoint_converter.py CHECKPOINT TRUTH`` ends with a line ``PEER …``, or ``PEER_FAIL`` and where it stopped.
+``checkpoint_converter.py CHECKPOINT TRUTH [OUT]`` ends with a line ``PEER …``, or ``PEER_FAIL`` and where it stopped;
+the states then are in the file OUT.
 """
 
 import os
+import resource
 import sys
 import time
 import traceback
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
 import numpy as np
 import paddle
 from reader import load
+from trainer.truth import write_safetensors
 
 paddle.set_device("cpu")
 paddle.Tensor.cuda = lambda tensor, *_, **__: tensor  # its only call of a GPU
@@ -53,7 +56,7 @@ def gather_global_object(_, mine):
     raise ValueError
 
 
-def main(checkpoint, truth_file):
+def main(checkpoint, truth_file, out=""):
     truth, case = load(truth_file), Path(checkpoint).parent.name
     model = Model({key: one.shape for key, one in truth.items() if key.rsplit(".", 1)[1] not in STATES})
     optimizer = paddle.optimizer.AdamW(1e-3, parameters=model.parameters(), multi_precision=True)
@@ -81,12 +84,15 @@ def main(checkpoint, truth_file):
         master = held[f"{key}.w_0"] = optimizer._master_weights[parameter.name]
         for state in STATES[1:5]:
             held[f"{key}.{state}"] = optimizer._accumulators[state[:-2]][master.name]
+    if out:
+        write_safetensors(held, out)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     bad = [
         key
         for key, tensor in held.items()
         if key not in truth or not np.array_equal(tensor.astype("float32").numpy(), truth[key])
     ]
-    print("PEER", VERSION, case, "sec", seconds, "compared", len(held), "bad", len(bad), bad[:3])
+    print("PEER", VERSION, case, "sec", seconds, "compared", len(held), "bad", len(bad), bad[:3], "MiB", peak)
 
 
 main(*sys.argv[1:])

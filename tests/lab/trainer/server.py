@@ -1,8 +1,9 @@
 """Runs in the trainer's Python: imports the library once, and forks the ranks of one job after the other.
 
 A request is a line of JSON: ``job``, as ``job.py`` describes it, the folder ``out``, and ``seconds``; with ``resume``
-the job loads that checkpoint, tells what it then holds and ends; ``init`` is a file of the values to begin with, and
-with ``dump`` a job ends when it has put its own there. The answer is a line with the trainer's refusal, or none.
+the job loads that checkpoint, tells what it then holds and ends; with ``names`` it first compares parameters' names;
+``init`` is a file of the values to begin with, and with ``dump`` a job ends when it has put its own there. The answer
+is a line with the trainer's refusal, or none.
 """
 
 import json
@@ -60,9 +61,12 @@ def words_of(out: Path, ends: list[int]) -> str:
         starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
         last = [line for line in lines[starts[-1] + 1 :] if line.strip()] if starts else []
         error = next((line for line in last if not line.startswith(" ")), "")
-        places = [Path(line.split('"')[1]).name for line in last if line.strip().startswith('File "')]
+        places = [number for number, line in enumerate(last) if line.strip().startswith('File "')]
+        name = Path(last[places[-1]].split('"')[1]).name if places else ""
+        if places and ":" not in error:  # an assertion without a word
+            error += f": {last[places[-1] + 1].strip()}"
         if error:
-            found.append(f"{error[:300]} ({places[-1] if places else ''})")
+            found.append(f"{error[:300]} ({name})")
     return min(found, key=lambda words: "gloo" in words, default=f"exit statuses {ends}")
 
 
@@ -95,7 +99,7 @@ def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
             freeze=job.frozen,
             optimizer=job.optimizer,
             export=int(job.export),
-            names=int(bool(resume) and job.format.startswith("hybrid")),
+            names=int(bool(resume) and request["names"] and job.format.startswith("hybrid")),
         )
     )
 

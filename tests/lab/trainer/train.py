@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import sys
 import time
 import zlib
@@ -146,10 +147,13 @@ def accumulate_in_stages(micro_batches: int) -> None:
 
 
 def end_after_loading(trainer: Any, asked: Asked) -> None:
-    """Have a job tell what it has loaded, and end before its first step."""
+    """Have a job tell what it has loaded, in how many seconds, and end before its first step."""
+    began = time.monotonic()
 
     class AfterLoading(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            sys.stdout.write(f"LOADED {time.monotonic() - began:.2f} s {peak} MiB\n")
             tell(trainer, asked)
             leave(asked.case)
 
