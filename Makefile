@@ -173,7 +173,8 @@ lowest:
 		-r pyproject.toml --extra arrow --extra s3 --extra ray --extra metrics
 	.lowest/bin/uv pip install --quiet --python .lowest/bin/python --no-deps .lowest/dist/*.whl
 	.lowest/bin/uv pip list --python .lowest/bin/python
-	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --metrics-port 0 --report one-card.html
+	cd .lowest && bin/paddle-reshard convert ../$(CASE)/checkpoint-3 one-card --to tp=1 --report one-card.html
+	cd .lowest && bin/paddle-reshard watch ../$(CASE) watched --once --settle 0 --metrics-port 0 --to tp=1
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card --cluster ray
 	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan --workers 1,8

@@ -65,6 +65,15 @@ def test_every_option_that_the_program_names_exists() -> None:
                 assert {*FLAG.findall(text)} <= known, (path, text)
 
 
+@pytest.mark.parametrize("script", ["Dockerfile", "Makefile", "tests/pythons.sh"])
+def test_scripts_give_commands_options_that_they_have(script: str) -> None:
+    lines = re.findall(r"paddle-reshard ([a-z]+) (.*)", (REPO / script).read_text().replace("\\\n", " "))
+    assert lines
+    for command, line in lines:
+        known = options(command) | (options("convert") if command == "watch" else OF_ALL)
+        assert {*FLAG.findall(line)} <= known, (command, line)
+
+
 def of(case: str, damage: Callable[[Path], object]) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         source = Path(shutil.copytree(sound(case), folder, copy_function=shutil.copyfile))
