@@ -24,6 +24,7 @@ AVERAGE = "ema_w_0"
 SLICE = "slice@"
 """Marks what stage 3 cuts; the parameter is called without it."""
 NOWHERE, PADDING = -1, -2
+_FACTORS = (np.uint64(1), np.uint64(1 << 32), np.uint64(0x9E3779B97F4A7C15))
 
 
 @dataclass(frozen=True)
@@ -112,22 +113,25 @@ class _Elements:
                 numbers.append(together)
                 tensors.append(np.full(together.size, number))
                 elements.append(np.arange(together.size))
-        self.numbers = np.concatenate(numbers)
-        order = np.argsort(self.numbers, kind="stable")
-        self.numbers = self.numbers[order]
+        together = np.concatenate(numbers)
+        order = np.argsort(together, kind="stable")
+        self.numbers, first, counts = np.unique(together[order], return_index=True, return_counts=True)
         self.tensors, self.elements = np.concatenate(tensors)[order], np.concatenate(elements)[order]
+        last = first + counts - 1
+        self.alone = (self.tensors[first] == self.tensors[last]) & (
+            self.elements[first] == self.elements[last]
+        )  # copies that did not drift are the same element
+        self.tensors, self.elements = self.tensors[first], self.elements[first]
 
     def find(self, where: str, states: Mapping[str, np.ndarray]) -> Place:
         """The tensor and the elements that are these numbers."""
         wanted = _together([states[state] for state in self.states])
-        first, last = (np.searchsorted(self.numbers, wanted, side=side) for side in ("left", "right"))
-        at = np.minimum(first, self.numbers.size - 1)
-        same = (self.tensors[at] == self.tensors[last - 1]) & (self.elements[at] == self.elements[last - 1])
-        only = (last > first) & same  # copies that did not drift are the same element
+        at = np.minimum(np.searchsorted(self.numbers, wanted), self.numbers.size - 1)
+        there = self.numbers[at] == wanted
+        only = there & self.alone[at]
         keys = [self.keys[tensor] for tensor in np.unique(self.tensors[at[only]])]
         assert len(keys) <= 1, f"{where}: numbers of several tensors: {keys}"
-        zero = wanted == _together([np.zeros(1, np.float32)] * len(self.states))[0]
-        elements = np.where(only, self.elements[at], np.where(zero & (last == first), PADDING, NOWHERE))
+        elements = np.where(only, self.elements[at], np.where((wanted == 0) & ~there, PADDING, NOWHERE))
         return Place(keys[0] if keys else None, elements)
 
 
@@ -150,9 +154,14 @@ def _copies(drifted: oracle.Tensors, first: oracle.Tensors) -> list[oracle.Tenso
 
 
 def _together(states: list[np.ndarray]) -> np.ndarray:
-    """The bits of an element's states as one value each; numpy sorts bytes several times as fast as structures."""
-    columns = np.stack([state.reshape(-1).view(np.uint32) for state in states], axis=1)
-    return np.ascontiguousarray(columns).view(f"S{columns.itemsize * len(states)}").reshape(-1)
+    """The bits of an element's states as one number, 0 of zeros, which is sorted ten times as fast as a row of them.
+
+    Two states fill its 64 bits. Where a third gives two elements the same number, they are not told apart.
+    """
+    numbers = [
+        state.reshape(-1).view(np.uint32) * factor for state, factor in zip(states, _FACTORS, strict=False)
+    ]
+    return np.add.reduce(numbers)
 
 
 def _array(value: Any) -> np.ndarray:
