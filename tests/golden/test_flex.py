@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from paddle_reshard import convert, verify
 from tests import oracle
 from tests.conftest import case_directory
-from tests.paddle_processes import run_paddle, start_paddle
+from tests.paddle_processes import run_paddle, run_ranks
 
 SMALL = ("fc_moe_mp2sh2_s1v2_ema", "fc_pp2sh2_s1v2_tied")
 REAL = (
@@ -379,32 +378,6 @@ def made_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
 def test_paddle_loads_whole_tensors(made_checkpoints) -> None:
     pairs, count = made_checkpoints
     assert run_paddle(LOAD, *pairs).strip().endswith(f"equal {count}")
-
-
-def run_ranks(count: int, program: str, *arguments: Path) -> list[str]:
-    """What the ranks of a job print, which talk over gloo."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        ends = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-    ranks = [
-        start_paddle(
-            program,
-            *arguments,
-            PADDLE_TRAINER_ID=str(rank),
-            PADDLE_TRAINERS_NUM=str(count),
-            PADDLE_TRAINER_ENDPOINTS=",".join(ends),
-            PADDLE_CURRENT_ENDPOINT=ends[rank],
-            PADDLE_MASTER=ends[0],
-            PADDLE_DISTRI_BACKEND="gloo",
-        )
-        for rank in range(count)
-    ]
-    return [rank.told()[1] for rank in ranks]
 
 
 def test_two_processes_load_their_boxes_and_ranges(made_checkpoints) -> None:

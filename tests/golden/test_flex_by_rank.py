@@ -16,8 +16,8 @@ from paddle_reshard import convert, launch, plan
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.test_flex import LOAD, by_folder, read, run_ranks, unpickle
-from tests.paddle_processes import run_paddle
+from tests.golden.test_flex import LOAD, by_folder, read, unpickle
+from tests.paddle_processes import run_paddle, run_ranks
 
 FOLDERS = ("model_state", "master_weight", "optimizer_state", "ema_state")
 OF_OPTIMIZER = ("master_weight", "optimizer_state")

@@ -29,8 +29,9 @@ from paddle_reshard import (
 from paddle_reshard.pipeline.cli.main import cli
 from tests import oracle, spoiled
 from tests.conftest import COMMITTED, case_directory
-from tests.golden.test_flex import by_folder, run_ranks
+from tests.golden.test_flex import by_folder
 from tests.golden.test_flex_by_rank import RESUME, SHARDING_V1, TP_SHARDING
+from tests.paddle_processes import run_ranks
 from tests.resume.test_request import SMALL, begin
 from tests.sampling import exhaustive
 

@@ -26,7 +26,7 @@ from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch.watcher import Watcher
 from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
-from tests.jobs.command import GOLDEN, command_line, copy_checkpoint, invoke, run, snapshot
+from tests.jobs.command import GOLDEN, command_line, copy_checkpoint, invoke, run_here, snapshot
 from tests.jobs.training import Run
 from tests.published import checked
 from tests.report.pages import Page
@@ -167,7 +167,7 @@ def test_a_flex_checkpoint_without_the_config_of_its_model_is_no_reason_to_wait(
     training: Run, flex_case: Path
 ) -> None:
     shutil.copytree(flex_case / "checkpoint-3", training.run / "checkpoint-3", copy_function=shutil.copyfile)
-    done = run("watch", training.run, training.out, "--format", "unified", "--once")
+    done = run_here("watch", training.run, training.out, "--format", "unified", "--once")
     assert done.returncode == 1
     assert "config.json is missing, and the other files do not tell which keys" in done.stderr
     assert not (training.out / "checkpoint-3").exists()
@@ -194,10 +194,10 @@ def test_a_model_made_by_hand_is_not_taken_for_the_average(training: Run) -> Non
     folder = copy_checkpoint(training.run / "checkpoint-3")
     paddle_reshard.convert(folder, training.out / "checkpoint-3", format="huggingface")
     options = ("watch", training.run, training.out, "--format", "huggingface", "--once")
-    refused = run(*options, "--state", "ema")
+    refused = run_here(*options, "--state", "ema")
     assert refused.returncode == 1
     assert "holds the result of a different conversion" in refused.stderr
-    assert "1 converted before" in run(*options).stderr
+    assert "1 converted before" in run_here(*options).stderr
 
 
 # -------------------------------------------------------------------------------- killed, and more than one
@@ -580,7 +580,7 @@ def test_a_checkpoint_whose_job_died_is_reported_and_ends_the_watch(training: Ru
     assert patient.returncode == 0
     assert f"; unchanged since {since}\n" in patient.stderr
     for options in (["--once", "--stale", "2h"], ["--stale", "7200", "--every", 0.1]):
-        stale = run("watch", training.run, training.out, "--to", "tp=1", *options)
+        stale = run_here("watch", training.run, training.out, "--to", "tp=1", *options)
         assert stale.returncode == 1, stale.stderr
         assert (
             f"checkpoint-6: incomplete, and has not changed since {since}, longer than --stale"
@@ -642,7 +642,7 @@ def test_with_json_stdout_is_one_object_and_quiet_is_quiet(training: Run) -> Non
     quiet = training.watch("--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     training.run.joinpath("checkpoint-3", "config.json").write_text("{}")
-    refused = run("watch", training.root / "nope", training.out, "--to", "tp=1", "--json", "--once")
+    refused = run_here("watch", training.root / "nope", training.out, "--to", "tp=1", "--json", "--once")
     said = checked(refused)
     assert (refused.returncode, said["command"], said["kind"]) == (2, "watch", "UsageError")
     assert refused.stderr == f"paddle-reshard: {said['error']} [UsageError]\n"

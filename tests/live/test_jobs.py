@@ -8,17 +8,16 @@ import pytest
 
 import paddle_reshard
 from tests.conftest import case_directory
-from tests.live.processes import run_job
+from tests.paddle_processes import run_ranks
 
 pytest.importorskip("paddle")
 
 CASES = ("mp2pp2sh2_s1v2_meta_ema", "sh2_s1v1_meta_fp32", "nlp_fused_mp2")
 
 
-def test_auto_parallel_training(tmp_path):
+def test_auto_parallel_training():
     """Sources of eight ranks with stage 1 v2, of two with stage 1 v1 in float32, of two with fused projections."""
-    run_job(
-        tmp_path,
+    run_ranks(
         4,
         "tests.live.auto_parallel",
         *(str(case_directory(name) / "checkpoint-3") for name in CASES),
@@ -32,7 +31,7 @@ def test_fleet_and_stage_3(tmp_path, cpu):
     source = tmp_path / "checkpoint-3"
     paddle_reshard.convert(own / "checkpoint-3", source, to="sharding=2", sharding_strategy="stage1v2")
     (tmp_path / "truth.safetensors").symlink_to(own / "truth.safetensors")
-    run_job(tmp_path, 2, "tests.live.fleet_job", str(source), str(own / "checkpoint-3"), cpu)
+    run_ranks(2, "tests.live.fleet_job", str(source), str(own / "checkpoint-3"), cpu)
 
 
 @pytest.mark.parametrize(("ranks", "who"), [(2, "works"), (4, "waits")])
@@ -43,8 +42,7 @@ def test_a_job_of_two_nodes_goes_on_from_one_checkpoint_or_not_at_all(
     for run, steps in (("first", (3,)), ("second", (3, 6))):
         for step in steps:
             shutil.copytree(case_directory(CASES[0]) / "checkpoint-3", tmp_path / run / f"checkpoint-{step}")
-    (outputs := tmp_path / "outputs").mkdir()
-    run_job(outputs, ranks, "tests.live.resuming_job", str(tmp_path), who)
+    run_ranks(ranks, "tests.live.resuming_job", str(tmp_path), who)
     cards = ranks // 2
     rest = set(range(ranks)) - {ranks - cards if who == "works" else ranks - 1}
     got = {int(path.stem[5:]): json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")}
