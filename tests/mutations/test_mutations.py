@@ -13,6 +13,9 @@ from paddle_reshard import CheckpointError
 from tests.conftest import COMMITTED
 from tests.mutations.study import BOXES, COUNTS, EXPLAINED, SLOW, Result, run, with_current_table
 
+EVERY = 4
+"""Of so many changes of a kind `make full` makes one."""
+
 
 def check(result: Result) -> None:
     unexplained = [
@@ -26,6 +29,12 @@ def check(result: Result) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SLOW else ()) for name in BOXES]
 )
+def test_changes_of_every_kind_are_found(name: str, tmp_path: Path) -> None:
+    check(run(name, tmp_path, every=EVERY))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", BOXES)
 def test_what_is_found_of_all_changes_is_what_the_table_says(name: str, tmp_path: Path) -> None:
     result = run(name, tmp_path)
     check(result)
