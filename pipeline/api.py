@@ -75,10 +75,6 @@ def plan(
         Number of cards for which to list topologies; then without ``target`` and ``to``.
     resume
         Accept a target at which a conversion is unfinished.
-    observe
-        Called with progress events.
-    options
-        :class:`ConversionOptions`.
 
     Raises
     ------
@@ -110,13 +106,6 @@ def convert(
     ----------
     target
         As for :func:`plan`. Several targets appear one after the other, once all of them are complete.
-    observe
-        Called with progress events.
-    progress
-        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
-        ``observe``.
-    options
-        :class:`ConvertOptions`: the result, and where and how the conversion runs.
 
     Raises
     ------

@@ -276,13 +276,6 @@ def ema(
         A weight for each checkpoint; they add up to 1.
     uniform
         Give every checkpoint the weight 1/n, rounded to float32.
-    observe
-        Called with events.
-    progress
-        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
-        ``observe``.
-    options
-        :class:`AverageOptions`.
 
     Raises
     ------

@@ -30,13 +30,6 @@ def check(
     source
         The checkpoint that the target was made from, to compare with parts that the storage copied without reporting an
         MD5. The location recorded in the manifest is never opened.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    progress
-        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
-        ``observe``.
-    options
-        :class:`CheckOptions`.
 
     Raises
     ------

@@ -214,13 +214,6 @@ def diff(
         States to compare. ``"master_weight:param"`` compares master weights of ``a`` with parameters of ``b``.
     atol, rtol
         Values agree if they differ by at most ``atol + rtol * abs(value in b)``.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    progress
-        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
-        ``observe``.
-    options
-        :class:`DiffOptions`.
 
     Raises
     ------

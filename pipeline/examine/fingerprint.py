@@ -67,13 +67,6 @@ def fingerprint(
     ----------
     output
         A local file to write the fingerprints to.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    progress
-        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
-        ``observe``.
-    options
-        :class:`FingerprintOptions`.
 
     Raises
     ------

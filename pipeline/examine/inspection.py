@@ -193,10 +193,6 @@ def inspect(
     ----------
     source
         Path or URL of the checkpoint.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    options
-        :class:`InspectOptions`.
 
     Raises
     ------

@@ -99,10 +99,6 @@ def launch(
     to
         Topology of the job, ``"tp=2,pp=2"`` or ``{"tp": 2, "pp": 2}``. Required for formats that record none, which any
         job reads; otherwise it may only add data-parallel ranks.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    options
-        :class:`InspectOptions`.
 
     Raises
     ------

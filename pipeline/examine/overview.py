@@ -124,10 +124,6 @@ def ls(
         Path or URL of the folder that holds ``checkpoint-<step>`` folders.
     targets
         Folders with conversions, as ``watch`` fills them: what was made of ``checkpoint-7`` is there under that name.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    options
-        :class:`InspectOptions`.
 
     Raises
     ------

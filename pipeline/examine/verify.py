@@ -170,13 +170,6 @@ def verify(
     resume
         A local file for the progress of the comparison, which continues from it if it exists. It is removed when
         everything is compared.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    progress
-        Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, without
-        ``observe``.
-    options
-        :class:`VerifyOptions`.
 
     Raises
     ------

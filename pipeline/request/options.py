@@ -458,6 +458,13 @@ TARGET_OPTIONS = tuple(TargetOptions.__annotations__)
 CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
 """Includes those of targets."""
 
+_OF_PROGRESS = {
+    "observe": "Called with events that report progress.",
+    "progress": "Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, "
+    "without ``observe``.",
+}
+"""What the parameters of functions that report progress are."""
+
 
 @cache
 def declarations() -> Mapping[str, Option]:
@@ -492,9 +499,11 @@ def with_options(options: Any) -> Callable[[Function], Function]:
             for name in options.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
-        told = [f"{name}\n    {_in_python(help_of(name, options))}" for name in options.__annotations__]
+        described = {name: text for name, text in _OF_PROGRESS.items() if name in signature.parameters}
+        described |= {name: _in_python(help_of(name, options)) for name in options.__annotations__}
         if function.__doc__:
-            section = "\n".join(("Other Parameters", "----------------", *told))
+            entries = (f"{name}\n    {text}" for name, text in described.items())
+            section = "\n".join(("Other Parameters", "----------------", *entries))
             function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{section}\n"
         return function
 

@@ -315,8 +315,6 @@ class AsyncEma:
             rank's file, from a job with the same topology and options; only names and shapes of tensors are checked.
         config
             The model's ``config.json``, or its contents, for a checkpoint without one.
-        options
-            :class:`ReadOptions`.
 
         Raises
         ------

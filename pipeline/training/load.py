@@ -103,8 +103,6 @@ def load_into(
     strict
         Refuse empty dicts, and a ``state_dict`` with some optimizer states of a parameter but not all that the
         checkpoint has.
-    options
-        :class:`LoadOptions`.
 
     Raises
     ------

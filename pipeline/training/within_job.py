@@ -58,10 +58,6 @@ def resume(
         Path or URL of the folder with the checkpoints.
     local
         Folder of this node for the files of its ranks.
-    observe
-        Called with events that report progress, as in :func:`convert`.
-    options
-        :class:`ResumeOptions`.
 
     Returns
     -------
