@@ -23,15 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.measure import Verdict, print_result
-from benchmarks.synthetic import (
-    LLAMA_7B,
-    LLAMA_70B,
-    MOE_671B,
-    Dims,
-    EmptySource,
-    catalog_of,
-    files_of,
-)
+from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, MOE_671B, Dims, EmptySource, catalog_of, files_of
 from paddle_reshard.pipeline.convert.plan_file import save_plan
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid

@@ -20,19 +20,10 @@ from paddle_reshard.pipeline.checkpoint.files import TargetFiles, add_literal_fi
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import (
-    EMA_MASTER_WEIGHT,
-    MASTER_WEIGHT,
-    PARAM,
-    Tensor,
-    dtype_named,
-)
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, MASTER_WEIGHT, PARAM, Tensor, dtype_named
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
-from paddle_reshard.pipeline.formats.hybrid.target import (
-    HybridTarget,
-    layout_hybrid,
-)
+from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget, layout_hybrid
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable

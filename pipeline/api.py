@@ -18,12 +18,7 @@ from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.cards import CardsPlan, plan_cards
 from paddle_reshard.pipeline.request.arguments import checked
-from paddle_reshard.pipeline.request.options import (
-    ConversionOptions,
-    ConvertOptions,
-    Targets,
-    with_options,
-)
+from paddle_reshard.pipeline.request.options import ConversionOptions, ConvertOptions, Targets, with_options
 from paddle_reshard.pipeline.request.parse import locations_of, parse_request
 from paddle_reshard.storage.locate import StorageOptions, open_target, target_access
 from paddle_reshard.storage.store import Permission

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from paddle_reshard.pipeline.changes.change import (
-    Altered,
-    Change,
-    LocatedChange,
-    OwnChange,
-    Reading,
-    Step,
-)
+from paddle_reshard.pipeline.changes.change import Altered, Change, LocatedChange, OwnChange, Reading, Step
 from paddle_reshard.pipeline.core.choices import MASTER_WEIGHTS, MasterWeights
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import MTP

@@ -13,13 +13,7 @@ from typing import Any, Final
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import Sidecars, SourceListing
 from paddle_reshard.pipeline.core.errors import CheckpointError
-from paddle_reshard.pipeline.core.file_names import (
-    AVERAGE,
-    CONFIG,
-    LORA_CONFIG,
-    MANIFEST,
-    SIGNAL_PREFIX,
-)
+from paddle_reshard.pipeline.core.file_names import AVERAGE, CONFIG, LORA_CONFIG, MANIFEST, SIGNAL_PREFIX
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.trainer_files import is_marker, is_random_state, is_stray, without_role
 from paddle_reshard.pipeline.model.rules.table import RuleTable

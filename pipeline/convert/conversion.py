@@ -23,10 +23,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.checkpoint.format import JobTarget
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.checkpoint.stages import about_head
-from paddle_reshard.pipeline.convert.plan import (
-    ConversionPlan,
-    plan_checkpoint,
-)
+from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
@@ -36,13 +33,7 @@ from paddle_reshard.pipeline.core.errors import (
     TargetError,
     UsageError,
 )
-from paddle_reshard.pipeline.core.events import (
-    Observer,
-    Planned,
-    StepEnded,
-    StepStarted,
-    ignore_events,
-)
+from paddle_reshard.pipeline.core.events import Observer, Planned, StepEnded, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import (
     SHOWN_DIFFERENCES,
@@ -59,10 +50,7 @@ from paddle_reshard.pipeline.indexing.opening import open_checkpoint
 from paddle_reshard.pipeline.planning.metadata import spare_bytes
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.options import flag_of
-from paddle_reshard.pipeline.request.parse import (
-    ConversionRequest,
-    Locations,
-)
+from paddle_reshard.pipeline.request.parse import ConversionRequest, Locations
 from paddle_reshard.pipeline.request.record import completed, record_of
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
 from paddle_reshard.storage.locate import comparable_path, is_local, open_source, open_target

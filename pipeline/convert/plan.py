@@ -39,9 +39,7 @@ from paddle_reshard.pipeline.planning.metadata import FREE_BYTES, check_metadata
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.portion import source_of
 from paddle_reshard.pipeline.planning.settings import PlanSettings, Tie
-from paddle_reshard.pipeline.request.parse import (
-    ConversionRequest,
-)
+from paddle_reshard.pipeline.request.parse import ConversionRequest
 from paddle_reshard.pipeline.request.record import averaging
 from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, pointer_in_place
 from paddle_reshard.storage.outputs import prefixes

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.pipeline.checkpoint.format import Entries
-from paddle_reshard.pipeline.core.choices import (
-    CHECKS,
-    DEVICES,
-    FINGERPRINTS,
-)
+from paddle_reshard.pipeline.core.choices import CHECKS, DEVICES, FINGERPRINTS
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
 from paddle_reshard.pipeline.core.ranks import parse_ranks, ranks_in_words

@@ -11,13 +11,7 @@ from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import MissingPolicy
 from paddle_reshard.pipeline.core.errors import CheckpointError, unfinished
 from paddle_reshard.pipeline.core.version import __version__
-from paddle_reshard.pipeline.indexing.finished import (
-    Incomplete,
-    doubtful_signal,
-    lacking,
-    merging,
-    settling,
-)
+from paddle_reshard.pipeline.indexing.finished import Incomplete, doubtful_signal, lacking, merging, settling
 from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.parse import Values
 from paddle_reshard.pipeline.watch.records import Records, State, digest

@@ -50,13 +50,7 @@ from paddle_reshard.pipeline.watch.notices import (
     skipped,
     waiting,
 )
-from paddle_reshard.pipeline.watch.records import (
-    CheckpointRecord,
-    Observation,
-    Records,
-    State,
-    digest,
-)
+from paddle_reshard.pipeline.watch.records import CheckpointRecord, Observation, Records, State, digest
 from paddle_reshard.pipeline.watch.runners import Conversion, Convert, convert_inline
 from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.listing import open_root

@@ -23,11 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddle_reshard.storage.aligned import (
-    DISK_BLOCK_BYTES,
-    memory_in_huge_pages,
-    padding_between,
-)
+from paddle_reshard.storage.aligned import DISK_BLOCK_BYTES, memory_in_huge_pages, padding_between
 from paddle_reshard.storage.local.source import file_system
 
 CLONING = {"ext4": False, "xfs": True}

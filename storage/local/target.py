@@ -37,12 +37,7 @@ from paddle_reshard.storage.local.source import LocalSource, list_folder
 from paddle_reshard.storage.os_errors import translated, translated_while_moving
 from paddle_reshard.storage.plain import plain_opener, read_small
 from paddle_reshard.storage.replaceable import EntryKind
-from paddle_reshard.storage.session.ledger import (
-    Phase,
-    Session,
-    check_receipts,
-    refuse_unfinished,
-)
+from paddle_reshard.storage.session.ledger import Phase, Session, check_receipts, refuse_unfinished
 from paddle_reshard.storage.session.staging import Staging, sync, write_file
 from paddle_reshard.storage.space import Room, room_for
 from paddle_reshard.storage.store import (

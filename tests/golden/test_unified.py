@@ -15,13 +15,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import DriftError, PlanError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.unified_cases import (
-    PACKED,
-    read_unified,
-    small_case,
-    small_cases,
-    truth_of,
-)
+from tests.golden.unified_cases import PACKED, read_unified, small_case, small_cases, truth_of
 
 REFUSED = ("uc_sh2_s1v1_quant", "nlp_uc_mp2sh2_s1v2_ignoremerge")
 MIXTURES = ("ep2_uc_sh2_s1v2", "moe_uc_single_tohf", "moe_single_tohf")

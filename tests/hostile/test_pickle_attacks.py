@@ -31,12 +31,7 @@ from pickle_attacks import (
 
 from paddle_reshard.pipeline.core.errors import FormatError, UnsafePickleError
 from paddle_reshard.storage.files import paddle_pickle
-from paddle_reshard.storage.files.paddle_pickle import (
-    READ_AHEAD_BYTES,
-    ArrayRef,
-    PicklePayload,
-    parse_pickle,
-)
+from paddle_reshard.storage.files.paddle_pickle import READ_AHEAD_BYTES, ArrayRef, PicklePayload, parse_pickle
 from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 from tests.conftest import case_files
 from tests.sampling import examples

@@ -22,12 +22,7 @@ from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import CopyRange, Identity, NewFile
 from tests.properties.synthetic import Model, write_checkpoint
 from tests.sampling import exhaustive
-from tests.storage.contents import (
-    convert_locally,
-    fill_bucket,
-    in_bucket,
-    uploads,
-)
+from tests.storage.contents import convert_locally, fill_bucket, in_bucket, uploads
 from tests.storage.servers import Proxy, Store, first
 
 MODEL = Model(

@@ -13,12 +13,7 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import OccupiedError, ReshardError, TargetError
 from paddle_reshard.pipeline.core.events import Event, StepStarted
-from tests.storage.contents import (
-    ONE_CARD,
-    SMALL,
-    fill_bucket,
-    in_bucket,
-)
+from tests.storage.contents import ONE_CARD, SMALL, fill_bucket, in_bucket
 from tests.storage.servers import Store
 
 

@@ -18,13 +18,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError, OccupiedError, 
 from paddle_reshard.pipeline.core.events import Event, StepEnded
 from paddle_reshard.storage.store import Identity, NewFile, Read, Receipt, Record, TargetStore, WritePart
 from tests.conftest import case_directory
-from tests.storage.contents import (
-    ONE_CARD,
-    SMALL,
-    TARGET,
-    assert_same_checkpoint,
-    in_folder,
-)
+from tests.storage.contents import ONE_CARD, SMALL, TARGET, assert_same_checkpoint, in_folder
 from tests.storage.places import Place, in_memory_of_fsspec, on_disk, on_s3
 
 PART = 5 << 20

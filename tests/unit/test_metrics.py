@@ -10,12 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paddle_reshard.pipeline.core.outcome import Outcome
-from paddle_reshard.pipeline.progress.metrics import (
-    LOOPBACK,
-    Address,
-    CheckpointFigures,
-    serving,
-)
+from paddle_reshard.pipeline.progress.metrics import LOOPBACK, Address, CheckpointFigures, serving
 from paddle_reshard.pipeline.progress.stream import Checked
 from tests.jobs.command import copy_checkpoint, run_here
 

@@ -8,12 +8,7 @@ import click
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, running
-from paddle_reshard.pipeline.cli.options import (
-    LOCATION,
-    answer_options,
-    declared,
-    given,
-)
+from paddle_reshard.pipeline.cli.options import LOCATION, answer_options, declared, given
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 
 

@@ -23,12 +23,7 @@ from paddle_reshard.pipeline.cli.commands.elsewhere import (
     absolute,
     job_options,
 )
-from paddle_reshard.pipeline.cli.options import (
-    LOCATION,
-    ON_STDERR,
-    events_option,
-    read_duration,
-)
+from paddle_reshard.pipeline.cli.options import LOCATION, ON_STDERR, events_option, read_duration
 from paddle_reshard.pipeline.cli.signals import exit_status, sentence, signal_of
 from paddle_reshard.pipeline.cli.terminal import log_formatter, print_answer, print_object, say
 from paddle_reshard.pipeline.core.answer import Answer

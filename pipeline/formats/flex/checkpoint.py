@@ -47,12 +47,7 @@ from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.model.optimizers import check_states
-from paddle_reshard.pipeline.model.rules.choose import (
-    candidate_tables,
-    choose_table,
-    is_known,
-    what_is_known,
-)
+from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_table, is_known, what_is_known
 from paddle_reshard.pipeline.model.rules.literal import StoredKey, stored_table
 from paddle_reshard.pipeline.model.rules.rule import Rule, evaluate_sizes, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable

@@ -21,13 +21,7 @@ from paddle_reshard.pipeline.core.choices import Dtype
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
-from paddle_reshard.pipeline.core.tensors import (
-    EMA_MASTER_WEIGHT,
-    EMA_PARAM,
-    MASTER_WEIGHT,
-    PARAM,
-    DType,
-)
+from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, DType
 from paddle_reshard.pipeline.core.trainer_files import is_of_adapter, is_training_state
 from paddle_reshard.pipeline.formats.huggingface import EMA, HUGGINGFACE, peft
 from paddle_reshard.pipeline.formats.huggingface.card import CARD, model_card
@@ -39,12 +33,7 @@ from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.transformers_config import about_code, exported_config, without_code
 from paddle_reshard.pipeline.model.weights import TAGS
-from paddle_reshard.storage.files.safetensors import (
-    Index,
-    TensorSlot,
-    encode_safetensors,
-    format_index,
-)
+from paddle_reshard.storage.files.safetensors import Index, TensorSlot, encode_safetensors, format_index
 
 METADATA = {"format": "pt"}
 """Entry without which ``transformers`` does not open a file."""

@@ -46,11 +46,7 @@ from paddle_reshard.pipeline.formats.hybrid.experts import (
     merged_names,
     number_experts,
 )
-from paddle_reshard.pipeline.formats.hybrid.names import (
-    LORA_MODEL_STATE,
-    OPTIMIZER,
-    rank_file_name,
-)
+from paddle_reshard.pipeline.formats.hybrid.names import LORA_MODEL_STATE, OPTIMIZER, rank_file_name
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, expected_slices, shown_in_file
 from paddle_reshard.pipeline.formats.hybrid.ranks import (
     HALF_DTYPES,

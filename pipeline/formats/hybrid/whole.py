@@ -21,12 +21,7 @@ from paddle_reshard.pipeline.core.geometry import MAX_DIMS, Shape
 from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensor_columns import Numbered
-from paddle_reshard.pipeline.core.tensors import (
-    PARAM,
-    dtype_number,
-    dtype_of_code,
-    is_per_parameter,
-)
+from paddle_reshard.pipeline.core.tensors import PARAM, dtype_number, dtype_of_code, is_per_parameter
 from paddle_reshard.pipeline.formats.hybrid.arrays import Lone
 from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, shown_in_file
 from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell

@@ -16,12 +16,7 @@ from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
-from paddle_reshard.pipeline.formats.jobs.keys import (
-    LORA_PREFIX,
-    cell_name,
-    first_keys,
-    shift_expert,
-)
+from paddle_reshard.pipeline.formats.jobs.keys import LORA_PREFIX, cell_name, first_keys, shift_expert
 from paddle_reshard.pipeline.formats.jobs.segments import segment
 from paddle_reshard.pipeline.formats.model_meta import CellMeta, ParameterMeta, format_model_meta
 from paddle_reshard.pipeline.formats.sharding import Parameter, Shares, partition_parameters

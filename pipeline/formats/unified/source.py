@@ -44,12 +44,7 @@ from paddle_reshard.pipeline.core.tensors import (
     dtype_named,
     is_per_parameter,
 )
-from paddle_reshard.pipeline.formats.reading import (
-    TensorCollector,
-    common_dtype,
-    not_a_number,
-    not_held,
-)
+from paddle_reshard.pipeline.formats.reading import TensorCollector, common_dtype, not_a_number, not_held
 from paddle_reshard.pipeline.formats.sharding import (
     Parameter,
     cut_buffer,
