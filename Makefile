@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table peers elastic lab again draws facts first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table peers elastic lab again draws facts own first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -36,6 +36,7 @@ help:
 	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into tests/parity/losses.md (two hours; can be interrupted)"
 	@echo "make peers    what brings a checkpoint to another topology: other converters and ours, into docs/peers.md (half an hour)"
+	@echo "make own      a class that no table knows describes itself in the real trainer, is converted and resumed (five minutes)"
 	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (ten minutes)"
 	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into benchmarks/disk.md (ARGS=--quick)"
@@ -231,6 +232,9 @@ peers: $(VENV)/.test
 parity-table: $(VENV)/.test
 	$(BIN)/python -m tests.parity.table $(ARGS)
 
+own: $(VENV)/.test
+	$(BIN)/python -m tests.lab.own $(ARGS)
+
 elastic: $(VENV)/.test
 	$(BIN)/python -m tests.elastic.run
 
@@ -253,4 +257,4 @@ chaos: $(VENV)/.test
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 clean:
-	rm -rf .venv .venv-* .corpus .demo .disk .docs .draws .package .lowest .pythons .parity .peers .bench .s3 .chaos .orchestrators build dist *.egg-info
+	rm -rf .venv .venv-* .corpus .demo .disk .docs .draws .own .package .lowest .pythons .parity .peers .bench .s3 .chaos .orchestrators build dist *.egg-info

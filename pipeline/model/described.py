@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
@@ -85,6 +85,8 @@ class RankFacts:
     """The number of the first item of every part of the pipeline, and of the end."""
     statements: tuple[str, ...] | None = None
     """The AOA statements with which the class reads a Hugging Face checkpoint, if it has any."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Key → name of the weight that items of the pipeline share over stages, where each has a parameter of its own."""
 
 
 @dataclass(slots=True)
@@ -161,10 +163,14 @@ def _check_whole(ranks: Sequence[RankFacts]) -> None:
     job = ranks[0].job
     if other := next((rank.job for rank in ranks if rank.job != job), None):
         raise UsageError(f"ranks of two jobs: {job.words}, and {other.words}")
-    cells = {(rank.tp_rank, rank.pp_rank, rank.ep_rank) for rank in ranks}
-    for cell in ((t, p, e) for t in range(job.tp) for p in range(job.pp) for e in range(job.ep)):
-        if cell not in cells and job.ep in (1, job.tp):
-            raise UsageError(f"no rank with tp, pp, ep = {cell} was described; call describe on every rank")
+    # ep shares out the ranks of tp and sharding of a stage: tp rank 0 may never be ep rank 1
+    for axis, degree in (("tp", job.tp), ("ep", job.ep)):
+        cells = {(getattr(rank, f"{axis}_rank"), rank.pp_rank) for rank in ranks}
+        for cell in ((n, p) for n in range(degree) for p in range(job.pp)):
+            if cell not in cells:
+                raise UsageError(
+                    f"no rank with {axis}, pp = {cell} was described; call describe on every rank"
+                )
 
 
 def _layer_prefix(ranks: Sequence[RankFacts]) -> str:
@@ -271,7 +277,7 @@ def _cut(entry: Entry, job: Described) -> int | None:
     if len(said) > 1 or (entry.split is not None and entry.whole == entry.shape):
         raise UsageError(
             f"{entry.key}: split_axis says that tp cuts dim {entry.split}, and sharded_state_dict says {entry.shape} "
-            f"of {entry.whole}"
+            f"of {entry.whole}; have the class say the same in its sharded_state_dict, by which it is saved"
         )
     if not said and entry.distributed and entry.whole is None:
         raise UsageError(
@@ -326,7 +332,7 @@ def _expert_axis(ranks: Sequence[RankFacts]) -> str | None:
     """``ep`` if its ranks have experts of their own, under global numbers."""
     for rank in ranks:
         for other in ranks:
-            if rank.job == other.job and (rank.tp_rank, rank.pp_rank) == (other.tp_rank, other.pp_rank):
+            if rank.pp_rank == other.pp_rank:
                 mine, theirs = (
                     {entry.key for entry in of.entries if entry.of_expert} for of in (rank, other)
                 )
@@ -356,19 +362,38 @@ def _experts_entry(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> str 
 
 
 def _tie(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> None:
-    """Tie rows whose keys are those of one parameter."""
+    """Tie rows whose keys are those of one parameter, or of one that several stages have."""
+    ties = {entry.key: entry.same_as for rank in ranks for entry in rank.entries if entry.same_as is not None}
+    for key, first in (ties | _shared_over_stages(ranks)).items():
+        if key not in rows or first not in rows:
+            raise UsageError(f"{key}: the same parameter as {first}; ties of layers cannot be described")
+        row, of_first = rows[key], rows[first]
+        if (row.shapes, row.split) != (of_first.shapes, of_first.split):
+            raise UsageError(
+                f"{key}: the same parameter as {first} over stages, and tp cuts the one along dim {row.split}, the "
+                f"other along dim {of_first.split}; mark both alike"
+            )
+        row.fields["tied_to"] = first
+        if not ties_words(ranks[0].config):
+            row.fields["always_tied"] = True
+
+
+def _shared_over_stages(ranks: Sequence[RankFacts]) -> dict[str, str]:
+    """Key → that of the first item of the pipeline with the same shared weight."""
+    found: dict[str, dict[str, int]] = {}
     for rank in ranks:
-        for entry in rank.entries:
-            if entry.same_as is None:
-                continue
-            if entry.key not in rows or entry.same_as not in rows:
+        for key, name in rank.shared.items():
+            place = found.setdefault(name, {}).setdefault(key, rank.places[key])
+            if place != rank.places[key]:
                 raise UsageError(
-                    f"{entry.key}: the same parameter as {entry.same_as}; ties of layers cannot be described"
+                    f"{key}: items {place} and {rank.places[key]} of the pipeline share it under one key; give them "
+                    "different prefixes (add_sequential_layer), as their keys do not tell which of them a file means"
                 )
-            fields = rows[entry.key].fields
-            fields["tied_to"] = entry.same_as
-            if not ties_words(rank.config):
-                fields["always_tied"] = True
+    ties: dict[str, str] = {}
+    for places in found.values():
+        first, *others = sorted(places, key=lambda key: places[key])
+        ties |= dict.fromkeys(others, first)
+    return ties
 
 
 def _mark(rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefix: str, axis: str | None) -> None:
@@ -631,6 +656,7 @@ def _json_of(row: _Row) -> dict[str, Any]:
 
 _OF_NAMES: Final = ("built_after", "discards", "copied", "created_as_weight", "parameter_name")
 _OF_CUTS: Final = ("split", "parts", "part_widths", "parts_unknown")
+_OF_TIES: Final = ("tied_to", "always_tied", "own_in_stages", "own_without_stages", "of_stages")
 _CLASSES: Final = (
     "name_class",
     "name_class_pp",
@@ -664,11 +690,7 @@ def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("items", "segmentation"):
         whole |= {name: (a, b)[staged][name]} if name in (a, b)[staged] else {}
     rows = [{row["key"]: row for row in entries["rules"]} for entries in (a, b)]
-    if differing := sorted(rows[0].keys() ^ rows[1].keys()):
-        raise UsageError(
-            f"{differing[0]}: only one of the two descriptions has it; they are of other models, or a stage has a head "
-            "of its own"
-        )
+    copies = [_copies_of_stages(rows[n], rows[1 - n], (earlier, jobs[1])[n]) for n in (0, 1)]
     item_of = {key: row["item"] for key, row in rows[staged].items()}
     position = {item["name"]: n for n, item in enumerate(whole["items"])}
     if any(item["layer_class"] for item in whole["items"]):
@@ -678,26 +700,96 @@ def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
                 "model cannot be described"
             )
         rows = [dict(sorted(of.items(), key=lambda row: position[item_of[row[0]]])) for of in rows]
+    rows = [_with_copies(of, rows[1 - n], copies[n]) for n, of in enumerate(rows)]
     same_names = list(rows[0]) == list(rows[1])
     rules = []
     for key in rows[base]:
         joined, alike = _joined_row(rows[0][key], rows[1][key], tables, (earlier, jobs[1]))
+        has: dict[bool, Described] = {}
+        for of, lacking, table in zip((earlier, jobs[1]), copies, rows, strict=True):
+            for job in (job for job in of if job.pp == 1):
+                has[key not in lacking and not table[key].get("of_stages")] = job
+        if len(has) > 1:
+            raise UsageError(f"{key}: {_jobs([has[True]])} has it, and {_jobs([has[False]])} does not")
+        joined |= {"of_stages": True} if False in has else {}
         same_names &= alike
         rules.append({**joined, "item": item_of[key]})
-    if not earlier:
-        whole["comment"] = b["comment"]
-    else:
-        whole["comment"] = f"{a['comment']} {b['comment']}"
+    said = [b["comment"]]
     if not same_names and earlier:
         given_up = jobs[1] if base == 0 else earlier
         described = [replace(job, names=job.names and job not in given_up) for job in described]
         words = "; ".join(job.words for job in given_up)
-        whole["comment"] += f" Names with {words} were given up: the rows are built in another order there."
+        said.append(f"Names with {words} were given up: the rows are built in another order there.")
+    comment = a["comment"] if earlier else ""
+    whole["comment"] = " ".join(filter(None, [comment, *(words for words in said if words not in comment)]))
     whole["described"] = [{**job.entries(), "names": job.names} for job in described]
     del whole["rules"]
     whole["rules"] = rules
     typed_table(whole)
     return whole
+
+
+def _copies_of_stages(
+    rows: Mapping[str, Any], others: Mapping[str, Any], jobs: Sequence[Described]
+) -> list[str]:
+    """The keys that only the other description has: in jobs with stages, of what is tied there to another key."""
+    if differing := sorted(key for key in rows if key not in others and not rows[key].get("tied_to")):
+        raise UsageError(f"{differing[0]}: only one of the two descriptions has it; they are of other models")
+    lacking = [key for key in others if key not in rows]
+    for key in lacking:
+        if any(job.pp > 1 for job in jobs):
+            raise UsageError(
+                f"{key}: tied to {others[key].get('tied_to')} in one description, and {_jobs(jobs)} does not have it; "
+                "only jobs without stages may lack it"
+            )
+    return lacking
+
+
+def _with_copies(rows: dict[str, Any], others: Mapping[str, Any], lacking: Sequence[str]) -> dict[str, Any]:
+    """The rows with those that they lack, each behind what it is behind in the other description."""
+    keys = list(rows)
+    for before, key in pairwise(["", *others]):
+        if key in lacking:
+            keys.insert(keys.index(before) + 1 if before in keys else 0, key)
+    return {key: rows[key] if key in rows else others[key] for key in keys}
+
+
+def _jobs(jobs: Sequence[Described]) -> str:
+    return " and ".join(f"a job with {job.words}" for job in jobs)
+
+
+def _ties_of(
+    key: str, described: Sequence[tuple[Mapping[str, Any], Sequence[Described]]], config_ties: bool
+) -> dict[str, Any]:
+    """What ties a row, of several descriptions, each with its jobs; refused where a table cannot say it."""
+    seen: dict[bool, dict[bool, Described]] = {False: {}, True: {}}
+    for row, jobs in described:
+        for job in jobs:
+            own = row.get("own_in_stages" if job.pp > 1 else "own_without_stages", "tied_to" not in row)
+            seen[job.pp > 1][bool(own)] = job
+    twins = sorted({row["tied_to"] for row, _ in described if "tied_to" in row})
+    if not twins:
+        return {}
+    for jobs_seen in seen.values():
+        if len(jobs_seen) > 1:
+            raise UsageError(
+                f"{key}: tied to {twins[0]} in {_jobs([jobs_seen[False]])}, and not in {_jobs([jobs_seen[True]])}"
+            )
+    if len(twins) > 1:
+        raise UsageError(f"{key}: tied to {twins[0]} in one description, to {twins[1]} in the other")
+    apart = [
+        name for name, of in (("own_in_stages", True), ("own_without_stages", False)) if True in seen[of]
+    ]
+    if apart and not config_ties:
+        raise UsageError(
+            f"{key}: only some of the jobs tie it to {twins[0]}, and config.json does not say tie_word_embeddings: "
+            "such a tie cannot be described"
+        )
+    return {
+        "tied_to": twins[0],
+        **({} if config_ties else {"always_tied": True}),
+        **dict.fromkeys(apart, True),
+    }
 
 
 def _joined_row(
@@ -712,7 +804,7 @@ def _joined_row(
         raise UsageError(
             f"{key}: of the shape {a.get('shape')} in one description, {b.get('shape')} in the other"
         )
-    joined = {name: value for name, value in b.items() if name not in (*_CLASSES, *_OF_CUTS)}
+    joined = {name: value for name, value in b.items() if name not in (*_CLASSES, *_OF_CUTS, *_OF_TIES)}
     cuts = [{name: row[name] for name in _OF_CUTS if name in row} for row in (a, b)]
     cut_in = [any(job.tp > 1 for job in of) for of in jobs]
     if all(cut_in) and cuts[0] != cuts[1]:
@@ -723,24 +815,17 @@ def _joined_row(
         joined["is_distributed"] = marks.pop() if len(marks) == 1 else "always"
     known = []
     for table, of in zip(tables, jobs, strict=True):
-        [rule] = [rule for rule in table.rules if rule.key == key]
         known += [
             (job, rule.class_for(job.pp, job.tp, job.sequence_parallel, job.ep))
+            for rule in table.rules
             for job in of
-            if job.names and rule.name_class != TIED
+            if rule.key == key and job.names and rule.name_class != TIED
         ]
     joined |= (
         _class_fields(sorted(known, key=lambda of: of[0].kind)) if known else {"name_class": b["name_class"]}
     )
-    for name in ("tied_to", "always_tied"):
-        if name in a:
-            joined.setdefault(name, a[name])
-    if ("tied_to" in a) != ("tied_to" in b):
-        own = jobs[0] if "tied_to" in b else jobs[1]
-        tied = jobs[1] if "tied_to" in b else jobs[0]
-        if {job.pp > 1 for job in own} & {job.pp > 1 for job in tied}:
-            raise UsageError(f"{key}: tied to another key in one description, and not in the other")
-        joined["own_in_stages" if own[0].pp > 1 else "own_without_stages"] = True
+    config_ties = not any(row.get("always_tied") for row in (a, b))
+    joined |= _ties_of(key, list(zip((a, b), jobs, strict=True)), config_ties)
     alike = all(a.get(name) == b.get(name) for name in _OF_NAMES)
     return joined, alike
 

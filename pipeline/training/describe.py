@@ -98,35 +98,38 @@ def written(table: Mapping[str, Any]) -> bytes:
     return ("{\n" + ",\n".join([*lines, f' "rules": [\n{rows}\n ]']) + "\n}\n").encode()
 
 
-def describe_callback(trainer: Any, *, fused: Fused | None = None) -> Any:
+def describe_callback(trainer: Any, *, to: PathLike | None = None, fused: Fused | None = None) -> Any:
     """A callback that writes the rule table of the model into every checkpoint that the trainer saves.
 
     ``trainer.add_callback(describe_callback(trainer))``. The model is described once, before the first step; a class
-    that cannot be described stops the job there. What other jobs have shown of it, in the checkpoint from which this
-    one resumes, stays in the table.
+    that cannot be described stops the job there. What other jobs have shown of it, in ``to`` or in the checkpoint from
+    which this one resumes, stays in the table.
 
     Parameters
     ----------
     trainer
         A ``Trainer`` of PaddleFormers or PaddleNLP.
-    fused
+    to, fused
         As in :func:`describe`.
     """
     base = import_module(f"{library_of(trainer)}.trainer").TrainerCallback
-    return type("DescribeCallback", (_DescribeCallback, base), {})(trainer, fused)
+    return type("DescribeCallback", (_DescribeCallback, base), {})(trainer, to, fused)
 
 
 class _DescribeCallback:
     """Describes once, and writes with every save; combined with the trainer's callback base class at creation."""
 
-    def __init__(self, trainer: Any, fused: Fused | None) -> None:
-        self.trainer, self.fused = trainer, fused
+    def __init__(self, trainer: Any, to: PathLike | None, fused: Fused | None) -> None:
+        self.trainer, self.to, self.fused = trainer, to, fused
         self.text = b""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        table = describe(self.trainer.model, fused=self.fused)
-        if args.resume_from_checkpoint:
-            table = _joined(Path(args.resume_from_checkpoint) / RULES, table)
+        table = describe(self.trainer.model, to=self.to, fused=self.fused)
+        if not state.is_world_process_zero:
+            return
+        for place in (args.resume_from_checkpoint and Path(args.resume_from_checkpoint) / RULES, self.to):
+            if place:
+                table = _joined(Path(place), table)
         self.text = written(table)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -144,7 +147,7 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
     in_sequence = degrees[0] > 1 and bool(entries.get("sequence_parallel") or _in_sequence(model))
     statements, said = _statements(model)
     state = model.state_dict()
-    places = _places(model)
+    places, shared = _places(model), _shared(model)
     return RankFacts(
         Described(*degrees, sequence_parallel=in_sequence),
         *ranks,
@@ -156,6 +159,7 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
         {key: places[id(tensor)] for key, tensor in state.items() if id(tensor) in places},
         tuple(int(first) for first in getattr(model, "segment_parts", ())),
         statements if said else None,
+        {key: shared[id(tensor)] for key, tensor in state.items() if id(tensor) in shared},
     )
 
 
@@ -265,16 +269,7 @@ def _item_class(item: Any) -> str:
 
 def _places(model: Any) -> dict[int, int]:
     """Parameter or buffer → number of its item in the pipeline; empty without one."""
-    items = getattr(model, "_layers_desc", None)
-    if items is None:
-        return {}
-    layers: list[tuple[int, Any]] = []
-    for number, item in enumerate(items):
-        shared = getattr(item, "layer_name", None)
-        if shared is not None and shared in model.shared_layers:
-            layers.append((number, model.shared_layers[shared]))
-        elif str(number) in model._sub_layers:
-            layers.append((number, model._sub_layers[str(number)]))
+    layers = list(_items_here(model))
     for chunk, start in zip(
         getattr(model, "_model_chunks", ()), getattr(model, "_start_poss", ()), strict=False
     ):
@@ -284,3 +279,23 @@ def _places(model: Any) -> dict[int, int]:
         for tensor in (*layer.parameters(), *layer.buffers()):
             places.setdefault(id(tensor), number)
     return places
+
+
+def _items_here(model: Any) -> Iterator[tuple[int, Any]]:
+    """Number of an item of the pipeline → the layer that this rank has of it."""
+    for number, item in enumerate(getattr(model, "_layers_desc", ())):
+        shared = getattr(item, "layer_name", None)
+        if shared is None and str(number) in model._sub_layers:
+            yield number, model._sub_layers[str(number)]
+        elif shared in model.shared_layers and model.get_stage_from_index(number) == model._stage_id:
+            yield number, model.shared_layers[shared]
+
+
+def _shared(model: Any) -> dict[int, str]:
+    """Parameter → what the items of the pipeline that share it over stages call it (``SharedLayerDesc``)."""
+    items = getattr(model, "_layers_desc", ())
+    return {
+        id(getattr(layer, attribute)): f"{items[number].layer_name}.{attribute}"
+        for number, layer in _items_here(model)
+        for attribute in getattr(items[number], "shared_weight_attr", ())
+    }

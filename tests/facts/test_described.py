@@ -1,8 +1,10 @@
 """A table that is described from what ranks hold says the same of every rank as the shipped table, which is written."""
 
 import json
+import lzma
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -218,3 +220,121 @@ def test_what_no_job_has_shown_is_refused(jobs: list[str], to: str, words: str, 
 
     with pytest.raises(ReshardError, match=words):
         paddle_reshard.convert(source, tmp_path / "target", to=to, replicas="report")
+
+
+# ---- a class of its own, whose jobs ``make own`` ran
+
+WORDS, HEAD = "model.embed.words.weight", "answer.words.weight"
+FUSED = {"model.layers.{layer}.attention.keys_and_values.weight": 2}
+
+
+@cache
+def of_own_class(job: str) -> tuple[RankFacts, ...]:
+    """What the ranks of a job held: on ``one`` card, of ``ep2``, or of the ``source``: tp, pp and ep on four ranks."""
+    told = json.loads(lzma.decompress(Path(facts.__file__).with_name("own.json.xz").read_bytes()))[job]
+    return tuple(
+        RankFacts(
+            **{
+                **rank,
+                "job": Described(**rank["job"]),
+                "entries": tuple(
+                    Entry(**{n: tuple(v) if isinstance(v, list) else v for n, v in entry.items()})
+                    for entry in rank["entries"]
+                ),
+                **{name: tuple(rank[name]) for name in ("items", "segments")},
+            }
+        )
+        for rank in told
+    )
+
+
+def rows_of(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["key"]: row for row in table["rules"]}
+
+
+@pytest.mark.parametrize("tied", ["", " tied"])
+def test_experts_over_ranks_of_tp_and_words_over_stages_are_those_of_a_job_on_one_card(tied: str) -> None:
+    [one] = of_own_class(f"one{tied}")
+    tables = [described_table(of_own_class(f"{job}{tied}"), FUSED) for job in ("source", "ep2", "one")]
+    assert tables[0]["expert_axis"] == "ep"
+    assert tables[0]["experts"] == "num_experts"
+    for order in (tables, tables[::-1], [*tables, *tables]):
+        table = reduce(joined_tables, order)
+        made = typed_table(table)
+        assert [job.names for job in made.described or ()] == [True] * 3
+        found = {entry.key: made.find(entry.key, one.config)[0] for entry in one.entries}
+        for entry in one.entries:
+            assert expected_shape(found[entry.key], one.config) == entry.shape
+            assert found[entry.key].twin(one.config, entry.key) == entry.same_as
+        assert str(table["comment"]).count("with one card") == 1
+    assert (HEAD in rows_of(table)) == bool(tied)
+
+
+def altered_ranks(job: str, **changes: Any) -> list[RankFacts]:
+    """The ranks of a job, whose entry of the head has other marks, or is not there (``gone``)."""
+    gone = changes.pop("gone", False)
+    return [
+        replace(
+            rank,
+            shared={key: name for key, name in rank.shared.items() if not (gone and key == HEAD)},
+            entries=tuple(
+                replace(entry, **changes) if entry.key == HEAD else entry
+                for entry in rank.entries
+                if not (gone and entry.key == HEAD)
+            ),
+        )
+        for rank in of_own_class(job)
+    ]
+
+
+def test_words_that_only_some_jobs_tie_are_described_as_theirs() -> None:
+    staged = described_table(of_own_class("source tied"), FUSED)
+    apart = described_table(altered_ranks("one tied", same_as=None, name="linear_0.w_1"), FUSED)
+    lacking = described_table(altered_ranks("one tied", gone=True), FUSED)
+    of_experts = described_table(of_own_class("ep2 tied"), FUSED)
+
+    for tables in ([staged, apart], [apart, staged], [staged, apart, staged]):
+        row = rows_of(reduce(joined_tables, tables))[HEAD]
+        assert (row["tied_to"], row.get("own_without_stages")) == (WORDS, True)
+        assert "of_stages" not in row
+    for tables in ([staged, lacking], [lacking, staged], [staged, lacking, staged]):
+        joined = reduce(joined_tables, tables)
+        assert (rows_of(joined)[HEAD]["tied_to"], rows_of(joined)[HEAD]["of_stages"]) == (WORDS, True)
+        assert list(rows_of(joined)) == list(rows_of(staged))
+    with pytest.raises(
+        UsageError, match=rf"{HEAD}: tied to {WORDS} in a job with ep=2, and not in .* one card"
+    ):
+        joined_tables(apart, of_experts)
+    with pytest.raises(UsageError, match=rf"{HEAD}: tied to {WORDS} .* tp=2, pp=2, ep=2 does not have it"):
+        joined_tables(of_experts, described_table(altered_ranks("source tied", gone=True), FUSED))
+    with pytest.raises(
+        UsageError, match=rf"{HEAD}: a job with ep=2 has it, and a job with one card does not"
+    ):
+        joined_tables(joined, of_experts)
+    untied = {"config": {**of_own_class("one tied")[0].config, "tie_word_embeddings": False}}
+    two = [
+        described_table([replace(rank, **untied) for rank in ranks], FUSED)
+        for ranks in (of_own_class("source tied"), altered_ranks("one tied", same_as=None))
+    ]
+    with pytest.raises(UsageError, match=rf"{HEAD}: only some of the jobs tie it .* tie_word_embeddings"):
+        joined_tables(*two)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (lambda: of_own_class("source")[:3], "no rank with tp, pp = .* was described"),
+        (lambda: altered_ranks("source tied", split=None, distributed=False, whole=None), "over stages"),
+        (
+            lambda: [
+                replace(rank, shared={WORDS: "words"}, places={**rank.places, WORDS: 5 * rank.pp_rank})
+                for rank in of_own_class("source tied")
+            ],
+            "share it under one key",
+        ),
+    ],
+    ids=["a rank less", "cut otherwise", "one key"],
+)
+def test_what_ranks_of_stages_and_experts_contradict_is_refused(ranks: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        described_table(ranks(), FUSED)

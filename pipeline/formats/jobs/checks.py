@@ -80,8 +80,8 @@ def _default_of_trainer(source: Checkpoint) -> tuple[str, str]:
 def _check_expert_parallel(target: HybridJob) -> None:
     """Refuse what PaddleFormers 1.2.0 refuses under expert parallelism.
 
-    ``trainer/training_args.py:2793-2845``, ``utils/moe_hybrid_parallel_optimizer.py:355-363``,
-    ``nn/moe_deepep/moe_gate.py:133``, and the groups of Paddle 3.3 ``fleet/base/topology.py:769-870``.
+    ``trainer/training_args.py:2793-2845``, ``utils/moe_hybrid_parallel_optimizer.py:355-363``, and the groups of
+    Paddle 3.3 ``fleet/base/topology.py:769-870``.
     """
     topology, ep = target.topology, target.topology.ep
     if topology.dp > 1:
@@ -104,14 +104,20 @@ def _check_expert_parallel(target: HybridJob) -> None:
             f"ep={ep} with tp={topology.tp}, sharding={topology.sharding}: expert ranks are the tp ranks of neighbours "
             "in a sharding group, so tp must divide ep, and ep must divide tp × sharding"
         )
-    if topology.tp > 1 and not target.sequence_parallel:
-        raise PlanError(
-            f"ep={ep} with tp={topology.tp} without sequence parallelism: the trainer's router asserts "
-            "sequence_parallel when tensor parallelism is used"
-        )
     if target.sharding.comm_overlap:
         raise UnsupportedError(
             f"ep={ep} with comm_overlap: whether the pipeline engine keeps experts in buffers of their own is not known"
+        )
+
+
+def _check_router(table: RuleTable, target: HybridJob) -> None:
+    """Refuse what the router of PaddleFormers refuses (``nn/moe_deepep/moe_gate.py:133``); a class may have another."""
+    tp, ep = target.topology.tp, target.topology.ep
+    shown = any(min(job.tp, job.ep) > 1 and not job.sequence_parallel for job in table.described or ())
+    if min(tp, ep) > 1 and not target.sequence_parallel and not shown:
+        raise PlanError(
+            f"ep={ep} with tp={tp} without sequence parallelism: the trainer's router asserts "
+            "sequence_parallel when tensor parallelism is used"
         )
 
 
@@ -226,6 +232,7 @@ def check_job(checkpoint: Checkpoint, target: HybridJob, marked: str | None = No
     """
     model, table = checkpoint.model, checkpoint.model.table
     check_target(target)
+    _check_router(table, target)
     _check_told(table, model.config, target, marked)
     _check_family(table, target.topology)
     if refused := table.unsupported_option(model.config, stages_known=True):

@@ -56,12 +56,17 @@ def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: 
     wrong = [f"{key}: not in the job's memory" for key in found.keys() - copies.keys()]
     for key, values in copies.items():
         # Of tied words a file of one card holds the states once.
-        of = key if key in found or not tied else key.replace("lm_head.weight", WORDS)
+        of = key if key in found or not tied else of_words(key)
         if of not in found:
             wrong.append(f"{key}: lost")
         elif found[of] not in values:
             wrong.append(f"{key}: {_differing(found[of], values[0])}")
     return sorted(wrong)
+
+
+def of_words(key: str) -> str:
+    """The key of a head that is the word embedding, or of its state, as that of the words."""
+    return key.replace("lm_head.weight", WORDS).replace("answer.words.weight", "model.embed.words.weight")
 
 
 def _in_memory(key: str) -> str:

@@ -107,6 +107,10 @@ def get(family, sequence):
 
 def _known(family, sequence):
     no_deepep()
+    if family == "own":
+        import own
+
+        return own.SIZES, own.OwnConfig, own.OwnForCausalLM, own.OwnForCausalLMPipe
     if family == "paddleocr_vl":
         _stub_triton()
         text = {**OF_TEXT_IN_IMAGES, **IMAGE, "vision_start_token_id": 122, "vision_config": TOWER_OF_OCR}

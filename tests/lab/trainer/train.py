@@ -121,6 +121,10 @@ def run(asked: Asked) -> None:
         patches.know_matrices(model)
     data, collate = samples(asked, entries, pipe)
     trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=collate)
+    if asked.family == "own":
+        import own
+
+        own.describe(trainer, Path(asked.out))
     if asked.optimizer:
         use_optimizer(trainer, asked.optimizer)
     if dist.get_rank() == 0:
@@ -228,11 +232,13 @@ def start_by_key(family: str, config: Any, model: Any, args: Any) -> None:
     degree, rank = truth.tpdeg(args), args.tensor_parallel_rank
     state = model.state_dict()
     words = next((key for key in state if key.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
+    words = "model.embed.words.weight" if family == "own" else words
     with paddle.no_grad():
         for key, tensor in state.items():
             if "int" in str(tensor.dtype):
                 continue
-            named = words if key == "lm_head.weight" and config.tie_word_embeddings else key
+            head = key in ("lm_head.weight", "answer.words.weight")
+            named = words if head and config.tie_word_embeddings else key
             shape = [int(size) for size in tensor.shape]
             if truth.is_tp(key, tensor, args):
                 axis = truth.tp_axis(key, tensor)

@@ -25,7 +25,7 @@ KIND = {
 }
 """The optimizer's word for a state → its name in files."""
 STATES = tuple(f".{kind}" for kind in ("w_0", *KIND.values()))
-FUSED = ("gate_up_fused_proj", "up_gate_proj", "gate_up_proj", ".w1")
+FUSED = ("gate_up_fused_proj", "up_gate_proj", "gate_up_proj", ".w1", "keys_and_values")
 """Keys of which a tp rank holds ``[gate | up]`` of its own."""
 QKV = ("qkv_proj", "fused_rms_norm_linear.linear_weight")
 """Keys of recipes of which a tp rank holds ``[q | k | v]`` of its own."""

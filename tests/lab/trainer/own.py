@@ -1,0 +1,272 @@
+"""A class that no rule table of the package knows, as users write them: attention, head and experts of its own.
+
+One layer is dense and the others have experts, whole on a rank of ep; keys and values are one fused tensor; every
+head has a temperature, cut by tp by hand.
+"""
+
+import dataclasses
+import json
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.layers.mpu import mp_ops
+from paddle.distributed.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    LayerDesc,
+    PipelineLayer,
+    RowParallelLinear,
+    SharedLayerDesc,
+    VocabParallelEmbedding,
+)
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import build_sharded_state_dict
+from paddleformers.nn.pp_model import GeneralModelForCausalLMPipe
+from paddleformers.transformers import PretrainedConfig, PretrainedModel
+from paddleformers.transformers.model_utils import PipelinePretrainedModel
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_experts": 4, "use_cache": False, "dtype": "bfloat16",
+}  # fmt: skip
+FUSED = {"model.layers.{layer}.attention.keys_and_values.weight": 2}
+"""What ``describe`` is told: a rank of tp has its keys beside its values."""
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, **entries):
+        for name, value in SIZES.items():
+            setattr(self, name, entries.pop(name, value))
+        super().__init__(**entries)
+
+
+def column(config, i, o, bias=False, whole=False):
+    if config.tensor_model_parallel_size > 1:
+        return ColumnParallelLinear(i, o, has_bias=bias, gather_output=whole)
+    return nn.Linear(i, o, bias_attr=None if bias else False)
+
+
+def row(config, i, o, bias=False):
+    if config.tensor_model_parallel_size > 1:
+        return RowParallelLinear(i, o, has_bias=bias, input_is_parallel=True)
+    return nn.Linear(i, o, bias_attr=None if bias else False)
+
+
+class OwnAttention(nn.Layer):
+    def __init__(self, config):
+        super().__init__()
+        hidden, tp = config.hidden_size, config.tensor_model_parallel_size
+        self.heads = config.num_attention_heads // tp
+        self.query = column(config, hidden, hidden, bias=True)
+        self.keys_and_values = column(config, hidden, 2 * hidden)
+        self.temperature = self.create_parameter(
+            [self.heads], default_initializer=nn.initializer.Constant(1.0)
+        )
+        self.temperature.is_distributed = tp > 1
+        if tp > 1:
+            self.temperature.split_axis = 0
+        self.out = row(config, hidden, hidden, bias=True)
+
+    def sharded_state_dict(self, structured_name_prefix=""):
+        held = super().sharded_state_dict(structured_name_prefix)
+        if self.temperature.is_distributed:
+            state, cut = {"temperature": self.temperature}, {"temperature": 0}
+            held |= build_sharded_state_dict(state, cut, structured_name_prefix)
+        return held
+
+    def forward(self, x):
+        shape = [*x.shape[:2], self.heads, -1]
+        both = self.keys_and_values(x).chunk(2, -1)
+        query, keys, values = (y.reshape(shape).transpose([0, 2, 1, 3]) for y in (self.query(x), *both))
+        scores = query.matmul(keys, transpose_y=True).astype("float32")
+        scores = scores * self.temperature.astype("float32").reshape([1, -1, 1, 1])
+        later = paddle.triu(paddle.full(scores.shape[-2:], -1e9), 1)
+        mixed = F.softmax(scores + later, -1).astype(x.dtype).matmul(values)
+        return self.out(mixed.transpose([0, 2, 1, 3]).reshape([*x.shape[:2], -1]))
+
+
+class OwnDense(nn.Layer):
+    def __init__(self, config):
+        super().__init__()
+        self.up = column(config, config.hidden_size, config.intermediate_size)
+        self.down = row(config, config.intermediate_size, config.hidden_size)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class OwnExpert(nn.Layer):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias_attr=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class OwnExperts(nn.Layer):
+    """Every token to every expert, weighted; a rank of ep has its share of the experts, under their own numbers."""
+
+    def __init__(self, config):
+        super().__init__()
+        over = config.expert_model_parallel_size > 1
+        self.group = fleet.get_hybrid_communicate_group().get_expert_parallel_group() if over else None
+        count = config.num_experts // (self.group.nranks if over else 1)
+        first = count * (self.group.rank if over else 0)
+        self.mine = range(first, first + count)
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias_attr=False)
+        self.experts = nn.LayerDict({str(n): OwnExpert(config) for n in self.mine})
+        self.replicated = config.tensor_model_parallel_size > 1
+        for parameter in self.experts.parameters() if over else ():
+            parameter.is_distributed = parameter.no_sync = parameter.expert = True
+            grad_group = fleet.get_hybrid_communicate_group().get_moe_sharding_parallel_group()
+            parameter.color = {"color": "moe_expert", "group": grad_group}
+
+    def forward(self, x):
+        import models
+
+        shares = F.softmax(self.router(x).astype("float32"), -1)
+        tokens = x.astype("float32")
+        if self.group is not None:
+            gather = models.CopyToRanks if self.replicated else models.GatherTokens
+            tokens, shares = (gather.apply(y, self.group) for y in (tokens, shares))
+        out = sum(
+            expert(tokens.astype(x.dtype)).astype("float32") * shares[..., int(number)].unsqueeze(-1)
+            for number, expert in self.experts.items()
+        )
+        if self.group is not None:
+            out = (models.SumOfRanks if self.replicated else models.ScatterTokens).apply(out, self.group)
+        return out.astype(x.dtype)
+
+
+class OwnBlock(nn.Layer):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.before = nn.LayerNorm(config.hidden_size)
+        self.attention = OwnAttention(config)
+        self.after = nn.LayerNorm(config.hidden_size)
+        self.mlp = OwnExperts(config) if layer_idx else OwnDense(config)
+
+    def forward(self, x):
+        x = x[0] if isinstance(x, tuple) else x
+        x = x + self.attention(self.before(x))
+        return x + self.mlp(self.after(x))
+
+
+class OwnWords(nn.Layer):
+    def __init__(self, config):
+        super().__init__()
+        make = VocabParallelEmbedding if config.tensor_model_parallel_size > 1 else nn.Embedding
+        self.words = make(config.vocab_size, config.hidden_size)
+
+    @property
+    def shared(self):
+        return self.words.weight
+
+    def forward(self, ids):
+        return self.words(ids[0] if isinstance(ids, tuple) else ids)
+
+
+class OwnAnswer(nn.Layer):
+    """The head: a projection of its own with a bias, or, tied, the words."""
+
+    def __init__(self, config, words=None):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        if config.tie_word_embeddings:
+            self.words = words or OwnWords(config).words
+        else:
+            self.proj = column(config, config.hidden_size, config.vocab_size, bias=True, whole=True)
+
+    @property
+    def shared(self):
+        return self.words.weight
+
+    def forward(self, x):
+        x = self.norm(x)
+        if not hasattr(self, "words"):
+            return self.proj(x)
+        if not self.words.weight.is_distributed:
+            return x.matmul(self.words.weight, transpose_y=True)
+        group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+        logits = mp_ops._c_identity(x, group=group).matmul(self.words.weight, transpose_y=True)
+        return mp_ops._c_concat(logits, group=group)
+
+
+def loss_of(logits, labels):
+    logits = logits.astype("float32").reshape([-1, logits.shape[-1]])
+    return F.cross_entropy(logits, labels.reshape([-1]))
+
+
+class OwnPretrained(PretrainedModel):
+    config_class = OwnConfig
+    base_model_prefix = "model"
+
+    def _init_weights(self, layer):
+        pass
+
+
+class OwnBody(nn.Layer):
+    def __init__(self, config):
+        super().__init__()
+        self.embed = OwnWords(config)
+        self.layers = nn.LayerList([OwnBlock(config, n) for n in range(config.num_hidden_layers)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OwnForCausalLM(OwnPretrained):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnBody(config)
+        self.answer = OwnAnswer(config, self.model.embed.words)
+
+    def forward(self, input_ids, labels=None, **_):
+        logits = self.answer(self.model(input_ids))
+        return (loss_of(logits, labels), logits) if labels is not None else logits
+
+
+class OwnForCausalLMPipe(PipelinePretrainedModel, PipelineLayer):
+    config_class = OwnConfig
+    base_model_prefix = "model"
+    _init_weights = OwnPretrained._init_weights
+    _prepare_pipeline_inputs_func = GeneralModelForCausalLMPipe._prepare_pipeline_inputs_func
+
+    def __init__(self, config):
+        self.config = config
+
+        def end(made):
+            if config.tie_word_embeddings:
+                return SharedLayerDesc("words", made, shared_weight_attr="shared", config=config)
+            return LayerDesc(made, config=config)
+
+        self.add_sequential_layer(end(OwnWords), "model.embed")
+        for n in range(config.num_hidden_layers):
+            self.add_sequential_layer(LayerDesc(OwnBlock, config=config, layer_idx=n), f"model.layers.{n}")
+        self.add_sequential_layer(end(OwnAnswer), "answer")
+        PipelineLayer.__init__(
+            self,
+            layers=self.get_sequential_layers(),
+            loss_fn=loss_of,
+            topology=fleet.get_hybrid_communicate_group().topology(),
+            seg_method="layer:OwnBlock",
+            num_virtual_pipeline_stages=config.virtual_pipeline_model_parallel_size,
+        )
+
+
+def describe(trainer, out):
+    """Have the job describe itself in every checkpoint, and write down what its ranks hold."""
+    import paddle_reshard
+    from paddle_reshard.pipeline.training.describe import facts_of
+
+    beside = out.parents[1] / "rules.json"
+    trainer.add_callback(paddle_reshard.describe_callback(trainer, to=beside, fused=FUSED))
+    facts = json.dumps(dataclasses.asdict(facts_of(trainer.model)))
+    (out / f"facts_{paddle.distributed.get_rank()}.json").write_text(facts)
