@@ -13,7 +13,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.storage.store import ReadRange, Receipt
 from paddle_reshard.tasks.device import Buffer
-from paddle_reshard.tasks.group import load_band
+from paddle_reshard.tasks.group import GroupReport, load_band
 from paddle_reshard.tasks.run_group import finish_group, run_group
 from tests.conftest import case_directory
 from tests.reads import OneByOne
@@ -51,25 +51,32 @@ def read_only(source: ReadRange, work: GroupWork) -> list[Buffer]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("count", [1, 2, 3, 50])
-def test_shares_together_are_the_group(case: str, count: int, tmp_path: Path) -> None:
+def test_shares_together_are_the_group(case: str, tmp_path: Path) -> None:
     source, groups = works(case, tmp_path)
     for work in groups:
-        whole, shared = Written(), Written()
+        whole = Written()
         expected = run_group(work, source, whole)
         bands = read_only(source, work)
-        shares = split_group(work, count)
-        assert len(shares) == count
-        assert sorted(band for share in shares for band in share.loads) == list(range(len(work.bands)))
-        reports = [
-            finish_group(share.work, [bands[band] for band in share.needs], shared)
-            for share in reversed(shares)
-        ]
-        report = merge_reports(work, reports)
-        assert shared.parts == whole.parts
-        assert set(report.receipts) == set(expected.receipts)
-        for name in ("group", "read_bytes", "written_bytes", "compared_elements", "differences"):
-            assert getattr(report, name) == getattr(expected, name)
+        for count in (1, 2, 3, 50):
+            check_shares(work, count, bands, whole, expected)
+
+
+def check_shares(
+    work: GroupWork, count: int, bands: list[Buffer], whole: Written, expected: GroupReport
+) -> None:
+    """``bands``: all that the group reads; ``whole`` and ``expected``: what it writes and reports undivided."""
+    shared = Written()
+    shares = split_group(work, count)
+    assert len(shares) == count
+    assert sorted(band for share in shares for band in share.loads) == list(range(len(work.bands)))
+    reports = [
+        finish_group(share.work, [bands[band] for band in share.needs], shared) for share in reversed(shares)
+    ]
+    report = merge_reports(work, reports)
+    assert shared.parts == whole.parts
+    assert set(report.receipts) == set(expected.receipts)
+    for name in ("group", "read_bytes", "written_bytes", "compared_elements", "differences"):
+        assert getattr(report, name) == getattr(expected, name)
 
 
 def test_bytes_are_dealt_evenly(tmp_path: Path) -> None:

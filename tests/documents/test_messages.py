@@ -8,6 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -194,6 +195,7 @@ def shown(page: Path = PAGE) -> dict[str, str]:
     return found
 
 
+@cache
 def kinds() -> set[str]:
     """Every class of errors in the sources."""
     sources = [path.read_text("utf-8") for folder in FOLDERS for path in (REPO / folder).rglob("*.py")]

@@ -105,10 +105,10 @@ def opened_in(tree: ast.Module) -> Iterator[str]:
             yield from visit(inner, at)
 
     def opens(call: ast.Call) -> bool:
-        name = ast.unparse(call.func)
-        owner, _, method = name.rpartition(".")
-        if method not in OPENING or name in NOT_FILES:
+        method = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
+        if method not in OPENING or (name := ast.unparse(call.func)) in NOT_FILES:
             return False
+        owner = name.rpartition(".")[0]
         if method != "open":
             return bool(owner)
         if owner in ("", "os", "io", "fsspec"):

@@ -48,12 +48,13 @@ def options(command: str) -> set[str]:
 
 def texts(tree: ast.AST) -> Iterator[str]:
     """The strings of a module that are no docstrings; what is filled in is left out."""
-    parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    said = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    apart = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    apart |= {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts | said:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in apart:
             yield node.value
 
 
