@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from paddle_reshard.storage.aligned import memory_for
 
-ALGORITHM = "crc64nvme"
 BLOCK_BYTES = 8 << 20
 
 

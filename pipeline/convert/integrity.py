@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paddle_reshard.pipeline.convert.manifest import Manifest, ManifestPart, parse_manifest
+from paddle_reshard.pipeline.core.crc import ALGORITHM
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.shown import Facts, Result, counted, readable_bytes
 from paddle_reshard.pipeline.core.trainer_files import is_stray
-from paddle_reshard.storage.checksum import ALGORITHM, source_checksum, stretches
+from paddle_reshard.storage.checksum import source_checksum, stretches
 from paddle_reshard.storage.local.source import kept_by_copies
 from paddle_reshard.storage.store import ReadRange, Source
 

@@ -31,13 +31,13 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Completion, Filled
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
+from paddle_reshard.pipeline.core.crc import ALGORITHM
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.request.record import NOT_STATED
-from paddle_reshard.storage.checksum import ALGORITHM
 from paddle_reshard.storage.documents.fingerprints import read_fingerprints
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import Bounds, EntryError, typed
