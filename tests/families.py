@@ -72,16 +72,6 @@ def _family(table: RuleTable, proven: Proof) -> Family:
     )
 
 
-def _has_stages(table: RuleTable) -> bool:
-    """Whether the library's trainer starts a pipeline of the family, unless a config says how to divide it."""
-    if table.segmentation_entry is None:
-        return bool(next(item for item in table.items if item.repeated).layer_class)
-    pattern = table.segmentation.removeprefix("layer:")
-    return any(
-        item.layer_class and re.search(pattern, item.layer_class, re.IGNORECASE) for item in table.items
-    )
-
-
 def _is_twin(rule: Rule) -> bool:
     """Whether a row is only for tensors that are tied to others, and exported as those."""
     return rule.tied_to is not None and (rule.always_tied or bool(rule.where.get("tie_word_embeddings")))
