@@ -359,10 +359,8 @@ def test_averages_are_resumed_from_own_files_too(paddle_version: str, tmp_path: 
 def test_whole_tensors_are_not_what_ranks_ask_for(tmp_path: Path) -> None:
     """The check that the tests above rely on can say no."""
     made = TP_SHARDING.convert(SINGLE.checkpoint, tmp_path / "made", to=None, sharding_strategy=None)
-    assert not any(
-        resumable(made, case_directory(TP_SHARDING.name) / "needs")[f"master_weight of rank {rank}"]
-        for rank in range(4)
-    )
+    found = resumable(made, case_directory(TP_SHARDING.name) / "needs")
+    assert not any(found[f"master_weight of rank {rank}"] for rank in range(4))
 
 
 @pytest.mark.parametrize(("target", "paddle_version"), [(TP_SHARDING, "3.3"), (PP_SHARDING, "3.4")])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,32 +37,32 @@ class RuleTables:
 
 
 class ShippedTables(RuleTables):
-    """The tables that come with the package, each parsed on first use, since most commands need only one.
-
-    Every table lists its model types.
-    """
+    """The tables that come with the package; every one lists its model types."""
 
     for_any_family: ClassVar[bool] = False
 
     def __init__(self, preferred: str | None = None) -> None:
         super().__init__(preferred=preferred)
-        self._texts = {
-            path.name: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.json"))
-        }
-        self._parsed: dict[str, RuleTable] = {}
 
     def __iter__(self) -> Iterator[RuleTable]:
         """All tables, in the order of their file names."""
-        return map(self._table, self._texts)
+        return map(_table, _texts())
 
     def that_mention(self, model_type: str) -> Sequence[RuleTable]:
         """The tables whose text contains a model type: those for it, and possibly more."""
-        return [self._table(name) for name, text in self._texts.items() if f'"{model_type}"' in text]
+        return [_table(name) for name, text in _texts().items() if f'"{model_type}"' in text]
 
-    def _table(self, name: str) -> RuleTable:
-        if name not in self._parsed:
-            self._parsed[name] = parse_rule_table(self._texts[name], name)
-        return self._parsed[name]
+
+@cache
+def _texts() -> Mapping[str, str]:
+    """The text of each table by the name of its file."""
+    return {path.name: path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("*.json"))}
+
+
+@cache
+def _table(name: str) -> RuleTable:
+    """A table, parsed on first use: most commands need one of them, and ``watch`` the same one every time."""
+    return parse_rule_table(_texts()[name], name)
 
 
 def shipped_tables(preferred: str | None = None) -> ShippedTables:
