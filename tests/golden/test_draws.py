@@ -43,6 +43,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("mini_unified", {"to": "tp=1"}, r"AdamWMini, which keeps moment2 as one number per parameter"),
     ("sgd", {"format": "flex"}, NO_STATES),
     ("sgd", {"format": "unified"}, NO_STATES),
+    (
+        "sgd_sharding",
+        {"to": "tp=1"},
+        r"keeps no states, as SGD does.*save with --save_checkpoint_format sharding_io",
+    ),
 )
 
 

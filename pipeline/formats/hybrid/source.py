@@ -267,6 +267,11 @@ class _Source:
         copies = any(len(local) > 1 and array_shapes.count(local) > 1 for local, array_shapes in shapes)
         if any(cell.sliced for cell in self.cells) or copies:
             return "stage3"
+        if not shapes:
+            raise CheckpointError(
+                "the optimizer keeps no states, as SGD does, so the files of its ranks do not tell the sharding strategy, "
+                f"which {MODEL_META} would: save with --save_checkpoint_format sharding_io, or without sharding"
+            )
         if not any(len(local) > 1 for local, _ in shapes):
             raise CheckpointError(
                 f"every parameter has one dim, so the sharding strategy cannot be determined without {MODEL_META}"

@@ -48,6 +48,8 @@ FAMILIES = {
 EVERY_FAMILY = (*FAMILIES, *RECIPES)
 OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr")
 """Drawn in the sizes of the laboratory's tiny model."""
+OPTIMIZERS = ("Adam", "Adam amsgrad", "Lamb", "Momentum", "SGD")
+"""Of jobs in float32: for two bytes most of them have no kernel on a CPU."""
 
 
 def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
@@ -61,7 +63,7 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
     model = model_of(family, chance)
     if small:
         model = smaller(model)
-    precision = chance.choice(["bfloat16"] * 6 + ["float16", "float32"])
+    precision = chance.choice(["bfloat16"] * 6 + ["float16"] + ["float32"] * 2)
     tied = family == "gemma3_text" or (FAMILIES[family].ties and chance.random() < 0.35)
     special = chance.random()
     common = Job(
@@ -72,10 +74,12 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         steps=chance.randint(1, 3),
         lora=chance.choice([2, 3, 4, 8]) if special < 0.12 and family not in (*EXPERTS, *OF_IMAGES) else 0,
         frozen=chance.choice(["embed_tokens", r"layers\.0\.", r"\.mlp\.", "norm"]) if special > 0.88 else "",
+        optimizer=chance.choice(OPTIMIZERS) if precision == "float32" and 0.12 <= special < 0.7 else "",
     )
     # The trainer averages master weights, which float32 lacks, and of float16 jobs what the truth does not have.
     with_average = chance.random() < 0.25 and not common.lora and precision == "bfloat16"
-    source, target, third = (placed(common, chance, with_average) for _ in range(3))
+    source, target = (placed(common, chance, with_average) for _ in range(2))
+    third = placed(replace(common, optimizer=""), chance, with_average)  # in any format: no job saves it
     for _ in range(20):
         if str(target.topology) != str(source.topology):
             break
@@ -252,6 +256,9 @@ def placed(job: Job, chance: random.Random, with_average: bool) -> Job:
         options["sharding_comm_buffer_size_MB"] = 1
     if at.pp > 1 and strategy == "stage1v1" and chance.random() < 0.2:
         options["pp_sharding_comm_overlap"] = True
+    # Files that say their global rank are for the order that the trainer has by default.
+    if at.pp > 1 < at.sharding and at.ep == 1 and kind != "flex by rank" and chance.random() < 0.4:
+        options["hybrid_parallel_topo_order"] = "pp_first"
     return replace(
         job,
         topology=at,
@@ -271,7 +278,7 @@ def strategy_of(job: Job, at: Topology, chance: random.Random, with_average: boo
     if at.ep > 1:
         return "stage1v2"
     strategies = ["stage1v1"] + ["stage1v2"] * 3 * (job.precision != "float32")
-    if not with_average and at.pp == 1:
+    if not (with_average or job.optimizer) and at.pp == 1:
         strategies += ["stage2"] + ["stage3"] * (at.tp == 1)
     return chance.choice(strategies)
 
@@ -280,6 +287,8 @@ def formats_of(job: Job, at: Topology, strategy: str, with_average: bool) -> lis
     """Those in which the trainer saves such a job, the usual ones several times."""
     if strategy == "stage2":
         return ["hybrid-plain"]
+    if job.optimizer:  # only AdamW can be saved as flex, and others as unified only sometimes
+        return ["hybrid", "hybrid-plain"]
     if job.lora and at.tp > 1 and at.pp == 1:
         return ["flex", "flex by rank"]
     if with_average:

@@ -245,12 +245,17 @@ def flip_a_bit(checkpoint: Path, choice: int) -> str:
     """Flip one bit of one array of a one-card checkpoint, chosen by a number; return whose it was."""
     path = checkpoint / "model_state.pdparams"
     path = path if path.exists() else checkpoint / "lora_model_state.pdparams"
-    if choice % 2 and (checkpoint / "optimizer.pdopt").exists():
-        path = checkpoint / "optimizer.pdopt"
-    arrays = [(key, a) for key, a in _arrays(load(path), "") if a.nbytes >= 32 and a.any()]
+    states = checkpoint / "optimizer.pdopt"
+    if choice % 2 and states.exists() and _long_arrays(states):  # SGD keeps none
+        path = states
+    arrays = _long_arrays(path)
     content = bytearray(path.read_bytes())
     key, array = arrays[choice // 2 % len(arrays)]
     place = content.index(array.tobytes(order="A"))
     content[place + choice // 2 % array.nbytes] ^= 1 << choice % 8
     path.write_bytes(content)
     return f"{path.name}{key}"
+
+
+def _long_arrays(path: Path) -> list[tuple[str, np.ndarray]]:
+    return [(key, a) for key, a in _arrays(load(path), "") if a.nbytes >= 32 and a.any()]
