@@ -84,7 +84,9 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         if str(target.topology) != str(source.topology):
             break
         target = placed(common, chance, with_average)
-    return Draw(number, source, target, replace(third, arguments={}), resumes=number % 5 == 0)
+    # From its own files of one card in this format the trainer does not resume: it asks for a model_meta.json.
+    resumes = number % 5 == 0 and (target.topology.ranks > 1 or target.format != "hybrid")
+    return Draw(number, source, target, replace(third, arguments={}), resumes)
 
 
 def model_of(family: str, chance: random.Random) -> dict[str, Any]:
