@@ -269,8 +269,9 @@ class _Source:
             return "stage3"
         if not shapes:
             raise CheckpointError(
-                "the optimizer keeps no states, as SGD does, so the files of its ranks do not tell the sharding strategy, "
-                f"which {MODEL_META} would: save with --save_checkpoint_format sharding_io, or without sharding"
+                "the optimizer keeps no states, as SGD does, so the files of its ranks do not tell the sharding "
+                f"strategy, which {MODEL_META} would: save with --save_checkpoint_format sharding_io, or without "
+                "sharding"
             )
         if not any(len(local) > 1 for local, _ in shapes):
             raise CheckpointError(
