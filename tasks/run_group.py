@@ -87,7 +87,7 @@ def _make(
         sums_of_bands += _move(work, step, bands, made, mixed, mover, sums)
         mover.release()
     mixed.clear()
-    totals = added(chain(sums.found(), sums_of_bands))
+    totals = added(chain(sums.totals(), sums_of_bands))
     receipts = _write_parts(work, made, target, mover)
     return GroupReport(
         group=work.group,
@@ -188,7 +188,7 @@ def _move(
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
     moved.add_up(sums, of_bands)
-    return of_bands.found()
+    return of_bands.totals()
 
 
 def _add_boxes(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer], sums: Sums) -> None:

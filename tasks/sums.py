@@ -90,7 +90,7 @@ class Sums:
         """Add boxes of a tensor."""
         self.pieces.setdefault(owner, (whole, []))[1].extend(pieces)
 
-    def found(self) -> tuple[Sum, ...]:
+    def totals(self) -> tuple[Sum, ...]:
         """The sums of all tensors."""
         runs = _RunSums()
         owners = sorted(self.pieces)
@@ -101,8 +101,8 @@ class Sums:
                 runs.add(number, whole, row)
             elements.append(sum(prod(piece.extents) for piece in pieces))
         remainders = runs.totals(len(owners))
-        found = zip(owners, remainders, elements, strict=True)
-        return tuple(Sum(*owner, remainder, count) for owner, remainder, count in found)
+        totals = zip(owners, remainders, elements, strict=True)
+        return tuple(Sum(*owner, remainder, count) for owner, remainder, count in totals)
 
 
 def cheapest_to_add(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, list[SummedBox]]:

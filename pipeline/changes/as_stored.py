@@ -25,11 +25,11 @@ def check_library(source: Checkpoint, library: str) -> None:
     table = source.model.table
     if source.format == HUGGINGFACE and library in (table.convention, *table.shared_with):
         return
-    told = f"the source is {table.convention}'s"
+    whose = f"the source is {table.convention}'s"
     if source.format == HUGGINGFACE:
-        told = f"the rule table that fits the source is {table.convention}'s"
+        whose = f"the rule table that fits the source is {table.convention}'s"
     raise UsageError(
-        f"--convention {library} and --aoa would both give tensors other keys: {told}; leave --convention out, or "
+        f"--convention {library} and --aoa would both give tensors other keys: {whose}; leave --convention out, or "
         "convert in two steps"
     )
 

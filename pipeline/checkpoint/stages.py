@@ -81,8 +81,8 @@ def parted(model: Model, cells: Iterable[Mapping[str, str]]) -> tuple[str, ...]:
     )
 
 
-def as_read_again(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
-    """The checkpoint with tensors of their own for those that it ties and the model of a target does not."""
+def untied_for(checkpoint: Checkpoint, of_target: Model) -> Checkpoint:
+    """The checkpoint with a tensor for each key that it ties to another and the model of a target does not."""
     own = {t.key for t in of_target.tensors if t.tied_to is None}
     apart = {t.key: t.tied_to for t in checkpoint.model.tensors if t.tied_to is not None and t.key in own}
     catalog = checkpoint.catalog

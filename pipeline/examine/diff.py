@@ -111,7 +111,7 @@ class DiffReport(Result):
         return not self.unmatched and not any(tensor.outside for tensor in self.differing)
 
     def __bool__(self) -> bool:
-        """The same."""
+        """Whether the two agree, so that ``assert diff(a, b)`` works as expected."""
         return self.agree
 
     def by_layer(self) -> tuple[DifferenceSummary, ...]:

@@ -240,7 +240,7 @@ def model_order(table: RuleTable) -> Callable[[ModelTensor], tuple[int, ...]]:
     return sort_key
 
 
-def lead_experts(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTensor]:
+def order_routers(tensors: Sequence[ModelTensor], unified: bool) -> list[ModelTensor]:
     """Put routers before (``unified``) or after the experts of their layer, if the library has both orders."""
     ordered: list[ModelTensor] = []
     for _, run in groupby(tensors, key=lambda t: t.item):

@@ -58,7 +58,7 @@ class _Pairs(NamedTuple):
 
 def _meeting(source: Fragments, target: Fragments, implied: Mapping[int, int]) -> _Pairs:
     source_tensor = source_tensors(target["tensor"], implied)
-    dims = _telling_dims(source, target)
+    dims = _distinguishing_dims(source, target)
     count = 1 + int(max(source["tensor"].max(initial=-1), source_tensor.max(initial=-1)))
     a, b = (
         _sorted(tensor, rows, dims, count)
@@ -176,7 +176,7 @@ def _for_all(i: Ints, j: Ints, a: _Side, b: _Side, alike: Ints) -> tuple[Ints, I
     return left, right
 
 
-def _telling_dims(*boxes: Fragments) -> list[int]:
+def _distinguishing_dims(*boxes: Fragments) -> list[int]:
     """The dims along which two of these boxes may be apart, at least one."""
     dims = wide_dims(*boxes)
     return [

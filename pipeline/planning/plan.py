@@ -33,6 +33,7 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
+from paddle_reshard.pipeline.planning.counted_boxes import count_once, count_whole, implied_sums
 from paddle_reshard.pipeline.planning.groups import (
     FileSizes,
     GroupMemory,
@@ -41,7 +42,6 @@ from paddle_reshard.pipeline.planning.groups import (
     source_ranges,
 )
 from paddle_reshard.pipeline.planning.match import plan_ops, source_tensors, volumes_inside
-from paddle_reshard.pipeline.planning.once import count_once, count_whole, implied_sums
 from paddle_reshard.pipeline.planning.ops import CHECK, HOLD, MOVE, PROBE, Ops, hull, itemsizes
 from paddle_reshard.pipeline.planning.parts import MADE, NO_GROUP, PART, Parts, part_sizes, plan_parts
 from paddle_reshard.pipeline.planning.ranges import by_owner, dense_numbers, merge

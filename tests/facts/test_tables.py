@@ -12,8 +12,8 @@ from paddle_reshard.pipeline.model.model import (
     Model,
     ModelTensor,
     cut_of,
-    lead_experts,
     model_order,
+    order_routers,
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.model.rules.rule import expected_shape
@@ -108,7 +108,7 @@ def differences(build: facts.Build, table: RuleTable | None = None) -> Iterator[
     if len(tensors) < len(held):
         return
     ordered = sorted(tensors, key=model_order(table))
-    model = Model(tuple(lead_experts(ordered, unified=False)), table, config)
+    model = Model(tuple(order_routers(ordered, unified=False)), table, config)
     built = model.as_built(pp)
     if pp == 1 and [tensor.key for tensor in built] != list(held):
         yield f"order {[t.key for t in built]}, but {list(held)}"

@@ -116,7 +116,7 @@ def test_boxes_add_up_to_the_tensor(
                 buffer, first_byte, end = of_boxes, end + 3, end + len(buffer)
             box = DeviceBox(buffer, first_byte, tensor.dtype, tuple(extents), strides)
             added.add((7, 1), whole, [SummedBox.of(box, offset, tensor.ndim)])
-        (found,) = added.found()
+        (found,) = added.totals()
     finally:
         sums.CALL_BYTES, sums.SCRATCH_BYTES = before
     assert (found.tensor, found.dtype, found.elements) == (7, 1, tensor.size)
@@ -130,7 +130,7 @@ def test_a_box_is_cast_before_it_is_added() -> None:
         half = np.ascontiguousarray(master[first : first + 200 - first // 2])
         box = DeviceBox(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
         added.add((0, 0), Whole.of(master.shape, np.dtype("<u2")), [SummedBox.of(box, (first, 0), 2)])
-    (found,) = added.found()
+    (found,) = added.totals()
     rounded = cast(master, np.dtype("<u2"))
     assert crc.checksum_of(found.remainder, rounded.nbytes) == crc64nvme(rounded.tobytes())
 
@@ -147,7 +147,7 @@ def test_long_and_short_runs(columns: tuple[int, ...], monkeypatch: pytest.Monke
         for number, dtype in enumerate(dtypes):
             piece = SummedBox.of(box, (0, 0, first, 0), 4)
             added.add((0, number), Whole.of(master.shape, dtype), [piece])
-    for found, dtype in zip(added.found(), dtypes, strict=True):
+    for found, dtype in zip(added.totals(), dtypes, strict=True):
         values = cast(master, dtype).copy()
         values[:, :, columns[-1] :] = 0  # what is missing adds nothing
         assert crc.checksum_of(found.remainder, values.nbytes) == crc64nvme(values.tobytes())
@@ -162,7 +162,7 @@ def test_zeros_are_those_of_the_runs_at_hand() -> None:
         box = DeviceBox(stored, 0, values.dtype, (90, last - first), (last - first, 1))
         added.add((number, 0), Whole.of(values.shape, values.dtype), [SummedBox.of(box, (0, first), 2)])
         expected.append(crc64nvme(values.tobytes()))
-    assert [crc.checksum_of(one.remainder, 3600) for one in added.found()] == expected
+    assert [crc.checksum_of(one.remainder, 3600) for one in added.totals()] == expected
 
 
 def test_values_are_added_up_where_their_runs_are_longer() -> None:

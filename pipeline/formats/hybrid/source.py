@@ -71,7 +71,7 @@ from paddle_reshard.pipeline.model.model import (
     ModelTensor,
     cut_of,
     expert_of,
-    lead_experts,
+    order_routers,
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
@@ -321,7 +321,7 @@ class _Source:
         _check_same_tensors(self.ranks, tensors)
         if self.ranks.has_lora:
             return _read_adapter(Model(tuple(tied), table, self.config), adapter)
-        model = Model(tuple(lead_experts(tied, unified=False)), table, self.config)
+        model = Model(tuple(order_routers(tied, unified=False)), table, self.config)
         return completed(model, policy.lets_lack, mtp=not policy.drops_mtp)
 
     def check_files_of_states(self, model: Model, strategy: str, policy: MissingPolicy) -> None:

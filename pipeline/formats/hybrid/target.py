@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, Tar
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.lora import IN_BASE, without_base
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
-from paddle_reshard.pipeline.checkpoint.stages import as_read_again, for_stages, parted
+from paddle_reshard.pipeline.checkpoint.stages import for_stages, parted, untied_for
 from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import MODEL_META
@@ -125,7 +125,7 @@ class HybridTarget(HybridJob):
     def check_staged(self, staged: Staged) -> None:
         """Read it as a source and check that its topology and its tensors are as planned."""
         checkpoint = staged.index()
-        wanted = as_read_again(without_base(staged.wanted), checkpoint.model)
+        wanted = untied_for(without_base(staged.wanted), checkpoint.model)
         staged = replace(staged, wanted=wanted)
         planned, read = self.topology, checkpoint.job.topology
         if not checkpoint.has_optimizer and read is not None:

@@ -24,7 +24,7 @@ from paddle_reshard.pipeline.model.model import (
     Model,
     ModelTensor,
     expert_of,
-    lead_experts,
+    order_routers,
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.model.placement import TensorCut
@@ -299,7 +299,7 @@ class CellPlanner:
         mine = range(rank * each, (rank + 1) * each)
         expert = self.expert
         held = [t for t in tensors if t.key not in expert or expert[t.key] in mine]
-        return lead_experts(held, self.target.unified_experts) if axis == "ep" else held
+        return order_routers(held, self.target.unified_experts) if axis == "ep" else held
 
     def _shares(self, parameters: Sequence[ModelTensor], local: Mapping[str, Shape], turn: int) -> Shares:
         """Slices of every parameter; with expert parallelism, experts are cut separately, by ``moe_sharding`` ranks.

@@ -238,8 +238,8 @@ class Rule:
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
         """Layer class in the parameter names of a job; refused if the row does not tell it."""
         in_sequence = tp > 1 and sequence_parallel
-        told = in_sequence and self.name_class_sp is not None
-        if not self.name_class or (tp > 1 and not told and self.name_class_tp == ""):
+        has_own = in_sequence and self.name_class_sp is not None
+        if not self.name_class or (tp > 1 and not has_own and self.name_class_tp == ""):
             raise RuleError(
                 self.key, "what a job calls its parameter is not known: no file that tells it was available"
             )
