@@ -76,6 +76,8 @@ def _outcome(name: str, converter: Converter, case: Case, topology: Topology, la
         outcome.refused = " ".join(str(refusal).split())
     else:
         outcome.wrong = compared(case.memory, brought)
+        if not case.target(topology).ema:
+            outcome.wrong.pop("EMA", None)
         outcome.seconds, outcome.peak_mib = brought.seconds, brought.peak_mib
     return outcome
 

@@ -49,7 +49,7 @@ def found() -> list[Outcome]:
 def write_page(outcomes: list[Outcome]) -> None:
     """Write the tables of the page anew; what is said around them is the page's own."""
     text = PAGE.read_text()
-    for name, lines in (("table", _table), ("wrong", _wrong), ("all", _all)):
+    for name, lines in (("table", lines_of_table), ("wrong", _wrong), ("all", _all)):
         block = f"<!-- {name} -->\n" + "\n".join(lines(outcomes)) + "\n<!-- end -->"
         text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
     PAGE.write_text(text)
@@ -63,19 +63,22 @@ def _groups(outcomes: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
     return found
 
 
-def _table(outcomes: list[Outcome]) -> Iterator[str]:
+def lines_of_table(outcomes: list[Outcome]) -> Iterator[str]:
+    """A row a format and converter: of how many pairs each kind of state came over."""
     cases, pairs = {one.case for one in outcomes}, {(one.case, one.topology) for one in outcomes}
+    yield ""
     yield f"{len(cases)} checkpoints, {len(pairs)} pairs; paddle-reshard {__version__}:"
     yield ""
     yield f"| format | converter | everything equal | {' | '.join(KINDS)} | seconds | MiB |"
     yield "| --- | --- |" + " ---: |" * (len(KINDS) + 3)
-    states = {(one.case, kind) for one in outcomes for kind in one.wrong}
+    states = {(one.case, one.topology, kind) for one in outcomes for kind in one.wrong}
     for (name, converter), group in _groups(outcomes).items():
         ran = [one for one in group if not one.refused.startswith(NOT_RUN)]
         loaded = [one for one in ran if not one.refused]
-        cells = [f"{sum(one.equal for one in ran)} of {len(ran)}"]
+        skipped = f" ({len(group) - len(ran)} not run)" if len(ran) < len(group) else ""
+        cells = [f"{sum(one.equal for one in ran)} of {len(ran)}{skipped}"]
         for kind in KINDS:
-            having = [one for one in ran if (one.case, kind) in states]
+            having = [one for one in ran if (one.case, one.topology, kind) in states]
             equal = sum(not one.refused and not one.wrong[kind] for one in having)
             cells.append(f"{equal} of {len(having)}" if having else "–")
         cells.append(f"{median(one.seconds for one in loaded):.1f}" if loaded else "–")
