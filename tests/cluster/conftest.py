@@ -59,6 +59,7 @@ def cluster() -> Iterator[Cluster]:
                 "num_gpus": 2,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "include_dashboard": False,
+                "include_log_monitor": False,
                 "temp_dir": folder,
             },
         )

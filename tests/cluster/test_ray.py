@@ -295,7 +295,7 @@ def test_a_store_that_cannot_be_reached_is_named_and_no_secret_is(
     caplog.set_level("DEBUG")
     secret = Unreachable("open sesame")
     with pytest.raises(GroupFailedError, match=r"ConnectionError: .*: the store does not answer") as failed:
-        conversion.run(lambda works, source, target: engine().run(works, secret, target))
+        conversion.run(lambda works, source, target: engine(workers=1).run(works, secret, target))
     assert "attempt 3 failed" in caplog.text
     assert "sesame" not in caplog.text
     assert "sesame" not in str(failed.value)
@@ -415,7 +415,7 @@ def test_two_gpus_and_the_same_bytes(conversion: Conversion, tmp_path: Path, exc
 
 def test_without_a_gpu_build_of_paddle_it_is_refused_in_one_sentence(conversion: Conversion) -> None:
     with pytest.raises(UnsupportedError, match="this build of Paddle has no device 'gpu'"):
-        conversion.run(engine(device="gpu"))
+        conversion.run(engine(device="gpu", workers=1))
     with pytest.raises(
         UnsupportedError, match="room for 2 workers with 1 CPU, 256MiB, 1 GPU each, but 3 are requested"
     ):
