@@ -19,12 +19,7 @@ from paddle_reshard.pipeline.model.model import Model
 from paddle_reshard.pipeline.model.optimizers import refuse_optimizer, special_optimizer
 
 
-def lay_out(
-    source: Checkpoint,
-    wanted: Checkpoint,
-    target: Target,
-    listing: SourceListing,
-) -> LaidOut:
+def lay_out(source: Checkpoint, wanted: Checkpoint, target: Target, listing: SourceListing) -> LaidOut:
     """Lay out all files of a target, without states that its format cannot hold.
 
     ``wanted`` is the source with all requested changes applied, such as another size of the vocabulary; ``listing`` is
@@ -40,12 +35,7 @@ def lay_out(
     )
 
 
-def outline(
-    source: Checkpoint,
-    wanted: Checkpoint,
-    target: JobTarget,
-    listing: SourceListing,
-) -> Outline:
+def outline(source: Checkpoint, wanted: Checkpoint, target: JobTarget, listing: SourceListing) -> Outline:
     """What :func:`lay_out` would make, without the files; arguments and errors are the same."""
     source, wanted, omitted = _to_lay_out(source, wanted, target)
     target_outline = target.outline(source.without(omitted), wanted.without(omitted), listing)

@@ -391,9 +391,7 @@ class _NamesOfCell:
         return number
 
 
-def in_building_order(
-    tensors: Sequence[Named],
-) -> Sequence[Named]:
+def in_building_order(tensors: Sequence[Named]) -> Sequence[Named]:
     """Tensors of a cell in the order in which their parameters are built, according to ``built_after`` in the rows."""
     keys = {tensor.key for tensor in tensors}
     later: dict[str, list[Named]] = {}

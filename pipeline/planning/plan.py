@@ -419,12 +419,7 @@ def _within_limits(draft: _Draft, budget_bytes: int, checks: MasterChecks | None
         smallest = np.where(too_many, np.maximum(smallest, enough), smallest)
 
 
-def plan_comparisons(
-    ops: Ops,
-    tensors: Tensors,
-    files: tuple[File, ...],
-    settings: PlanSettings,
-) -> Plan:
+def plan_comparisons(ops: Ops, tensors: Tensors, files: tuple[File, ...], settings: PlanSettings) -> Plan:
     """Plan the comparisons ``ops`` between boxes of ``files``; nothing is written.
 
     Two boxes with different dim orders that do not fit the budget together are compared piece by piece, and some bytes

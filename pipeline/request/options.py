@@ -122,12 +122,7 @@ class TargetOptions(TypedDict, total=False):
 
     format: Annotated[
         FormatName | None,
-        Option(
-            choices=tuple(FORMATS),
-            suggests=True,
-            default=DEFAULT,
-            help=help_of_formats(),
-        ),
+        Option(choices=tuple(FORMATS), suggests=True, default=DEFAULT, help=help_of_formats()),
     ]
     to: Annotated[str | Mapping[str, int] | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
     sharding_strategy: Annotated[Strategy | None, _of_formats("sharding_strategy")]
@@ -218,10 +213,7 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     rules: Annotated[
         PathLike | None,
-        Option(
-            kind=Kind.FILE,
-            help="Rule table of the model family, instead of the built-in tables.",
-        ),
+        Option(kind=Kind.FILE, help="Rule table of the model family, instead of the built-in tables."),
     ]
     config: Annotated[
         PathLike | None,
@@ -336,11 +328,7 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     allow_links: Annotated[
         bool,
-        Option(
-            kind=Kind.FLAG,
-            consent=True,
-            help="Follow links that lead out of the checkpoint's folder.",
-        ),
+        Option(kind=Kind.FLAG, consent=True, help="Follow links that lead out of the checkpoint's folder."),
     ]
     storage_options: Annotated[
         Mapping[str, Any] | None,

@@ -121,14 +121,11 @@ class Records:
     def observe(self, name: str) -> Observation:
         """What can be seen without reading the checkpoint."""
         files = self.out.files(name)
-        return Observation(digest(self.run.files(name)), digest(files), self._plan_id(name, files))
+        return Observation(digest(self.run.files(name)), digest(files), self.plan_id(name, files))
 
-    def plan_id(self, name: str) -> str | None:
-        """The plan in a target's manifest; ``None`` without a manifest of ours."""
-        return self._plan_id(name, self.out.files(name))
-
-    def _plan_id(self, name: str, files: Mapping[str, str]) -> str | None:
-        stamp = files.get(MANIFEST)
+    def plan_id(self, name: str, files: Mapping[str, str] | None = None) -> str | None:
+        """The plan in a target's manifest, ``None`` without one of ours; ``files``: the target's, if listed already."""
+        stamp = (self.out.files(name) if files is None else files).get(MANIFEST)
         if stamp is None:
             return None
         if self._manifests.get(name, ("", None))[0] != stamp:

@@ -294,11 +294,7 @@ def _chosen(source: Catalog, wanted: Sequence[int]) -> tuple[Catalog, dict[int, 
 _UNREAD = "no JSON object that can be read, so nobody knows whether it names code, which is never carried"
 
 
-def _sidecars(
-    listing: SourceListing,
-    wanted: Checkpoint,
-    target: HuggingFaceTarget,
-) -> Sidecars:
+def _sidecars(listing: SourceListing, wanted: Checkpoint, target: HuggingFaceTarget) -> Sidecars:
     """Carry what belongs to the model (tokenizer, generation config, …); name what belongs to training.
 
     ``wanted`` is the source as the target holds it.
