@@ -40,7 +40,11 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
             ("inspect", "s3://bucket/run"),
             f"the package s3fs, which is not installed: {sys.executable} -m pip install 'paddle-reshard[s3]'",
         ),
-        (("convert", str(SOURCE), "s3://bucket/run", "--to", "tp=1"), "pip install 'paddle-reshard[s3]'"),
+        pytest.param(
+            ("convert", str(SOURCE), "s3://bucket/run", "--to", "tp=1"),
+            "pip install 'paddle-reshard[s3]'",
+            marks=pytest.mark.full,
+        ),
         (
             ("convert", str(SOURCE), "target", "--to", "tp=1", "--cluster", "ray"),
             "pip install 'paddle-reshard[ray]'",
@@ -55,9 +59,10 @@ def test_local_conversions_need_no_extra(tmp_path: Path) -> None:
             ("convert", "no-source", "target", "--to", "tp=1", "--plan", __file__),
             "pip install 'paddle-reshard[arrow]'",
         ),
-        (
+        pytest.param(
             ("watch", str(Path(__file__).parent), "target", "--to", "tp=1", "--once", "--cluster", "ray"),
             "pip install 'paddle-reshard[ray]'",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -247,29 +247,17 @@ def test_a_removed_working_directory_is_a_sentence(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, told)
 
 
-def test_too_little_address_space_is_a_sentence_of_what_is_lacking(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kibibytes", [200_000, 160_000, 300_000, 400_000])
+def test_too_little_address_space_is_a_sentence_of_what_is_lacking(kibibytes: int, tmp_path: Path) -> None:
     """It fails at another place for every limit; none of them is a bug."""
-    for kibibytes in (160_000, 200_000, 300_000, 400_000):
-        command = [
-            *COMMAND,
-            "convert",
-            str(DEMO),
-            str(tmp_path / "out"),
-            "--to",
-            "tp=1",
-            "--overwrite",
-            "--resume",
-        ]
-        line = " ".join([f"ulimit -v {kibibytes}; exec", *command])
-        try:
-            done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
-        except (
-            subprocess.TimeoutExpired
-        ):  # Python waits for ever for a thread that had no memory to begin with
-            continue
-        assert "bug in paddle-reshard" not in done.stderr
-        assert "Traceback" not in done.stderr
-        assert "Errno" not in done.stderr
+    line = f"ulimit -v {kibibytes}; exec {' '.join(COMMAND)} convert {DEMO} {tmp_path / 'out'} --to tp=1"
+    try:
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:  # Python waits for ever for a thread that had no memory to begin with
+        return
+    assert "bug in paddle-reshard" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Errno" not in done.stderr
 
 
 def test_a_manifest_of_nested_lists_is_refused(one_card: Path, tmp_path: Path) -> None:
