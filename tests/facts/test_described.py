@@ -3,6 +3,7 @@
 import json
 import lzma
 import shutil
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
@@ -268,6 +269,17 @@ def test_experts_over_ranks_of_tp_and_words_over_stages_are_those_of_a_job_on_on
             assert found[entry.key].twin(one.config, entry.key) == entry.same_as
         assert str(table["comment"]).count("with one card") == 1
     assert (HEAD in rows_of(table)) == bool(tied)
+
+
+def test_a_tie_that_only_jobs_with_stages_have_shown_is_no_tie_of_files_for_any_job(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parents[1] / "golden/draws/drawn_own.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    source = tmp_path / "drawn_own/source/checkpoint-2"
+    paddle_reshard.convert(source, tmp_path / "known", format="flex")
+    table = described_table(of_own_class("source tied"), FUSED)
+    (source / "paddle_reshard_rules.json").write_bytes(written(table))
+    with pytest.raises(ReshardError, match=rf"{HEAD}: tied to {WORDS} in all jobs .* which have stages"):
+        paddle_reshard.convert(source, tmp_path / "target", format="flex")
 
 
 def altered_ranks(job: str, **changes: Any) -> list[RankFacts]:

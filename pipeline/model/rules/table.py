@@ -330,6 +330,13 @@ class RuleTable:
         """Refuse a target of no certain topology that has the model's own keys, if they are not known."""
         if refused := self.unsupported_option(config, stages_known=False):
             raise refused
+        for rule in self.rules if self.described and all(job.pp > 1 for job in self.described) else ():
+            if (twin := rule.twin(config, rule.key)) is not None:
+                raise RuleError(
+                    rule.key,
+                    f"tied to {twin} in all jobs in which the model was described, which have stages; whether one "
+                    f"without has a parameter of its own there is not known; {_DESCRIBE}",
+                )
 
     def check_job(
         self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
