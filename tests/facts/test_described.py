@@ -15,9 +15,11 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.model.described import Entry, RankFacts, described_table, joined_tables
+from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.parse import typed_table
 from paddle_reshard.pipeline.model.rules.rule import evaluate_sizes, expected_shape
 from paddle_reshard.pipeline.model.rules.table import Described, RuleTable
+from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.training.describe import written
 from tests import facts
 from tests.conftest import case_directory
@@ -350,3 +352,16 @@ def test_words_that_only_some_jobs_tie_are_described_as_theirs() -> None:
 def test_what_ranks_of_stages_and_experts_contradict_is_refused(ranks: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         described_table(ranks(), FUSED)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_keys_of_the_base_class_are_called_that(family: str) -> None:
+    """``LlamaModel`` and ``Qwen3Model`` have the keys of the class for language models behind ``model.``."""
+    [build] = [build for build in bases(family) if build.topology == "tp1"]
+    keys = [entry.key for entry in build.entries or () if entry.key.startswith("model.")]
+    config = {**(build.saved or {}), "paddleformers_version": "1.2.0"}
+    assert choose_table(shipped_tables(), keys, config).family == family
+    with pytest.raises(
+        ReshardError, match=rf"all {len(keys)} tensors .* {family} .* without 'model\.'.*describe"
+    ):
+        choose_table(shipped_tables(), [key.removeprefix("model.") for key in keys], config)

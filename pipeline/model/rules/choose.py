@@ -75,13 +75,39 @@ def choose_table(
     for table, refused in beyond:
         if not _failures(table, keys, config):
             raise refused
+    raise _why_none_fits(candidates, failures, keys, config)
+
+
+def _why_none_fits(
+    candidates: Sequence[RuleTable],
+    failures: Sequence[dict[str, RuleError]],
+    keys: Sequence[str],
+    config: Config,
+) -> RuleError:
+    """The error about keys for which every table lacks rows, by the closest table."""
+    for table, failed in zip(candidates, failures, strict=True):
+        if len(failed) == len(keys) and (beginning := _lacking(keys, table, config)):
+            return RuleError(
+                keys[0],
+                f"all {len(keys)} tensors have the keys of {table.named} without {beginning!r}: the family's base "
+                "class, without a head, saved them. Let it describe itself in its job (paddle_reshard.describe), or "
+                "pass a table with these keys with --rules FILE",
+            )
     nearest, failed = min(zip(candidates, failures, strict=True), key=lambda pair: len(pair[1]))
     first, error = next(iter(failed.items()))
     if another := of_another_model([*failed], keys, nearest, config):
-        raise another
-    if why := nearest.why_missing(first, config):
-        raise RuleError(first, why)
-    raise error
+        return another
+    why = nearest.why_missing(first, config)
+    return RuleError(first, why) if why else error
+
+
+def _lacking(keys: Collection[str], table: RuleTable, config: Config) -> str:
+    """The beginning of a model's keys that these lack, as those of its base class do; empty if that is not why."""
+    starts = {rule.key.partition("layers.{layer}")[0] for rule in table.rules if "layers.{layer}" in rule.key}
+    return next(
+        (start for start in sorted(starts - {""}) if not _failures(table, [start + k for k in keys], config)),
+        "",
+    )
 
 
 def of_another_model(
