@@ -10,6 +10,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import paddle_reshard
@@ -24,7 +25,7 @@ from paddle_reshard.pipeline.training.describe import written
 from tests import facts
 from tests.conftest import case_directory
 from tests.facts.test_tables import EP, PP, SEQUENCE_PARALLEL, TP, differences, table_of
-from tests.oracle import assert_same_tensors, read_checkpoint, read_truth, shapes_of
+from tests.oracle import assert_same_tensors, load_with_paddle, read_checkpoint, read_truth, shapes_of
 
 
 def rank_facts(build: facts.Build) -> RankFacts:
@@ -273,10 +274,44 @@ def test_experts_over_ranks_of_tp_and_words_over_stages_are_those_of_a_job_on_on
     assert (HEAD in rows_of(table)) == bool(tied)
 
 
-def test_a_tie_that_only_jobs_with_stages_have_shown_is_no_tie_of_files_for_any_job(tmp_path: Path) -> None:
+def own_job(into: Path) -> Path:
+    """The real checkpoint of the job with tp, pp and ep, with the description of all three jobs."""
     with tarfile.open(Path(__file__).parents[1] / "golden/draws/drawn_own.tar.xz") as packed:
-        packed.extractall(tmp_path, filter="data")
-    source = tmp_path / "drawn_own/source/checkpoint-2"
+        packed.extractall(into, filter="data")
+    return into / "drawn_own/source/checkpoint-2"
+
+
+@pytest.mark.parametrize("over", ["flex", "unified"])
+def test_where_no_config_says_which_library_the_description_does(over: str, tmp_path: Path) -> None:
+    source = own_job(tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    del config["paddleformers_version"]
+    (source / "config.json").write_text(json.dumps(config))
+
+    paddle_reshard.convert(source, tmp_path / "over", format=over)
+    as_source = {"to": "tp=2,pp=2,ep=2", "layout": {"sequence_parallel": False}, "format": "hybrid-plain"}
+    paddle_reshard.convert(tmp_path / "over", tmp_path / "back", **as_source)
+
+    files = {path.name for pattern in ("*.pdparams", "*.pdopt") for path in source.glob(pattern)}
+    assert len(files) == 9
+    for name in files:
+        real, back = (load_with_paddle(folder / name) for folder in (source, tmp_path / "back"))
+        assert list(flat(real)) == list(flat(back)), name
+        for key, value in flat(real).items():
+            assert np.array_equal(value, flat(back)[key]), (name, key)
+
+
+def flat(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a file, those of master weights among them."""
+    return {
+        key: value
+        for name, entry in entries.items()
+        for key, value in (entry.items() if isinstance(entry, dict) else [(name, entry)])
+    }
+
+
+def test_a_tie_that_only_jobs_with_stages_have_shown_is_no_tie_of_files_for_any_job(tmp_path: Path) -> None:
+    source = own_job(tmp_path)
     paddle_reshard.convert(source, tmp_path / "known", format="flex")
     table = described_table(of_own_class("source tied"), FUSED)
     (source / "paddle_reshard_rules.json").write_bytes(written(table))

@@ -97,6 +97,11 @@ class CellPlanner:
             key for t in tied if item_of[t.tied_to or ""] != t.item for key in (t.key, t.tied_to or "")
         }
         """The tensors of layers that two stages share."""
+        if (
+            model.table.described
+        ):  # an item of its pipeline is one layer, which is shared with all that it holds
+            shared = {item_of[key] for key in self.tied}
+            self.tied |= {t.key for t in model.tensors if t.item in shared}
         under_pp = self.topology.pp > 1
         self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
         """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
