@@ -17,19 +17,16 @@ ONE, TP2, PP2, SH2, SH4 = (
     Topology(sharding=4),
 )
 CASES: Mapping[str, tuple[Topology, Topology]] = {
+    "moe/moe_fc_single": (TP2, SH2),
     "dense/fc_sh2_s1v2": (SH4, TP2),
-    "dense/sh2_s1v2_meta": (SH4, TP2),
-    "dense/uc_sh2_s1v2": (ONE, TP2),
-    "dense/mp2": (ONE, PP2),
     "dense/fc_mp2pp2": (ONE, SH2),
-    "moe/ep2_sh2_s1v2_meta_ema": (ONE, SH2),
-    "small-unified/uc_sh2_s1v1_tied": (ONE, PP2),
-    "dense/sh2_s1v2": (ONE, SH4),
     "small-flex/fc_moe_mp2sh2_s1v2_ema": (ONE, SH2),
-    "moe/moe_mp2": (ONE, PP2),
-    "dense/mp2pp2sh2_s1v2_meta_ema": (ONE, Topology(pp=2, sharding=2)),
-    "moe/moe_uc_single": (TP2, SH2),
-    "dense/fc_sh2_s3_seg512": (ONE, TP2),
+    "dense/uc_sh2_s1v2": (ONE, TP2),
+    "small-unified/uc_sh2_s1v1_tied": (ONE, PP2),
+    "dense/sh2_s1v2_meta": (SH4, TP2),
+    "moe/ep2_sh2_s1v2_meta_ema": (ONE, SH2),
+    "dense/mp2": (ONE, PP2),
+    "dense/sh2_s1v2": (ONE, SH4),
     "dense/sh2_s1v1_meta": (ONE, SH4),
 }
 

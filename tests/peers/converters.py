@@ -53,15 +53,17 @@ def trainer(case: Case, topology: Topology, lab: Laboratory, folder: Path) -> Br
 def ours(case: Case, topology: Topology, lab: Laboratory, folder: Path) -> Brought:
     """``convert``, then the trainer of the target topology resumes from the conversion.
 
-    It is in the source's format, except that the trainer loads no unified checkpoint of these models with tp.
+    It is in the source's format, except that the trainer loads no unified checkpoint of these models with tp. A
+    FlexCheckpoint for tp is laid out by rank: of whole tensors the trainer cuts fused ones as if they were not fused.
     """
     job, made = case.target(topology), folder / "converted" / case.checkpoint.name
     made.parent.mkdir(parents=True)
     if job.format == "unified" and topology.tp > 1:
         job = replace(job, format="hybrid-plain")
-    options = {**job.target(), **_config_of(case, folder)}
-    if any("@" in key for key in case.memory):  # copies that had drifted apart in the job itself
-        options["replicas"] = "report"
+    if job.format == "flex" and topology.tp > 1:
+        job = replace(job, by_rank=True)
+    # Copies of routers and norms drift apart between the tp ranks of some jobs; the comparison takes each of them.
+    options = {**job.target(), **_config_of(case, folder), "replicas": "report"}
     told = _process([sys.executable, "-m", "tests.peers.convert", case.checkpoint, made, json.dumps(options)])
     if job.format == "hybrid" and topology.sharding == 1:  # as ``launch`` says: no load_sharded_model
         more = {"load_checkpoint_format": "sharding_io"}
