@@ -41,8 +41,8 @@ def memory_of(folder: Path, job: Job) -> dict[str, Tensor]:
             key: _in_order(one, widths) if ".qkv_proj." in key and "pow_acc" not in key else one
             for key, one in tensors.items()
         }
-    without_number = re.compile(r"\.(velocity|moment2_max)$")
-    return {key + "_0" * bool(without_number.search(key)): tensor for key, tensor in tensors.items()}
+    without_number = re.compile(r"\.(velocity|moment2_max)(?=@|$)")
+    return {without_number.sub(r"\g<0>_0", key): tensor for key, tensor in tensors.items()}
 
 
 def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: bool) -> list[str]:

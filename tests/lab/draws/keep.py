@@ -28,5 +28,9 @@ def _wanted(folder: Path) -> list[Path]:
         *folder.glob("structure.json"),
         *source.glob("truth*.safetensors"),
         source / "config.json",
-        *(path for path in source.glob("checkpoint-*/**/*") if path.is_file()),
+        *(
+            path
+            for path in source.glob("checkpoint-*/**/*")
+            if path.is_file() and not path.name.startswith("rng_state")  # of no tensor, and hard to pack
+        ),
     ]
