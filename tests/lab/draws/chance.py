@@ -85,7 +85,10 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
             break
         target = placed(common, chance, with_average)
     # From its own files of one card in this format the trainer does not resume: it asks for a model_meta.json.
-    resumes = number % 5 == 0 and (target.topology.ranks > 1 or target.format != "hybrid")
+    # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's.
+    resumes = number % 5 == 0 and (
+        target.format != "hybrid" or (target.topology.ranks > 1 and not common.optimizer)
+    )
     return Draw(number, source, target, replace(third, arguments={}), resumes)
 
 
