@@ -6,6 +6,7 @@ saved: a class of tensors, a kind of state, all states of a rank's file, single 
 
 import random
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from paddle_reshard.storage.files.safetensors import SafetensorsPayload
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.tasks.index import index_here
 from tests.conftest import CORPUS, case_directory
+from tests.lab.job import RECIPES, described
 
 Array = tuple[str, int]
 """File and first byte of a stored array."""
@@ -205,12 +207,17 @@ def cases() -> list[str]:
 def test_what_is_taken_from_a_real_checkpoint_is_missed(case: str) -> None:
     directory = case_directory(case)
     folder = max([*directory.glob("checkpoint-*")] or [*directory.glob("hf-export")], default=directory)
-    accepted = []
     try:
         of = whole(folder, None)
     except ReshardError as error:
         assert re.search(ALONE, str(error))
         return
+    assert not not_missed(of, case)
+
+
+def not_missed(of: Whole, case: str) -> list[str]:
+    """What can be taken away and is on no list, in words."""
+    accepted = []
     for words, tensors, keys, file in removals(of, random.Random(case)):
         if why_not_missed(of, tensors, keys):
             continue
@@ -219,4 +226,31 @@ def test_what_is_taken_from_a_real_checkpoint_is_missed(case: str) -> None:
         except ReshardError:
             continue
         accepted.append(words)
-    assert not accepted
+    return accepted
+
+
+NOT_OF_THE_HUB = {
+    "families/deepseek_v3_mtp_single": r"eh_proj\.weight: .* shape",
+    "families/gemma3_text_single": r"up_gate_proj\.weight: no row .* has this key in a Hugging Face checkpoint",
+    "families/qwen3_next_single": r"up_gate_proj\.weight: no row .* has this key in a Hugging Face checkpoint",
+}
+"""Exports of the library with keys or shapes that the models of the hub do not have: refused whole."""
+
+
+def exports() -> list[str]:
+    """Every real job that also exported its model for Hugging Face."""
+    return sorted(name for name, job in described().items() if job.export and job.family not in RECIPES)
+
+
+@pytest.mark.parametrize("case", exports())
+def test_what_is_taken_from_a_real_export_is_missed(case: str, tmp_path: Path) -> None:
+    """As one file, of which no index says what is in it."""
+    folder, export = tmp_path, case_directory(case) / "hf-export"
+    [weights] = export.glob("*.safetensors")
+    shutil.copy(weights, folder / "model.safetensors")
+    shutil.copy(export / "config.json", folder)
+    if case in NOT_OF_THE_HUB:
+        with pytest.raises(ReshardError, match=NOT_OF_THE_HUB[case]):
+            whole(folder, None)
+    else:
+        assert not not_missed(whole(folder, None), case)
