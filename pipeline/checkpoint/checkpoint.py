@@ -8,20 +8,25 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
+
 from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import UnsupportedError
+from paddle_reshard.pipeline.core.numbers import Ints
 from paddle_reshard.pipeline.core.tensors import (
+    ACCUMULATORS,
     DTYPES,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     EMA_STATES,
     MASTER_WEIGHT,
+    dtype_number,
     is_per_parameter,
 )
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.model.lora_config import Adapter
-from paddle_reshard.pipeline.model.model import Model
+from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.storage.files.paddle_pickle_writer import encode_pickle
 
 DROPPED_MTP: Final = "it is of multi-token prediction, which was asked to be dropped"
@@ -139,15 +144,43 @@ class History:
     """Key → the statements of ``--aoa`` that made it, in order, with file and line."""
 
 
-class StateBytes(NamedTuple):
-    """Bytes of the states of a parameter: of single numbers, and of one element of the others."""
+class KindsOfPlace(NamedTuple):
+    """The tensors of a pipeline item, in the order of the model, as columns."""
 
-    numbers: int
-    moments: int
-    master: int
-    ema: int
-    """Of the average as a master weight, and as a parameter."""
-    ema_param: int
+    kinds: Ints
+    experts: Ints
+    """Number of the expert, -1 for other tensors."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The tensors of a model by what they take; those that differ only in layer and expert are of one kind.
+
+    All arrays but those of ``of_places`` have an entry for each kind; bytes are of one element.
+    """
+
+    first: tuple[ModelTensor, ...]
+    """A tensor of each kind, the first."""
+    of_places: Mapping[tuple[str, int | None], KindsOfPlace]
+    itemsize: Ints
+    dtypes: Ints
+    trained: Ints
+    missing: Ints
+    as_masters: Ints
+    """Whether a file with its master weight defines it."""
+    shares_name: Ints
+    """Whether its parameter name may be that of another tensor."""
+    leads: Ints
+    of_expert: Ints
+    of_expert_rank: Ints
+    colors: Ints
+    """The number of the color of its rule."""
+    numbers: Ints
+    """Bytes of states that are single numbers."""
+    rates: Ints
+    """``[kind, 3]``: moments, master weight and average of the master weight."""
+    ema_param: Ints
+    """Of the average of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -188,32 +221,77 @@ class Checkpoint:
         return self.model.config if former is None else former
 
     @cached_property
-    def bytes_of_states(self) -> dict[str, StateBytes]:
-        """Key of a tensor of the model → what its states take; tensors with equal ones share them."""
-        tensors = self.catalog.tensors
+    def kinds(self) -> Kinds:
+        """The tensors of the model by what they take."""
+        tensors, places = self.catalog.tensors, self.model.of_places
         item_bytes = [DTYPES[number].itemsize for number in tensors.dtypes.tolist()]
-        found: dict[StateBytes, StateBytes] = {}
 
         def finder(state: str) -> Callable[[str], int]:
             find = tensors.finder(state)
             return lambda key: 0 if (number := find(key)) is None else item_bytes[number]
 
-        states = {state for tensor in self.model.tensors for state in tensor.accumulators}
-        size_of = {state: finder(state) for state in (*states, MASTER_WEIGHT, *EMA_STATES)}
-        of_states = {}
-        for tensor in self.model.tensors:
-            key = tensor.tied_to or tensor.key
-            numbers = moments = 0
-            for state in tensor.accumulators:
-                if is_per_parameter(state):
-                    numbers += size_of[state](key)
-                else:
-                    moments += size_of[state](key)
-            master = size_of[MASTER_WEIGHT](key) if tensor.master else 0
-            ema = size_of[EMA_MASTER_WEIGHT](key) if tensor.master else 0
-            of = StateBytes(numbers, moments, master, ema, size_of[EMA_PARAM](key))
-            of_states[tensor.key] = found.setdefault(of, of)
-        return of_states
+        size_of = {state: finder(state) for state in (*ACCUMULATORS, MASTER_WEIGHT, *EMA_STATES)}
+        states_of = (MASTER_WEIGHT, EMA_MASTER_WEIGHT, EMA_PARAM)
+        found: dict[tuple[object, ...], int] = {}
+        first: list[ModelTensor] = []
+        bytes_of: list[dict[str, int]] = []
+        of_places: dict[tuple[str, int | None], KindsOfPlace] = {}
+        experts = self.model.experts
+        for place, owned in places.items():
+            numbers = []
+            for t in owned:
+                key = t.tied_to or t.key
+                states = tuple([size_of[state](key) for state in (*t.accumulators, *states_of)])
+                named = t.tied_to is not None or t.automatic_name is not None
+                kind = (
+                    id(t.rule),
+                    t.global_shape,
+                    t.dtype,
+                    t.accumulators,
+                    t.master,
+                    t.missing,
+                    named,
+                    states,
+                )
+                number = found.setdefault(kind, len(first))
+                if number == len(first):
+                    first.append(t)
+                    bytes_of.append(dict(zip((*t.accumulators, *states_of), states, strict=True)))
+                numbers.append(number)
+            of_expert = [-1 if (e := experts.get(t.key)) is None else e for t in owned]
+            of_places[place] = KindsOfPlace(np.array(numbers), np.array(of_expert))
+        colors = [t.rule.color for t in first]
+        rates = [
+            (
+                sum(of[state] for state in t.accumulators if not is_per_parameter(state)),
+                of[MASTER_WEIGHT] if t.master else 0,
+                of[EMA_MASTER_WEIGHT] if t.master else 0,
+            )
+            for t, of in zip(first, bytes_of, strict=True)
+        ]
+        per_parameter = [
+            sum(of[state] for state in t.accumulators if is_per_parameter(state))
+            for t, of in zip(first, bytes_of, strict=True)
+        ]
+        return Kinds(
+            first=tuple(first),
+            of_places=of_places,
+            itemsize=np.array([t.dtype.itemsize for t in first]),
+            dtypes=np.array([dtype_number(t.dtype) for t in first]),
+            trained=np.array([t.trained for t in first]),
+            missing=np.array([t.missing for t in first]),
+            as_masters=np.array([t.master and t.dtype.name == "bfloat16" for t in first]),
+            shares_name=np.array(
+                [bool(t.tied_to or t.automatic_name or t.rule.parameter_name) for t in first]
+            ),
+            leads=np.array([t.rule.leads_if_unified for t in first]),
+            of_expert=np.array([t.rule.of_expert for t in first]),
+            of_expert_rank=np.array([t.rule.of_expert_rank for t in first]),
+            colors=np.array([colors.index(color) for color in colors]),
+            numbers=np.array(per_parameter),
+            rates=np.array(rates, dtype=np.int64).reshape(-1, 3),
+            ema_param=np.array([of[EMA_PARAM] for of in bytes_of]),
+        )
 
     def without(self, states: Collection[str]) -> Checkpoint:
         """The same checkpoint without the tensors of some states."""

@@ -188,9 +188,9 @@ def _tied(checkpoint: Checkpoint, why: str) -> Checkpoint:
 
 def _copies(model: Model) -> Iterator[ModelTensor]:
     """The tensors that only jobs with stages have, where the model lacks them."""
-    by_key = {tensor.key: tensor for tensor in model.tensors}
-    for rule in model.table.rules:
+    rules = [rule for rule in model.table.rules if rule.of_stages]
+    by_key = {tensor.key: tensor for tensor in model.tensors} if rules else {}
+    for rule in rules:
         twin = by_key.get(rule.tied_to or "")
-        lacking = rule.of_stages and rule.key not in by_key
-        if lacking and twin is not None and rule.applies(model.config):
+        if rule.key not in by_key and twin is not None and rule.applies(model.config):
             yield replace(twin, key=rule.key, rule=rule, layer=None, tied_to=twin.key)

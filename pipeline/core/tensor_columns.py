@@ -259,6 +259,11 @@ class Tensors(Identities, Sequence[Tensor]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def dtypes_of(self, state: str) -> set[DType]:
+        """Dtypes of all tensors of a state."""
+        of_state = np.array(self._state, dtype=np.int16) == self._states.numbers.get(state, -1)
+        return {DTYPES[number] for number in np.unique(np.array(self._dtype)[of_state]).tolist()}
+
     def dtype(self, number: int) -> DType:
         """Dtype of a tensor."""
         return DTYPES[self._dtype[number]]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import NamedTuple
 
 from paddle_reshard.pipeline.core.geometry import Shape
@@ -97,17 +98,23 @@ def stage1_v1_owners(parameters: Sequence[Parameter], degree: int, sort: bool = 
 
 
 def _hand_out(parameters: Iterable[Parameter], degree: int) -> dict[str, int]:
-    """Assign each parameter in turn to the first rank with the fewest elements so far.
+    listed = list(parameters)
+    return dict(zip((p.key for p in listed), hand_out([p.elements for p in listed], degree), strict=True))
 
-    Parameters of 6, 4, 3 and 1 elements go to ranks 0, 1, 1 and 0 of two.
+
+def hand_out(elements: Iterable[int], degree: int) -> list[int]:
+    """The rank of each of several parameters, which go in turn to the first rank with the fewest elements so far.
+
+    >>> hand_out([6, 4, 3, 1], 2)
+    [0, 1, 1, 0]
     """
-    load_elements = [0] * degree
-    owner: dict[str, int] = {}
-    for parameter in parameters:
-        rank = load_elements.index(min(load_elements))
-        owner[parameter.key] = rank
-        load_elements[rank] += parameter.elements
-    return owner
+    loads = [(0, rank) for rank in range(degree)]
+    owners = []
+    for count in elements:
+        load, rank = loads[0]
+        owners.append(rank)
+        heapreplace(loads, (load + count, rank))
+    return owners
 
 
 def _stage3_share(parameter: Parameter, degree: int, segment_elements: int) -> dict[int, FlatSlice | None]:

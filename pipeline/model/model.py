@@ -130,18 +130,47 @@ class Model:
 
     def as_built(self, pp: int) -> list[ModelTensor]:
         """All tensors in the order in which a job with ``pp`` stages builds them."""
+        return [tensor for place in self.places_as_built(pp) for tensor in self.of_places[place]]
+
+    def places_as_built(self, pp: int) -> list[tuple[str, int | None]]:
+        """The pipeline items that own tensors, in the order in which a job with ``pp`` stages builds them."""
         position = self.table.build_order(pp)
+        return sorted(
+            self.of_places, key=lambda place: (position[place[0]], -1 if place[1] is None else place[1])
+        )
 
-        def built(tensor: ModelTensor) -> tuple[int, int]:
-            item, layer = self.places[tensor.key]
-            return position[item], -1 if layer is None else layer
-
-        return sorted(self.tensors, key=built)
+    @cached_property
+    def of_places(self) -> dict[tuple[str, int | None], list[ModelTensor]]:
+        """Pipeline item → the tensors that it owns."""
+        owned: dict[tuple[str, int | None], list[ModelTensor]] = {}
+        for tensor in self.tensors:
+            owned.setdefault(self.places[tensor.key], []).append(tensor)
+        return owned
 
     @cached_property
     def experts(self) -> dict[str, int | None]:
         """Key of a tensor of a single routed expert → number of the expert."""
         return {tensor.key: expert_of(tensor.key) for tensor in self.tensors if tensor.rule.of_expert}
+
+    @cached_property
+    def plain_expert(self) -> str | None:
+        """Key of the first tensor of an expert without a master weight."""
+        return next((t.key for t in self.tensors if t.key in self.experts and not t.master), None)
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of its tensors, each once."""
+        return tuple({id(tensor.rule): tensor.rule for tensor in self.tensors}.values())
+
+    @cached_property
+    def tied(self) -> tuple[ModelTensor, ...]:
+        """The tensors with the values of others."""
+        return tuple(tensor for tensor in self.tensors if tensor.tied_to is not None)
+
+    @cached_property
+    def untrained(self) -> tuple[str, ...]:
+        """Keys of the tensors without optimizer states, but those that are tied to others."""
+        return tuple(t.key for t in self.tensors if not t.trained and t.tied_to is None)
 
     @cached_property
     def kinds_of_states(self) -> frozenset[tuple[str, ...]]:

@@ -161,7 +161,7 @@ def _check_counted(model: Model, topology: Topology) -> None:
 
     Files of a job without sharded saving do not list them if they are not stored, so that only the rules know of them.
     """
-    held = {tensor.rule.key for tensor in model.tensors}
+    held = {rule.key for rule in model.rules}
     for rule in model.table.rules:
         counts = rule.name_class == AUTOMATIC and rule.name_class_ep not in (None, AUTOMATIC)
         if counts and rule.applies(model.config) and rule.key not in held:

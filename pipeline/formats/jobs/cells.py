@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
@@ -62,7 +63,7 @@ class Cell:
         return replace(self, tp=other.tp) == other
 
 
-def _optimizer_list(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> list[ModelTensor]:
+def optimizer_list(tensors: Sequence[ModelTensor], names: Mapping[str, str]) -> list[ModelTensor]:
     """The trained tensors of a cell in the order of its optimizer; the first of two with one name stands there twice.
 
     Two tensors that would be one parameter by accident are refused.
@@ -91,30 +92,36 @@ class CellPlanner:
         self.model, self.target, self.topology = model, target, target.topology
         self.expert = model.experts
         self.experts = len(set(self.expert.values()))
-        tied = [t for t in model.tensors if t.tied_to and t.is_alias and not t.rule.is_own(self.topology.pp)]
+        tied = [t for t in model.tied if t.is_alias and not t.rule.is_own(self.topology.pp)]
         item_of = {t.key: t.item for t in model.tensors} if tied else {}
         self.tied = {
             key for t in tied if item_of[t.tied_to or ""] != t.item for key in (t.key, t.tied_to or "")
         }
         """The tensors of layers that two stages share."""
-        if (
-            model.table.described
-        ):  # an item of its pipeline is one layer, which is shared with all that it holds
+        if model.table.described and tied:
+            # An item of its pipeline is one layer, which is shared with all that it holds.
             shared = {item_of[key] for key in self.tied}
             self.tied |= {t.key for t in model.tensors if t.item in shared}
-        under_pp = self.topology.pp > 1
-        self.written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in model.tensors}
-        """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
-        if target.expert_axis == "ep" and model.table.local_experts:
-            self.written = {key: self._own_number(written) for key, written in self.written.items()}
         self.with_lora = model.has_lora
         self.shares_parameters = target.writes_meta and not self.with_lora
         """Whether each rank of a sharding group writes a share of the parameters, rather than the first all of them."""
-        renames = {} if self.shares_parameters else model.table.saved_prefixes
-        self.saved = self.written
+
+    @cached_property
+    def written(self) -> dict[str, str]:
+        """Key of a tensor → its key in the target; for keys in files of weights, see ``saved``."""
+        under_pp = self.topology.pp > 1
+        written = {t.key: (under_pp and t.rule.key_pp) or t.key for t in self.model.tensors}
+        if self.target.expert_axis == "ep" and self.model.table.local_experts:
+            return {key: self._own_number(of_pipeline) for key, of_pipeline in written.items()}
+        return written
+
+    @cached_property
+    def saved(self) -> dict[str, str]:
         """The same for files of weights, which a class can rename as it saves them."""
-        if renames:
-            self.saved = {key: renamed_prefix(written, renames) for key, written in self.written.items()}
+        renames = {} if self.shares_parameters else self.model.table.saved_prefixes
+        if not renames:
+            return self.written
+        return {key: renamed_prefix(written, renames) for key, written in self.written.items()}
 
     def _own_number(self, key: str) -> str:
         """The key with the number that a rank gives the expert, which numbers its own from 0 on."""
@@ -163,11 +170,18 @@ class CellPlanner:
 
     def _stages(self) -> list[list[ModelTensor]]:
         """The tensors of every stage, in the order in which it builds them."""
-        tensors = self.model.as_built(self.topology.pp)
-        table, items = self.model.table, self._items(tensors)
+        of_places = self.model.of_places
+        return [
+            [tensor for place in stage for tensor in of_places[place]] for stage in self.places_of_stages()
+        ]
+
+    def places_of_stages(self) -> list[list[PipelineItem]]:
+        """The pipeline items of every stage, in the order in which it builds them."""
+        held = self.model.places_as_built(self.topology.pp)
+        table, items = self.model.table, self._items(held)
         described = {item.name: item for item in table.items}
         if self.topology.pp > 1:
-            self._check_mtp_stages(tensors, described)
+            self._check_mtp_stages(described)
         in_pipeline = self._with_empty_layers(items)
         empty = Item("", "" if table.empty is None else table.empty.layer_class)
         positions = segment(
@@ -182,9 +196,9 @@ class CellPlanner:
         ]
         self.chunk = {item: chunk for item, (_, chunk) in placed}
         stage_of = {item: stage for item, (stage, _) in placed}
-        stages: list[list[ModelTensor]] = [[] for _ in range(self.topology.pp)]
-        for tensor in tensors:
-            stages[stage_of[self.model.places[tensor.key]]].append(tensor)
+        stages: list[list[PipelineItem]] = [[] for _ in range(self.topology.pp)]
+        for place in held:
+            stages[stage_of[place]].append(place)
         if [] in stages:
             raise PlanError(
                 f"pp={self.topology.pp}: stage {stages.index([])} would consist of empty layers; what a job saves of "
@@ -192,10 +206,9 @@ class CellPlanner:
             )
         return stages
 
-    def _items(self, tensors: Sequence[ModelTensor]) -> list[PipelineItem]:
-        """The pipeline items, as kind and decoder layer; an adapter may have no tensors in some of them."""
+    def _items(self, held: list[PipelineItem]) -> list[PipelineItem]:
+        """All pipeline items, as kind and decoder layer; an adapter may have no tensors in some of them."""
         table, config = self.model.table, self.model.config
-        held = list(dict.fromkeys(self.model.places[t.key] for t in tensors))
         if not self.model.has_lora or not isinstance(config_entry(config, LAYERS), int):
             return held
         used = {rule.item for rule in table.rules if rule.applies(config)}
@@ -223,12 +236,15 @@ class CellPlanner:
                 pipeline_items.append(None)
         return pipeline_items
 
-    def _check_mtp_stages(self, tensors: Sequence[ModelTensor], described: Mapping[str, Item]) -> None:
+    def _check_mtp_stages(self, described: Mapping[str, Item]) -> None:
         table = self.model.table
         if not any(item.layer_class for item in table.items):
             raise PlanError(
                 f"pp={self.topology.pp}: {table.library} has no pipeline class of {table.family}; use pp=1"
             )
+        if not any(item.mtp and not item.layer_class for item in described.values()):
+            return
+        tensors = self.model.as_built(self.topology.pp)
         lost = next((t.key for t in tensors if (i := described[t.rule.item]).mtp and not i.layer_class), None)
         if lost is not None:
             raise PlanError(
@@ -246,20 +262,16 @@ class CellPlanner:
         if sibling is not None and self.target.names is None and self.target.expert_axis is None:
             return replace(sibling, tp=tp)
         tensors = self._of_rank(tensors, tp, ep)
-        names = self._names(tp, pp, ep, tensors)
-        built = tensors
-        if self.topology.pp > 1:
-            # Layers are named as they are built, but a stage lists the layers that it shares with another
-            # stage first: PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
-            tensors = sorted(tensors, key=lambda t: t.key not in self.tied)
-            names = {t.key: names[t.key] for t in tensors}
+        names = self.names(tp, pp, ep, tensors)
+        built, tensors = tensors, self.as_listed(tensors)
+        names = {t.key: names[t.key] for t in tensors}
         cuts, local = self._cut(tensors)
-        listed = _optimizer_list(tensors, names)
+        listed = optimizer_list(tensors, names)
         parameters = list({tensor.key: tensor for tensor in listed}.values())
         # A chunk of a virtual pipeline lists a shared layer where it lies in the chunk (pp_layers.py:1045), and the
         # engine makes buffers of each chunk.
         by_chunk = self.target.sharding.comm_overlap and self.topology.vpp > 1
-        shares = self._shares(_optimizer_list(built, names) if by_chunk else listed, local, turn)
+        shares = self._shares(optimizer_list(built, names) if by_chunk else listed, local, turn)
         apart = self.topology.dense_sharding
         held: dict[int, list[ModelTensor]] = {
             shard: [] for shard in range(turn % apart, self.topology.sharding, apart)
@@ -333,7 +345,16 @@ class CellPlanner:
                 )
         return shares
 
-    def _names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
+    def as_listed(self, tensors: list[ModelTensor]) -> list[ModelTensor]:
+        """The tensors of a cell in the order of its parameters, which are named in that of ``tensors``.
+
+        Layers are named as they are built, but a stage lists the layers that it shares with another stage first:
+        PipelineLayer makes shared_layers before all others (Paddle 3.3.1 pp_layers.py:509).
+        """
+        return sorted(tensors, key=lambda t: t.key not in self.tied) if self.topology.pp > 1 else tensors
+
+    def names(self, tp: int, pp: int, ep: int, tensors: list[ModelTensor]) -> Mapping[str, str]:
+        """Key → parameter name of the tensors of a cell, in the order in which they are built."""
         if self.target.names is None:
             topology, parallel = self.topology, self.target.sequence_parallel
             self.model.table.check_names(topology.tp, topology.pp, topology.ep, parallel)

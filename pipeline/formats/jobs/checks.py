@@ -170,14 +170,16 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
             f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}{instead}"
         )
     experts = checkpoint.model.experts
-    in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
+    in_one: set[int] = set()
+    if any(rule.shared_out for rule in checkpoint.model.rules):
+        in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
     count = len({*experts.values()}) or min(in_one, default=0)
     if count == 0 or count % ranks:
         raise PlanError(
             f"{what}: the layers have {count} experts that can be told apart, and the trainer asserts that {axis} "
             "divides that number"
         )
-    plain = next((t.key for t in checkpoint.model.tensors if t.key in experts and not t.master), None)
+    plain = checkpoint.model.plain_expert
     if axis == "ep" and topology.sharding > 1 and plain is not None and checkpoint.has_optimizer:
         raise PlanError(
             f"{plain}: has no master weight; the trainer's stage1v2 under expert parallelism only supports "
@@ -187,6 +189,8 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
 
 def _check_states(model: Model, strategy: str) -> None:
     """Refuse a source without states that a job with sharding has, and counts when it cuts slices."""
+    if not any(rule.states_if_sharded for rule in model.rules):
+        return
     trained = {tensor.item for tensor in model.tensors if tensor.trained}  # others are frozen in any job
     for tensor in model.tensors:
         if tensor.rule.states_if_sharded and not tensor.trained and tensor.item in trained:
@@ -256,8 +260,8 @@ def _check_frozen(model: Model, strategy: str) -> None:
     PaddleFormers' lists only trained parameters (1.2.0 trainer.py:3359): those with states, if any has. In a model of
     an unknown family, a trained parameter may have had no gradient: it is listed and has no state.
     """
-    untrained = [t.key for t in model.tensors if not t.trained and t.tied_to is None]
-    by_states = (
+    untrained = model.untrained
+    by_states = bool(untrained) and (
         model.table.not_known is None
         and model.table.convention == "paddleformers"
         and any(t.trained for t in model.tensors)

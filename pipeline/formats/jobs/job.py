@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob, lora_of, precision_of
+from paddle_reshard.pipeline.core.choices import MUON
 from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.upstream import DEFAULT_PADDLE
 from paddle_reshard.pipeline.formats.sharding import DEFAULT_SEGMENT_ELEMENTS, ShardingOptions
-from paddle_reshard.pipeline.model.optimizers import muon_parameters
+from paddle_reshard.pipeline.model.optimizers import special_optimizer
 from paddle_reshard.pipeline.model.rules.stages import Segmentation
 
 
@@ -60,7 +61,7 @@ class HybridJob:
     def job(self, source: Checkpoint) -> TrainingJob:
         """The job of this topology that goes on training the source."""
         tensors = source.catalog.tensors
-        dtypes = {tensors.dtype(number).name for number in tensors.of_state(PARAM).values()}
+        dtypes = {dtype.name for dtype in tensors.dtypes_of(PARAM)}
         return TrainingJob(
             source.model.table.library,
             self.format,
@@ -68,7 +69,7 @@ class HybridJob:
             self.strategy,
             self.sharding.comm_overlap,
             self.topology.tp > 1 and self.sequence_parallel,
-            muon=bool(muon_parameters(source.model.tensors)),
+            muon=special_optimizer(source.model) == MUON,
             experts_over_dp=self.expert_axis == "dp",
             recipe=source.model.table.recipe,
             switches=source.model.recipe_switches,
