@@ -211,6 +211,9 @@ class Checkpoint:
     """What nothing in its files proves and may be wrong, in words."""
     alike: str = ""
     """The number of files that only their names tell from those of other ranks, in words; usual in a healthy one."""
+    fused_over: tuple[int, int] = (0, 0)
+    """FlexCheckpoints: over how many ranks of tp the tensors with fused parts are stored, each rank's parts together;
+    first those of all ranks of ``ep``, then those that these share out. 0: there are none."""
     keys_read: str = ""
     """How the keys in its files become those of the model, in words; empty: they are the same."""
 

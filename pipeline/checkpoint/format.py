@@ -55,14 +55,28 @@ class NotLoaded(NamedTuple):
     ever: str = ""
     """In no job."""
     under_tp: str = ""
-    """In jobs with tensor parallelism."""
+    """In jobs with another degree of tensor parallelism than ``tp``."""
     with_stages: str = ""
     """In jobs with pipeline stages."""
+    tp: int = 1
+    """0: ``under_tp`` does not depend on it."""
+    expert_tp: int = 0
+    """The same for routed experts, of which ranks of ``ep`` have whole ones."""
+    in_silence: bool = False
+    """Whether such a job starts, with wrong values."""
 
     def by(self, topology: Topology) -> str:
         """Why a job of this topology does not."""
-        under_tp = self.under_tp if topology.tp > 1 else ""
-        return self.ever or under_tp or (self.with_stages if topology.pp > 1 else "")
+        of_expert = 1 if topology.ep > 1 else topology.tp
+        other_tp = self.tp not in (0, topology.tp) or self.expert_tp not in (0, of_expert)
+        return (
+            self.ever or (self.under_tp if other_tp else "") or (self.with_stages if topology.pp > 1 else "")
+        )
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """All of them, whatever the job."""
+        return tuple(filter(None, (self.ever, self.under_tp, self.with_stages)))
 
 
 LOADED: Final = NotLoaded()

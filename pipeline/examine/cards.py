@@ -1,8 +1,8 @@
 """``plan --cards``: the topologies of a number of cards that a checkpoint can be converted to, and what each costs.
 
 Every division of the cards among the axes is offered to the code that makes targets, which refuses what the trainer
-could not train; there are no rules of divisibility here. Nothing is laid out, so that hundreds of topologies of a large
-model take seconds to minutes.
+could not train; there are no rules of divisibility here. Nothing is laid out: tensors that differ only in layer and expert
+are counted, so that hundreds of topologies of a large model take seconds.
 """
 
 from __future__ import annotations
@@ -248,8 +248,12 @@ class CardsPlan(Result):
         axes = [axis for axis, reason in why.items() if reason]
         if not axes:
             return []
-        where, reasons = " and ".join(axes), "; ".join(why[axis] for axis in axes)
-        return [("as it is", f"the trainer reads it in those without {where}: {self._launch()}; {reasons}")]
+        tp, reasons = (
+            max(self.not_loaded.tp, self.not_loaded.expert_tp),
+            "; ".join(why[axis] for axis in axes),
+        )
+        where = f"with tp={tp}" if tp > 1 else f"without {' and '.join(axes)}"
+        return [("as it is", f"the trainer reads it in those {where}: {self._launch()}; {reasons}")]
 
     def _launch(self) -> str:
         return shlex.join(["paddle-reshard", "launch", self.path, "--to"]) + " TOPOLOGY"
@@ -308,7 +312,7 @@ def plan_cards(
         format,
         tuple(_by_nearness(alternatives, offer.before)),
         tuple(refused),
-        any_topology and not any(not_loaded),
+        any_topology and not not_loaded.reasons,
         offer.before is not None,
         not_loaded,
     )

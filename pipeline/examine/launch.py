@@ -105,7 +105,7 @@ def launch(
     CheckpointError, PlanError
         As :func:`inspect`.
     UsageError
-        If ``to`` is missing, or is not the topology of the checkpoint.
+        If ``to`` is missing, or is not the topology of the checkpoint; or if the job would begin from wrong values.
     UnsupportedError
         For a library or a format whose trainer's arguments are not known.
     """
@@ -119,6 +119,11 @@ def launch(
         return Launch(inspection.path, "transformers", 1, {}, _serving_commands(inspection.path), ())
     made_for = None if manifest is None else _parsed(manifest.topology)
     topology = _topology(inspection, None if to is None else Topology.of(to), made_for)
+    if inspection.not_loaded.in_silence and (why := inspection.not_loaded.by(topology)):
+        raise UsageError(
+            f"{inspection.path} is not for {topology}: {why}; lay it out for the ranks of the job first: "
+            f"paddle-reshard convert … --format {inspection.format} --to {topology}"
+        )
     library = inspection.library or inspection.convention
     if library.startswith("an unknown") and CONFIG not in inspection.other_files:
         raise UnsupportedError(

@@ -45,7 +45,7 @@ def checkpoint(case: str) -> Path:
 def read(sizes: dict, metadata: dict, arrays: dict, fused: Callable = not_fused) -> Catalog:
     """The tensors as the format has them."""
     files = {path: DataFile(sizes.get(path, 0), found, {}) for path, found in arrays.items()}
-    return catalog_flex(metadata, files, read_names(metadata), fused)
+    return catalog_flex(metadata, files, read_names(metadata), fused)[0]
 
 
 def index(folder: Path) -> tuple[dict, dict, dict]:

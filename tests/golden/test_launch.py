@@ -15,8 +15,8 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.trainer_arguments import TrainingJob, trainer_arguments
 from tests.conftest import case_directory, case_names
-from tests.lab.job import FILES_OF_RANKS
-from tests.parity.run import CHECKPOINT, ROWS
+from tests.lab.job import FILES_OF_RANKS, described
+from tests.parity.run import CHECKPOINT, ROWS, config_like
 from tests.parity.table_rows import STRATEGIES
 from tests.published import checked
 from tests.sampling import exhaustive
@@ -126,6 +126,39 @@ def spread(arguments: Any) -> dict[str, Any]:
         for name, value in named.items()
         if name in {*PLACES, *FILES_OF_RANKS, "pp_sharding_comm_overlap"}
     }
+
+
+@pytest.mark.parametrize(
+    ("case", "to", "right"),
+    [
+        ("small-flex/fc_pp2sh2_s1v2_tied", "tp=2", True),
+        ("moe/moe_fc_single", "tp=2", False),
+        ("moe/moe_fc_single", "sharding=4", True),
+        ("moe/ep2_fc_sh2_s1v2", "tp=2", False),
+        ("moe/ep2_fc_sh2_s1v2", "ep=2,sharding=2", True),
+        ("small-flex/fc_moe_mp2sh2_s1v2_ema", "tp=2,pp=2", True),
+        ("small-flex/fc_moe_mp2sh2_s1v2_ema", "sharding=2", False),
+    ],
+)
+def test_a_job_that_would_read_fused_parts_wrongly_is_refused(
+    case: str, to: str, right: bool, tmp_path: Path
+) -> None:
+    """What the real trainer made of each: tests/corpus/moe/README.md (*Peer baselines*) and docs/peers.md."""
+    job, source = described()[case if "/" in case else f"dense/{case}"], case_directory(case) / CHECKPOINT
+    config = config_like(job, tmp_path)
+    if right:
+        assert paddle_reshard.launch(source, to=to, config=config).ranks == Topology.parse(to).world_size
+        return
+    with pytest.raises(
+        paddle_reshard.UsageError, match=f"as if they were not fused.*--format flex --to {to}$"
+    ):
+        paddle_reshard.launch(source, to=to, config=config)
+    assert not paddle_reshard.plan(source, cards=2, config=config).any_topology
+    by_rank = tmp_path / "by-rank"
+    paddle_reshard.convert(source, by_rank, format="flex", to=to, config=config)
+    assert (
+        paddle_reshard.launch(by_rank, config=config).arguments["load_checkpoint_format"] == "flex_checkpoint"
+    )
 
 
 def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:
             layout=row.layout or None,
             master_weights="from-parameters" if row.masters else "stored",
             fill=work / "fill.safetensors" if row.fill else None,
-            config=None if (checkpoint / "config.json").exists() else _config_like(job, work),
+            config=None if (checkpoint / "config.json").exists() else config_like(job, work),
             convention="paddleformers" if row.to_library else None,
             replicas="report" if row.drifted else "compare",
         )
@@ -502,7 +502,7 @@ def _in_order(tensor: Tensor, widths: tuple[int, int, int]) -> Tensor:
     return tensor._replace(data=items[..., order].tobytes())
 
 
-def _config_like(job: Job, folder: Path) -> Path:
+def config_like(job: Job, folder: Path) -> Path:
     """``config.json`` of the model of a case."""
     like = case_directory(SAME_MODEL[job.family]) / CHECKPOINT / "config.json"
     path = folder / "config.json"

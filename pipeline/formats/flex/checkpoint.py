@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.format import LOADED, NotLoaded
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
 from paddle_reshard.pipeline.core.catalog import Catalog
@@ -99,7 +100,7 @@ def read_flex(
     tied = {path: [(twins.get(key, key), state) for key, state in of] for path, of in names.items()}
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
     fused = not_fused if dist_tensors else partial(_fused, table, config)
-    catalog = catalog_flex(metadata, files, tied, fused)
+    catalog, blocks = catalog_flex(metadata, files, tied, fused)
     program: tuple[CellNames, ...] = ()
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
@@ -119,7 +120,35 @@ def read_flex(
         has_ema=not {EMA_PARAM, EMA_MASTER_WEIGHT}.isdisjoint(catalog.tensors.states),
         adapter=adapter,
         unproven=_unproven(metadata, config, dist_tensors and not auto_parallel),
+        fused_over=_fused_over(blocks, rules, table),
     )
+
+
+def _fused_over(blocks: Mapping[str, int], rules: Mapping[str, Rule], table: RuleTable) -> tuple[int, int]:
+    """See :attr:`Checkpoint.fused_over`."""
+    over = {False: 0, True: 0}
+    for key, count in blocks.items():
+        shared_out = rules[key].of_expert_rank and table.expert_axis is not None
+        if (
+            count > 1 or not shared_out or table.expert_axis == "ep"
+        ):  # ranks of tp may have whole experts, too
+            over[shared_out] = max(over[shared_out], count)
+    return over[False], over[True]
+
+
+def not_loaded(checkpoint: Checkpoint) -> NotLoaded:
+    """Which jobs read fused parts as if they were not fused: the trainer's loader (PaddleFormers 1.2, Paddle 3.3.1
+    ``load_state_dict``) cuts ``[gate | up]`` in the middle for two ranks, of which each expects a half of both."""
+    tp, expert_tp = checkpoint.fused_over
+    if not (tp or expert_tp):
+        return LOADED
+    cut = max(tp, expert_tp)
+    where = "with tp" if cut == 1 else f"with another tp than that of the files, {cut},"
+    why = (
+        f"in a job {where} the trainer cuts tensors with fused parts, such as gate and up, as if they were not fused: "
+        "their values would be wrong, without an error"
+    )
+    return NotLoaded(under_tp=why, tp=tp, expert_tp=expert_tp, in_silence=True)
 
 
 def _is_auto_parallel(metadata: Mapping[str, DistMetadata]) -> bool:

@@ -13,6 +13,7 @@ from paddle_reshard.pipeline.checkpoint.format import (
     TARGET_META,
     Format,
     FormatOption,
+    NotLoaded,
     Request,
 )
 from paddle_reshard.pipeline.core.choices import MUON
@@ -65,6 +66,12 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Ch
     return index_flex(files, tables, missing)
 
 
+def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
+    from paddle_reshard.pipeline.formats.flex.checkpoint import not_loaded
+
+    return not_loaded(checkpoint)
+
+
 def _request(name: str, asked: Mapping[str, Any]) -> Request:
     """With a topology, the files are those of its ranks."""
     if asked.get("to"):
@@ -92,6 +99,7 @@ FORMATS = (
             if library == "paddleformers"
             else None
         ),
+        not_loaded=_not_loaded,
         process_of=_process_of,
     ),
     Format(  # what auto-parallel training saves: one folder, states under parameter names, no files of ranks

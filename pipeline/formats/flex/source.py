@@ -111,8 +111,10 @@ def catalog_flex(
     files: Mapping[str, DataFile],
     names: Names,
     fused: Callable[[str], Fused | None],
-) -> Catalog:
+) -> tuple[Catalog, dict[str, int]]:
     """Build the catalog, and check that every array is as described and that they cover every tensor once.
+
+    The second result: key of a tensor with fused parts → number of blocks in which it is stored.
 
     ``metadata`` and ``files`` are the contents of all ``.metadata`` files and of all data files, by path. Keys with the
     same name in ``names`` hold copies of a tensor. ``fused`` returns what is fused in the tensor of a key, or ``None``;
@@ -124,7 +126,7 @@ def catalog_flex(
         builder.add_folder(path, metadata[path], names[path])
     catalog = builder.catalog()
     check_catalog(catalog)
-    return catalog
+    return catalog, builder.blocks
 
 
 def _check_folders(metadata: Mapping[str, DistMetadata], files: Mapping[str, DataFile]) -> None:
@@ -151,6 +153,8 @@ class _FlexCatalogBuilder:
     def __init__(self, files: Mapping[str, DataFile], fused: Callable[[str], Fused | None]) -> None:
         self.stored = TensorCollector(File(path, files[path].size_bytes) for path in sorted(files))
         self.files, self.fused = files, fused
+        self.blocks: dict[str, int] = {}
+        """Key of a tensor with fused parts → number of blocks in which it is stored."""
         self.copies = defaultdict[int, int](int)
         """Tensor → number of copies so far."""
         self.origins: list[Shape] = []
@@ -219,6 +223,7 @@ class _FlexCatalogBuilder:
                 f"shape {tensor.global_shape}, but {len(shares)} parts are fused along dim {dim}",
             )
         starts = {metadata.shapes[offset][dim] for offset in pieces["global_offset"].tolist()}
+        self.blocks[tensor.key] = len(starts)
         if len(starts) == 1:
             return UNCUT
         extents = {metadata.shapes[local][dim] for local in pieces["local_shape"].tolist()}
