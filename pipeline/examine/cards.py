@@ -1,8 +1,8 @@
 """``plan --cards``: the topologies of a number of cards that a checkpoint can be converted to, and what each costs.
 
 Every division of the cards among the axes is offered to the code that makes targets, which refuses what the trainer
-could not train; there are no rules of divisibility here. Nothing is laid out: tensors that differ only in layer and expert
-are counted, so that hundreds of topologies of a large model take seconds.
+could not train; there are no rules of divisibility here. Nothing is laid out: tensors that differ only in layer and
+expert are counted, so that hundreds of topologies of a large model take seconds.
 """
 
 from __future__ import annotations
