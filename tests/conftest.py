@@ -125,6 +125,13 @@ def case_names(group: str) -> tuple[str, ...]:
     return tuple(f"{group}/{name}" for name in sorted(names))
 
 
+def unpack(archive: Path, into: Path) -> None:
+    """Write what an archive holds into a folder; ``extractall(filter="data")`` is only in 3.10.12, 3.11.4 and later."""
+    with tarfile.open(archive) as packed:
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)
+        packed.extractall(into)
+
+
 @cache
 def case_directory(name: str) -> Path:
     """Return the folder of a case, ``group/case`` or a case of ``dense``; it is not to be changed.
@@ -143,10 +150,7 @@ def case_directory(name: str) -> Path:
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             staged = Path(tempfile.mkdtemp(dir=target.parent))
-            with tarfile.open(archive, "r:xz") as packed:
-                # ``extractall(filter="data")`` is only in 3.10.12, 3.11.4 and later.
-                packed.extraction_filter = getattr(tarfile, "data_filter", None)
-                packed.extractall(staged)
+            unpack(archive, staged)
             (staged / case).rename(target)
             shutil.rmtree(staged)
     return target

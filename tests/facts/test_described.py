@@ -3,7 +3,6 @@
 import json
 import lzma
 import shutil
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
@@ -23,7 +22,7 @@ from paddle_reshard.pipeline.model.rules.table import Described, RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.training.describe import written
 from tests import facts
-from tests.conftest import case_directory
+from tests.conftest import case_directory, unpack
 from tests.facts.test_tables import EP, PP, SEQUENCE_PARALLEL, TP, differences, table_of
 from tests.oracle import assert_same_tensors, load_with_paddle, read_checkpoint, read_truth, shapes_of
 
@@ -276,8 +275,7 @@ def test_experts_over_ranks_of_tp_and_words_over_stages_are_those_of_a_job_on_on
 
 def own_job(into: Path) -> Path:
     """The real checkpoint of the job with tp, pp and ep, with the description of all three jobs."""
-    with tarfile.open(Path(__file__).parents[1] / "golden/draws/drawn_own.tar.xz") as packed:
-        packed.extractall(into, filter="data")
+    unpack(Path(__file__).parents[1] / "golden/draws/drawn_own.tar.xz", into)
     return into / "drawn_own/source/checkpoint-2"
 
 

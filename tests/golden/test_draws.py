@@ -4,7 +4,6 @@
 """
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors import deserialize
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
+from tests.conftest import unpack
 from tests.golden.compare_one_card import load, read_one_card
 from tests.lab.draws.check import STRUCTURE, conversions, differences_from_target, draw_of
 
@@ -52,8 +52,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def unpacked(name: str, into: Path) -> Path:
-    with tarfile.open(DRAWS / f"{name}.tar.xz") as packed:
-        packed.extractall(into, filter="data")
+    unpack(DRAWS / f"{name}.tar.xz", into)
     [checkpoint] = (into / name).rglob("checkpoint-*")
     return checkpoint
 
