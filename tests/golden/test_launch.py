@@ -161,6 +161,16 @@ def test_a_job_that_would_read_fused_parts_wrongly_is_refused(
     )
 
 
+def test_without_config_json_a_name_that_may_be_of_fused_parts_is_enough_to_refuse() -> None:
+    source = case_directory("families/qwen3_next_fc_sh2_s1v2") / CHECKPOINT
+    assert not (source / "config.json").exists()
+    assert paddle_reshard.launch(source, to="sharding=4").ranks == 4
+    with pytest.raises(
+        paddle_reshard.UsageError, match=r"is not known without its config\.json \(--config FILE\)"
+    ):
+        paddle_reshard.launch(source, to="tp=2")
+
+
 def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -> None:
     source = case_directory(ALL_AXES) / CHECKPOINT
     paddle_reshard.convert(source, tmp_path / "target", to="tp=2,sharding=4")

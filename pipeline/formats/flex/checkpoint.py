@@ -101,6 +101,8 @@ def read_flex(
     # A dist tensor of auto-parallel training is the logical one, however many ranks cut it.
     fused = not_fused if dist_tensors else partial(_fused, table, config)
     catalog, blocks = catalog_flex(metadata, files, tied, fused)
+    if table.not_known is not None and not dist_tensors:  # no row says what is fused; a name may
+        blocks = dict.fromkeys((key for key in keys if _name_in_module(key) in _fused_names(tables)), 1)
     program: tuple[CellNames, ...] = ()
     if auto_parallel:
         stored_names = _stored_names(names, metadata, files)
@@ -148,6 +150,8 @@ def not_loaded(checkpoint: Checkpoint) -> NotLoaded:
         f"in a job {where} the trainer cuts tensors with fused parts, such as gate and up, as if they were not fused: "
         "their values would be wrong, without an error"
     )
+    if checkpoint.model.table.not_known is not None:
+        why += f". Whether this model has any is not known without its {CONFIG} (--config FILE)"
     return NotLoaded(under_tp=why, tp=tp, expert_tp=expert_tp, in_silence=True)
 
 
