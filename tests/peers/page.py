@@ -1,4 +1,4 @@
-"""Writes the tables of docs/peers.md; ``python -m tests.peers.page`` does so again of what was found last."""
+"""Writes the tables of docs/peers.md and of README.md here; ``python -m tests.peers.page`` does so of the last run."""
 
 import json
 import re
@@ -11,6 +11,7 @@ from tests.conftest import REPO
 
 FOUND = REPO / ".peers" / "outcomes.json"
 PAGE = REPO / "docs" / "peers.md"
+PAIRS = REPO / "tests" / "peers" / "README.md"
 NOT_RUN = "not run"
 KINDS = ("parameters", "master weights", "moments", "beta powers", "EMA")
 
@@ -47,12 +48,21 @@ def found() -> list[Outcome]:
 
 
 def write_page(outcomes: list[Outcome]) -> None:
-    """Write the tables of the page anew; what is said around them is the page's own."""
-    text = PAGE.read_text()
-    for name, lines in (("table", lines_of_table), ("wrong", _wrong), ("all", _all)):
+    """Write the tables of both pages anew; what is said around them is the pages' own."""
+    for page, name, lines in (
+        (PAGE, "table", lines_of_table),
+        (PAIRS, "wrong", _wrong),
+        (PAIRS, "all", _all),
+    ):
         block = f"<!-- {name} -->\n" + "\n".join(lines(outcomes)) + "\n<!-- end -->"
-        text = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
-    PAGE.write_text(text)
+        page.write_text(
+            re.sub(
+                rf"<!-- {name} -->.*?<!-- end -->",
+                lambda _, block=block: block,
+                page.read_text(),
+                flags=re.DOTALL,
+            )
+        )
 
 
 def _groups(outcomes: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
