@@ -164,6 +164,8 @@ class Job:
         layout: dict[str, Any] = {}
         if self.topology.tp > 1:
             layout["sequence_parallel"] = bool(self.arguments.get("sequence_parallel"))
+        if self.topology.ep > 1 and self.model.get("use_unified_moe"):
+            layout["use_unified_moe"] = True
         if self.topology.pp > 1 and (pattern := self.model.get("pp_seg_method")):
             layout["segmentation"] = pattern
         if size := self.arguments.get("sharding_comm_buffer_size_MB"):

@@ -84,10 +84,13 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         if str(target.topology) != str(source.topology):
             break
         target = placed(common, chance, with_average)
-    # From its own files of one card in this format the trainer does not resume: it asks for a model_meta.json.
-    # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's.
+    # From its own files of one card in `hybrid` the trainer does not resume: it asks for a model_meta.json.
+    # Nor does it, over several cards, from those of another optimizer: this loader knows no state but Adam's.
+    several = target.topology.ranks > 1
     resumes = number % 5 == 0 and (
-        target.format != "hybrid" or (target.topology.ranks > 1 and not common.optimizer)
+        not (several and common.optimizer)
+        if target.format == "hybrid-plain"
+        else target.format != "hybrid" or (several and not common.optimizer)
     )
     return Draw(number, source, target, replace(third, arguments={}), resumes)
 

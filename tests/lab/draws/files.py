@@ -147,23 +147,32 @@ def _of_metadata(metadata: Any, by_rank: bool) -> Iterator[tuple[str, str]]:
 
 
 def _of_unified(checkpoint: Path, job: Job) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    kinds: dict[str, list[tuple[str, str]]] = {}
+    kinds: dict[str, dict[str, str]] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         for key, tensor in read_tensors(path).items():
             kind = re.split(r"[-.]", path.name)[0]
-            # Under stage 1 v2 the job itself writes flattened tensors with padding.
+            # Under stage 1 v2 the job itself writes flattened tensors with padding, those of two ranks in two files.
             shape = "" if job.strategy == "stage1v2" else list(tensor.shape)
-            kinds.setdefault(kind, []).append((key, f"{tensor.dtype}{shape}"))
-    yield from kinds.items()
+            kinds.setdefault(kind, {})[key] = f"{tensor.dtype}{shape}"
+    yield from ((kind, list(entries.items())) for kind, entries in kinds.items())
 
 
 def without_states_of_words(mine: Structure, real: Structure) -> Structure:
-    """Leave out the states of tied words that a conversion to a FlexCheckpoint has under both keys, for any job."""
-    kept = {name: {key for key, _ in entries} for name, entries in real.items()}
-    return {
-        name: [entry for entry in entries if WORDS not in entry[0] or entry[0] in kept.get(name, ())]
-        for name, entries in mine.items()
-    }
+    """Leave out the states of tied words that a conversion to a FlexCheckpoint has under both keys, for any job.
+
+    A job without stages has them under the key of the head, in the place of the words.
+    """
+    left: Structure = {}
+    for name, entries in mine.items():
+        kept, of_key = {key for key, _ in real.get(name, ())}, dict[str, list[tuple[str, str]]]()
+        for entry in entries:
+            of_key.setdefault(entry[0], []).append(entry)
+        instead = {
+            key: key.replace(WORDS, "lm_head.weight") for key in of_key if WORDS in key and key not in kept
+        }
+        order = (instead.get(key, key) for key in of_key if key not in instead.values())
+        left[name] = [entry for key in order for entry in of_key.get(key, ())]
+    return left
 
 
 def differences_of_structure(mine: Structure, real: Structure, except_keys: set[str]) -> list[str]:
