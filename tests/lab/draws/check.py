@@ -104,7 +104,7 @@ def _check(outcome: Outcome, lab: Laboratory, folder: Path) -> None:
     wrong += files.exchanged(made, real)
     outcome.structures += 1
     if draw.resumes:
-        paddle_reshard.launch(made, **_config(folder), **_topology_of(draw.target))
+        paddle_reshard.launch(made, **_config(folder, draw.source), **_topology_of(draw.target))
         place = made.rename(folder / real.name)
         if words := lab.run(draw.target, folder / "resumed", place):
             wrong.append(f"the trainer does not resume: {words}")
@@ -118,7 +118,7 @@ def conversions(draw: Draw, folder: Path) -> tuple[int, list[str]]:
     """Make and compare what needs no trainer; return how many tensors were compared and what is wrong."""
     source = checkpoint_in(folder / "source")
     memory = files.memory_of(folder / "source", draw.source)
-    config = _config(folder)
+    config = _config(folder, draw.source)
     options = {**config, **_fill(source, memory, folder)}
     allowed = _convert(source, folder / "one", {**ONE_CARD, **options}, memory)
     wrong = files.differences_from_memory(folder / "one", memory, draw.source.tied)
@@ -159,10 +159,14 @@ def _topology_of(job: Job) -> dict[str, Any]:
     return {"to": str(job.topology)} if "to" not in job.target() else {}
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """The model's config where the checkpoint, a FlexCheckpoint, has none."""
-    beside = checkpoint_in(folder / "source") / "config.json"
-    return {} if beside.exists() else {"config": folder / "source" / "config.json"}
+def _config(folder: Path, job: Job) -> dict[str, Any]:
+    """The model's config where the checkpoint, a FlexCheckpoint, has none, or lacks what the library does not keep."""
+    beside, config = checkpoint_in(folder / "source") / "config.json", folder / "source" / "config.json"
+    if job.model.get("moe_use_aux_free") is False:
+        entries = json.loads(config.read_text()) | {"moe_use_aux_free": False}
+        (folder / "config.json").write_text(json.dumps(entries))
+        return {"config": folder / "config.json"}
+    return {} if beside.exists() else {"config": config}
 
 
 def _fill(source: Path, memory: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
