@@ -32,7 +32,6 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning.plan import plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.simulate import Rates, simulate
 
 T = TypeVar("T")
 BUDGET_BYTES = 1 << 30
@@ -127,7 +126,6 @@ def measure(row: Row) -> dict[str, Any]:
         timed("save", lambda: save_plan(plan, path))
         saved_bytes = path.stat().st_size
     peak_bytes = _peak_bytes()
-    timed("simulate", lambda: simulate(plan, [1, 8, 64, 1024], Rates()))
     return {
         "name": row.name,
         "ranks": [row.source.topology.world_size, row.target.topology.world_size],

@@ -23,7 +23,6 @@ from paddle_reshard.pipeline.examine.overview import RunCheckpoint
 from paddle_reshard.pipeline.examine.verify import VerifyReport
 from paddle_reshard.pipeline.formats.registry import FormatName
 from paddle_reshard.pipeline.planning.compare import Difference
-from paddle_reshard.pipeline.planning.simulate import Simulation
 
 Entries: TypeAlias = dict[str, Any]
 Texts: TypeAlias = Sequence[str]
@@ -179,8 +178,6 @@ class ConversionPlanned(TypedDict):
 class _PlannedFurther(TypedDict, total=False):
     coverage: Annotated[Entries, Coverage, Complete]
     """With --prove."""
-    simulations: list[Annotated[Entries, Simulation]]
-    """With --workers: how long the plan would take on each number of workers; an estimate."""
 
 
 class Planned(ConversionPlanned, _PlannedFurther):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.examine.inspection import Inspection
     from paddle_reshard.pipeline.examine.verify import VerifyReport
-    from paddle_reshard.pipeline.planning.simulate import Simulation
 
 Json = dict[str, Any]
 
@@ -169,11 +168,6 @@ def _target_data(target: PlannedTarget) -> Json:
         "remarks": target.remarks,
         "donated_files": target.donated,
     }
-
-
-def simulations_data(simulations: Sequence[Simulation]) -> Json:
-    """What ``plan --workers --json`` prints beside the plan; nothing if no estimate was wanted."""
-    return {"simulations": [asdict(simulation) for simulation in simulations]} if simulations else {}
 
 
 def coverage_data(coverage: Coverage) -> Json:

@@ -82,7 +82,7 @@ def decides(option: click.Option) -> Decides:
 USUAL = (
     *("tensor", "element", "decay", "weights", "uniform"),
     *("to", "format", "sharding_strategy", "targets", "state", "dtype"),
-    *("cards", "local", "nodes", "node", "save", "prove", "worker_counts"),
+    *("cards", "local", "nodes", "node", "save", "prove"),
     *("memory", "overwrite", "resume", "cluster", "workers", "report_path", "as_json", "quiet"),
 )
 """Options that the help of a command with many lists first, in this order."""

@@ -42,7 +42,6 @@ from paddle_reshard.pipeline.examine.launch import AVERAGE_IGNORED, Launch, read
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.formats.targets import outline, starts_anew
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
-from paddle_reshard.pipeline.planning.simulate import least_seconds
 from paddle_reshard.pipeline.request.options import ConversionOptions, Decides, Kind, declarations, flag_of
 from paddle_reshard.pipeline.request.parse import (
     ConversionRequest,
@@ -58,7 +57,7 @@ TARGET = "TARGET"
 NOT_COUNTED = (
     "gradients, activations and communication buffers are not counted, and the average is in host memory"
 )
-HOW_LONG = "one worker that reads and writes 1 GB/s at once; plan --workers estimates it for many"
+HOW_LONG = "one worker that reads and writes 1 GB/s at once"
 NEAREST = "resumes at once, and the files lose no state; of such, keeps tp, then pp, ep, dp and sharding most closely"
 _AXES = ("tp", "pp", "ep", "dp", "sharding", "vpp")
 """In the order in which a topology is to keep them. Tensor and pipeline parallelism decide what a card computes and
@@ -106,8 +105,8 @@ class Alternative:
 
     @property
     def seconds(self) -> float:
-        """Time that one worker needs to read and write at 1 GB/s."""
-        return least_seconds(self.read_bytes, self.written_bytes)
+        """Time that one worker needs to read and write at 1 GB/s, both at once."""
+        return max(self.read_bytes, self.written_bytes) / 1e9
 
     @property
     def launch_line(self) -> str:

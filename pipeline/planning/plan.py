@@ -139,11 +139,6 @@ class Plan:
         """The largest peak of any group."""
         return int(self.group_peaks.max(initial=0))
 
-    def memory_bytes(self, groups_at_a_time: int) -> int:
-        """Peak memory of a worker that runs ``groups_at_a_time`` groups at a time."""
-        largest = np.sort(self.group_peaks)[-groups_at_a_time:].sum()
-        return min(FOOTPRINT_BYTES + int(largest), self.budget_bytes)
-
     @property
     def read_bytes(self) -> int:
         """Bytes read from tensor files, including gaps within bands."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isfinite
@@ -23,7 +23,6 @@ from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
 from paddle_reshard.pipeline.examine.verify import VerifyReport
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan
-from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.data import BAD, GOOD, PLAIN, Bar, Chart, Left, ReportData, Table, Tile
 from paddle_reshard.pipeline.report.picture import Picture, locate, make_picture
 from paddle_reshard.pipeline.report.places import Described, arrange
@@ -97,9 +96,8 @@ def describe_plan(
     picture: Picture | None,
     command: str = "plan",
     proof: Coverage | None = None,
-    simulations: Sequence[Simulation] = (),
 ) -> ReportData:
-    """The report of a plan: what moves, whether the plan is complete, and how long it would take."""
+    """The report of a plan: what moves, and whether the plan is complete."""
     plan = conversion.plan
     targets = tuple(conversion.target_locations) or tuple(
         target.spec.in_words() for target in conversion.targets
@@ -133,30 +131,8 @@ def describe_plan(
         picture=picture,
         budget_bytes=plan.budget_bytes,
         footprint_bytes=FOOTPRINT_BYTES,
-        charts=_times(simulations),
-        tables=(*_proof(proof), *_simulations(simulations), _files(conversion)),
+        tables=(*_proof(proof), _files(conversion)),
     )
-
-
-def _times(simulations: Sequence[Simulation]) -> tuple[Chart, ...]:
-    bars = tuple(
-        Bar(f"{simulation.workers:,}", simulation.seconds, _estimate(simulation.seconds))
-        for simulation in simulations
-    )
-    return (Chart("Estimated time by number of workers", bars),) if simulations else ()
-
-
-def _simulations(simulations: Sequence[Simulation]) -> Iterator[Table]:
-    if simulations:
-        headings = ("workers", "seconds", "busy", "most read", "most written", "peak of a worker")
-        rows = [
-            (
-                *(one.workers, one.seconds, f"{one.busy_share:.0%}"),
-                *(one.most_read_bytes, one.most_written_bytes, one.peak_bytes),
-            )
-            for one in simulations
-        ]
-        yield _table("Estimates", headings, rows)
 
 
 _SHOWN_ELSEWHERE = ("average", "remark", "omitted", "not carried", "dropped", "memory", "time")
@@ -417,10 +393,6 @@ def _chart(name: str, summaries: Sequence[DifferenceSummary]) -> Chart:
         for summary in summaries[: MOST_ROWS // 10]
     )
     return Chart(f"Mean difference by {name}", bars)
-
-
-def _estimate(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 1 else readable_seconds(seconds)
 
 
 def _finite(value: float) -> float | None:

@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,6 @@ from paddle_reshard.pipeline.examine.cards import CardsPlan
 from paddle_reshard.pipeline.examine.coverage import Coverage, prove
 from paddle_reshard.pipeline.examine.diff import DiffReport
 from paddle_reshard.pipeline.examine.verify import VerifyReport
-from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.cards import describe_cards
 from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.data import Made, ReportData
@@ -135,18 +133,16 @@ class HtmlReport:
         except UsageError as unwritten:
             log.warning("paddle-reshard: %s", unwritten)
 
-    def show_plan(
-        self, plan: ConversionPlan, proof: Coverage | None, simulations: Sequence[Simulation] = ()
-    ) -> None:
-        """Write the page of a plan, with its proof and how long it would take on several numbers of workers.
+    def show_plan(self, plan: ConversionPlan, proof: Coverage | None) -> None:
+        """Write the page of a plan, with its proof if there is one.
 
         Raises
         ------
         UsageError
             If the file cannot be written.
         """
-        page = describe_plan(plan, picture_of(plan), proof=proof, simulations=simulations)
-        self._write(page, after_plan(self.command, simulations))
+        page = describe_plan(plan, picture_of(plan), proof=proof)
+        self._write(page, after_plan(self.command))
 
     def _write(self, page: ReportData, steps: NextSteps) -> None:
         made = Made(time.time(), platform.node(), self.command)

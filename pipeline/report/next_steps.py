@@ -11,38 +11,27 @@ from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.cards import CardsPlan
 from paddle_reshard.pipeline.examine.diff import DiffReport
 from paddle_reshard.pipeline.examine.verify import VerifyReport
-from paddle_reshard.pipeline.planning.simulate import Simulation
 from paddle_reshard.pipeline.report.command import Command
 from paddle_reshard.pipeline.report.data import NextStep
 from paddle_reshard.storage.locate import shown_location
 from paddle_reshard.storage.remote.folder import without_secrets
 from paddle_reshard.storage.session.ledger import keeps
 
-OF_A_PLAN = ("--save", "--prove", "--workers", "--rates", "--report", "--json", "--quiet")
+OF_A_PLAN = ("--save", "--prove", "--report", "--json", "--quiet")
 """Options of ``plan`` that ``convert`` does not need."""
-FAST_ENOUGH = 1.1
-"""The suggested number of workers is the smallest that takes at most this many times the fastest estimate."""
 
 NextSteps = tuple[NextStep, ...]
 
 
-def after_plan(command: Command | None, simulations: Sequence[Simulation] = ()) -> NextSteps:
-    """After ``plan``: convert, with as many workers as make a difference; ``command`` is that of the plan."""
+def after_plan(command: Command | None) -> NextSteps:
+    """After ``plan``: convert; ``command`` is that of the plan."""
     if command is None:
         return (NextStep("Convert: the same arguments, with convert in place of plan."),)
     arguments = command.arguments if len(command.arguments) > 1 else (*command.arguments, "DST")
     if command.has("--target"):
         arguments = command.arguments
     planned = Command("convert", arguments, command.without(*OF_A_PLAN).options)
-    if not simulations:
-        return (NextStep("Convert as planned.", str(planned)),)
-    fastest = min(simulation.seconds for simulation in simulations)
-    workers = min(
-        simulation.workers for simulation in simulations if simulation.seconds <= FAST_ENOUGH * fastest
-    )
-    words = f"Convert as planned; more than {workers} workers would hardly be faster."
-    spread = planned.with_options("--cluster", "ray").with_options("--workers", str(workers))
-    return (NextStep(words, str(spread)),)
+    return (NextStep("Convert as planned.", str(planned)),)
 
 
 def after_cards(plan: CardsPlan) -> NextSteps:

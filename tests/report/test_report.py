@@ -306,14 +306,9 @@ def test_every_command_that_finds_something_out_writes_a_page(tmp_path: Path) ->
     found, made = page("ema", SOURCE, SOURCE, two, "--uniform", "--to", "tp=1")
     assert [block["title"] for block in made.data["picture"]["source"]["blocks"]] == ["hybrid", "SRC0"]
     assert made.table(PROOF)[0][1].startswith("each of ")
-    found, made = page("plan", SOURCE, "--to", "tp=1", "--workers", "1,8", "--rates", "total-read=1GB")
-    assert [bar[0] for bar in made.data["charts"][0]["bars"]] == ["1", "8"]
-    seconds = [one["seconds"] for one in found["simulations"]]
-    assert [row[1] for row in made.table("Estimates")] == pytest.approx(seconds)
+    found, made = page("plan", SOURCE, "--to", "tp=1")
     convert, _ = made.commands()
-    assert shlex.split(convert)[1:] == [
-        *("convert", str(SOURCE), "DST", "--to", "tp=1", "--cluster", "ray", "--workers", "1")
-    ]
+    assert shlex.split(convert)[1:] == ["convert", str(SOURCE), "DST", "--to", "tp=1"]
     assert sum(memory for memory, _ in made.moves().values()) == sum(
         nbytes for row in picture_of(paddle_reshard.plan(SOURCE, to="tp=1")).target_bytes for nbytes in row
     )

@@ -121,7 +121,6 @@ def test_every_command_prints_one_object_of_the_published_schema(one_card: Path,
     saved = tmp_path / "saved"
     assert checked(run_here("inspect", DEMO, "--json"))["command"] == "inspect"
     assert checked(run_here("plan", DEMO, "--to", "tp=1", "--save", saved, "--json"))["command"] == "plan"
-    assert checked(run_here("plan", DEMO, "--to", "tp=1", "--workers", "1,8", "--json"))["simulations"]
     several = ["--target", f"{tmp_path / 'a'}:hybrid:tp=2", "--target", f"{tmp_path / 'b'}:huggingface"]
     assert checked(run_here("convert", DEMO, *several, "--json"))["target_path"] is None
     made = checked(run_here("ema", DEMO, DEMO, tmp_path / "c", "--uniform", "--to", "tp=1", "--json"))

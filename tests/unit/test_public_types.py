@@ -29,7 +29,6 @@ OWN_VALUES = {
     "AsyncEma.progress",  # of an average, not the event of that name
     "AsyncEma.save",  # FlexRank: ema_callback makes it
     "HtmlReport.command",  # the command line makes it
-    "HtmlReport.show_plan",  # as the estimates
     "ConversionPlan.limits",
     "ConversionPlan.portion",  # what --ranks makes
     "ConversionPlan.source",

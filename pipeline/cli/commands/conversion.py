@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,8 +13,7 @@ import click
 import paddle_reshard
 from paddle_reshard.pipeline.cli.command import answer, next_of, running
 from paddle_reshard.pipeline.cli.commands.cards import print_cards
-from paddle_reshard.pipeline.cli.commands.estimates import estimate_options, print_estimates
-from paddle_reshard.pipeline.cli.json_output import coverage_data, plan_data, simulations_data
+from paddle_reshard.pipeline.cli.json_output import coverage_data, plan_data
 from paddle_reshard.pipeline.cli.options import (
     LOCATION,
     OF_ONE_SOURCE,
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
     from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.examine.coverage import Coverage
-    from paddle_reshard.pipeline.planning.simulate import Rates, Simulation
 
 NOT_PROVEN = 1
 """Exit status of a plan that ``--prove`` found to be incomplete."""
@@ -77,7 +75,6 @@ conversion_options = all_of(
         "checkpoint-1000 --cards 4",
         "checkpoint-1000 --to tp=2,pp=2",
         "checkpoint-1000 two-cards --to tp=2 --save two.plan --report two.html",
-        "checkpoint-1000 --to tp=2,sharding=4 --workers 1,8,64",
     ),
 )
 @conversion_options
@@ -105,7 +102,6 @@ conversion_options = all_of(
     is_flag=True,
     help="With --cards on a terminal: every topology, and all there is to know.",
 )
-@estimate_options
 @report_option
 @click.pass_context
 def plan(
@@ -118,8 +114,6 @@ def plan(
     prove: bool,
     cards: int | None,
     every: bool,
-    worker_counts: tuple[int, ...],
-    rates: Rates | None,
     **_: Any,
 ) -> None:
     """Show what a conversion would read, write and need, or which topologies N cards can have.
@@ -129,16 +123,14 @@ def plan(
     """
     options = given(context)
     if cards is not None:
-        if target or targets or save or prove or worker_counts:
+        if target or targets or save or prove:
             raise UsageError(
-                "--cards lists topologies; DST, --target, --save, --prove and --workers are for one of them"
+                "--cards lists topologies; DST, --target, --save and --prove are for one of them"
             )
         _show_cards(source, cards, every, options)
         return
     if every:
         raise UsageError("--all is for --cards")
-    if rates is not None and not worker_counts:
-        raise UsageError("--rates is for --workers")
     destination = _targets(target, targets) if target or targets else None
     request = parse_request(cast(ConversionOptions, options), destination)
     from paddle_reshard.pipeline.convert.conversion import plan_with
@@ -151,35 +143,20 @@ def plan(
     with running("reading headers and planning") as run:
         planned = plan_with(locations_of((source,), destination, request), request, run)
         coverage = paddle_reshard.prove(planned) if prove else None
-        simulations = _simulated(planned, worker_counts, rates)
         if run.page is not None:
-            run.page.show_plan(planned, coverage, simulations)
+            run.page.show_plan(planned, coverage)
     if save is not None:
         save_plan(planned.plan, save)
-    _show_plan(planned, coverage, simulations)
+    _show_plan(planned, coverage)
     if coverage is not None and not coverage:
         sys.exit(NOT_PROVEN)
 
 
-def _show_plan(planned: ConversionPlan, coverage: Coverage | None, simulations: Sequence[Simulation]) -> None:
-    """Answer with a plan, its proof if one was asked for, and how long it would take."""
+def _show_plan(planned: ConversionPlan, coverage: Coverage | None) -> None:
+    """Answer with a plan, and its proof if one was asked for."""
     proof = {} if coverage is None else {"coverage": coverage_data(coverage)}
     shown = [*planned.facts(), *_free_space(planned), *(() if coverage is None else coverage.facts())]
-
-    def show() -> None:
-        print_facts(shown)
-        print_estimates(simulations)
-
-    answer(plan_data(planned) | proof | simulations_data(simulations), show)
-
-
-def _simulated(planned: ConversionPlan, counts: Sequence[int], rates: Rates | None) -> Sequence[Simulation]:
-    """How long the plan would take on each number of workers."""
-    if not counts:
-        return ()
-    from paddle_reshard.pipeline.planning.simulate import Rates, simulate
-
-    return simulate(planned.plan, counts, rates or Rates())
+    answer(plan_data(planned) | proof, lambda: print_facts(shown))
 
 
 def _free_space(planned: ConversionPlan) -> list[tuple[str, str]]:
