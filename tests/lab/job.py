@@ -90,6 +90,9 @@ class Job:
     start: str = BY_KEY
     """The values to begin with: a function of the key, the model's ``OWN``, those of another case on one card, or
     ``UNKNOWN``: the model's own, which were drawn without a seed."""
+    head: str = ""
+    """What a class has in place of a language head: ``SequenceClassification``, ``TokenClassification``, and of
+    ``SentenceEmbedding`` nothing."""
     ema: bool = False
     lora: int = 0
     """Rank of the adapters; 0: the model itself is trained."""
@@ -183,6 +186,7 @@ class Job:
     def __str__(self) -> str:
         parts = [self.family, str(self.topology), self.strategy, self.format + " by rank" * self.by_rank]
         parts += [self.precision] * (self.precision != "bfloat16") + ["tied"] * self.tied + ["EMA"] * self.ema
+        parts += [self.head] * bool(self.head)
         parts += [f"LoRA {self.lora}"] * bool(self.lora) + [f"frozen {self.frozen}"] * bool(self.frozen)
         parts += [self.optimizer] * bool(self.optimizer)
         return " ".join([*parts, *(f"{key}={value}" for key, value in self.arguments.items())])

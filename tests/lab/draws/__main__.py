@@ -14,13 +14,14 @@ from pathlib import Path
 
 from tests.conftest import REPO
 from tests.lab.draws.chance import EVERY_FAMILY, draw
-from tests.lab.draws.check import Draw, Outcome, check, draw_of, shrink
+from tests.lab.draws.check import WRONG, Draw, Outcome, check, draw_of, shrink
 from tests.lab.draws.keep import keep
 from tests.lab.laboratory import Laboratory
 from tests.parity.lab import LabError, say
 from tests.parity.run import alone
 
 FOLDER = REPO / ".draws"
+SHOWN = 6
 
 
 def main() -> int:
@@ -72,8 +73,11 @@ def _report(draw: Draw, folder: Path, lab: Laboratory, shrinks: bool, keeps: boo
     )
     for what, words in outcome.refused.items():
         say(f"    {what} refused: {words[:300]}")
-    for line in outcome.wrong[:6]:
+    for line in outcome.wrong[:SHOWN]:
         say(f"    {line[:700]}")
+    if outcome.wrong:
+        (folder / WRONG).write_text("\n".join(outcome.wrong) + "\n")
+        say(f"    {len(outcome.wrong)} in all: {folder / WRONG}")
     if not outcome.wrong:
         if not keeps:
             shutil.rmtree(folder)

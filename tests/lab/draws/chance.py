@@ -48,6 +48,8 @@ FAMILIES = {
 EVERY_FAMILY = (*FAMILIES, *RECIPES)
 OF_IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr")
 """Drawn in the sizes of the laboratory's tiny model."""
+CLASSES_WITH_HEADS = ("SequenceClassification", "TokenClassification", "SentenceEmbedding")
+"""Of qwen2 and qwen3, without stages: that of gemma3_text is empty, and that of deepseek_v3 cannot be built."""
 OPTIMIZERS = ("Adam", "Adam amsgrad", "Lamb", "Momentum", "SGD")
 """Of jobs in float32: for two bytes most of them have no kernel on a CPU."""
 
@@ -76,6 +78,11 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         frozen=chance.choice(["embed_tokens", r"layers\.0\.", r"\.mlp\.", "norm"]) if special > 0.88 else "",
         optimizer=chance.choice(OPTIMIZERS) if precision == "float32" and 0.12 <= special < 0.7 else "",
     )
+    if family in ("qwen2", "qwen3") and chance.random() < 0.25:
+        labels = {"num_labels": chance.choice([1, 2, 3, 5])}
+        common = replace(
+            common, head=chance.choice(CLASSES_WITH_HEADS), model={**model, **labels}, tied=False
+        )
     # The trainer averages master weights, which float32 lacks, and of float16 jobs what the truth does not have.
     with_average = chance.random() < 0.25 and not common.lora and precision == "bfloat16"
     source, target = (placed(common, chance, with_average) for _ in range(2))
@@ -258,7 +265,7 @@ def placed(job: Job, chance: random.Random, with_average: bool) -> Job:
     strategy = strategy_of(job, at, chance, with_average)
     kind = chance.choice(formats_of(job, at, strategy, with_average))
     options: dict[str, Any] = {}
-    if at.tp > 1 and (at.ep > 1 or job.family == "deepseek_v3" or chance.random() < 0.35):
+    if at.tp > 1 and not job.head and (at.ep > 1 or job.family == "deepseek_v3" or chance.random() < 0.35):
         options["sequence_parallel"] = True
     if strategy == "stage1v2" and chance.random() < 0.3:
         options["sharding_comm_buffer_size_MB"] = 1
@@ -310,6 +317,8 @@ def formats_of(job: Job, at: Topology, strategy: str, with_average: bool) -> lis
 def topology_of(job: Job, chance: random.Random) -> Topology:
     """Degrees that the sizes of the model allow, with 3 among them."""
     axes, model = FAMILIES[job.family].axes, job.model
+    if job.head:  # no class with one has stages; what sequence parallelism cuts they do not gather
+        axes = "t"
     kv, layers = model.get("num_key_value_heads", 2), model.get("num_hidden_layers", 2)
     while True:
         ranks = chance.choice([1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8])

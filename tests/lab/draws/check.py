@@ -1,5 +1,6 @@
 """One draw: two jobs of one model, what a conversion from the first to the second must be, and what is not."""
 
+import fnmatch
 import json
 import re
 import shutil
@@ -11,23 +12,26 @@ from typing import Any
 
 import paddle_reshard
 from tests.lab.draws import files
-from tests.lab.job import Job, Topology, job_of
+from tests.lab.job import RECIPES, Job, Topology, job_of
 from tests.lab.laboratory import Laboratory
 from tests.parity.tensors import Tensor, differences, read_tensors, write_tensors
 
 STRUCTURE = "structure.json"
 """What the files of the target's own job hold."""
-ONE_CARD: dict[str, Any] = {"to": "tp=1", "format": "hybrid-plain"}
-ALLOWED: dict[str, tuple[str, Any]] = {
+WRONG = "wrong.txt"
+ALLOWED_OF_DRIFTED: dict[str, tuple[str, Any]] = {
     "replicas": ("--replicas report", "report"),
     "allow_master_drift": ("--allow-master-drift", True),
 }
+STATES = (".w_0", ".moment1_0", ".velocity_0")
+"""One of them every trained parameter has, unless SGD trains it in float32."""
 DOCUMENTED = (
     r"AdamWMini",
     r"keeps no states, as SGD does",
     r"stage 2.*flex|flex.*stage 2|FlexCheckpoint.*stage2",
     r"--drop head",
-    r"cannot train deepseek_v3_pretrain without pp",
+    r"amp_master_grad, and sharded saving would lose it",  # frozen experts
+    r"whether the target job counts frozen parameters when it distributes parameters is not known",  # SGD
 )
 """What the documents say is refused: counted apart, as refusals of the trainer are."""
 
@@ -120,14 +124,15 @@ def conversions(draw: Draw, folder: Path) -> tuple[int, list[str]]:
     memory = files.memory_of(folder / "source", draw.source)
     config = _config(folder, draw.source)
     options = {**config, **_fill(source, memory, folder)}
-    allowed = _convert(source, folder / "one", {**ONE_CARD, **options}, memory)
+    whole = _in_whole_tensors(draw.source)
+    allowed = _convert(source, folder / "one", {**whole, **options}, memory)
     wrong = files.differences_from_memory(folder / "one", memory, draw.source.tied)
     wrong += _verified(draw, source, folder / "one", config, allowed)
     of_target = {**draw.target.target(), **options, **allowed}
     _convert(source, folder / "to", _with_base(of_target, draw, folder), memory)
     of_third = {**draw.third.target(), **config}
     _convert(folder / "to", folder / "third", _with_base(of_third, draw, folder), memory)
-    _convert(folder / "third", folder / "back", {**ONE_CARD, **config}, memory)
+    _convert(folder / "third", folder / "back", {**whole, **config}, memory)
     return len(memory), wrong + _same_files(folder / "one", folder / "back")
 
 
@@ -146,8 +151,7 @@ def _left_out(folder: Path, draw: Draw) -> set[str]:
     if not draw.target.format.startswith("hybrid"):
         return set()
     memory = files.memory_of(folder / "source", draw.source)
-    states = (".w_0", ".moment1_0", ".velocity_0")
-    return {key for key in memory if not any(key + state in memory for state in states)}
+    return {key for key in memory if not any(key + state in memory for state in STATES)}
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -170,8 +174,8 @@ def _config(folder: Path, job: Job) -> dict[str, Any]:
 
 
 def _fill(source: Path, memory: Mapping[str, Tensor], folder: Path) -> dict[str, Any]:
-    """What the trainer leaves out of files of ranks: parameters that are not trained, and buffers."""
-    if not any(source.glob("*.pdopt")):
+    """What the trainer leaves out: of files of ranks parameters that are not trained, of others some buffers."""
+    if any(source.glob("*.safetensors")):
         return {}
     stored = files.stored_parameters(source)
     lacking = {
@@ -197,25 +201,42 @@ def _with_base(options: dict[str, Any], draw: Draw, folder: Path) -> dict[str, A
     return {**options, "fill": folder / "source" / "truth_base.safetensors"}
 
 
+def _in_whole_tensors(job: Job) -> dict[str, Any]:
+    """What is compared with memory: one card's files, and of the recipe that needs stages a FlexCheckpoint."""
+    return {"format": "flex"} if job.family == RECIPES[1] else {"to": "tp=1", "format": "hybrid-plain"}
+
+
+def _asked_for(text: str, memory: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Options that a refusal asks for, as far as the job's memory says the same.
+
+    Copies may differ where those in memory did, and missing may be what was not there or not trained.
+    """
+    found: dict[str, Any] = {}
+    if any("@" in key for key in memory):
+        found |= {option: value for option, (flag, value) in ALLOWED_OF_DRIFTED.items() if flag in text}
+    _, _, after = text.partition("--allow-missing ")
+    trained = [key for key in memory if any(key + state in memory for state in STATES)]
+    missing = [pattern for pattern in re.findall(r"'([^']+)'", after) if not fnmatch.filter(trained, pattern)]
+    return found | ({"allow_missing": missing} if missing else {})
+
+
 def _convert(
     source: Path, target: Path, options: dict[str, Any], memory: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Convert, allowing copies to differ only where those in memory did; return what had to be allowed."""
+    """Convert, with what a refusal asks for and the job allows; return what had to be allowed."""
     allowed: dict[str, Any] = {}
-    drifted = any("@" in key for key in memory)
     while True:
         try:
-            paddle_reshard.convert(source, target, **options, **allowed)
+            paddle_reshard.convert(source, target, **{**options, **allowed})
         except paddle_reshard.ReshardError as error:
             text = str(error)
             if any(re.search(pattern, text, re.DOTALL) for pattern in DOCUMENTED):
                 raise _Refused(text) from error
-            more = (
-                {option: value for option, (flag, value) in ALLOWED.items() if flag in text}
-                if drifted
-                else {}
-            )
-            if not more or more.keys() <= allowed.keys() | options.keys():
+            given, more = {**options, **allowed}, _asked_for(text, memory)
+            if missing := more.get("allow_missing"):
+                before = given.get("allow_missing", ())
+                more["allow_missing"] = [*before, *(one for one in missing if one not in before)]
+            if all(given.get(option) == value for option, value in more.items()):
                 raise
             allowed |= more
         else:
@@ -226,10 +247,10 @@ def _verified(
     draw: Draw, source: Path, one: Path, config: dict[str, Any], allowed: dict[str, Any]
 ) -> list[str]:
     """``verify`` must find the conversion equal but for an adapter's base, and one flipped bit of it."""
-    options = {**config, **({"replicas": "first"} if allowed else {})}
-    lacks = [key for key in _filled(one.parent)]
-    if lacks:
-        options["allow_missing"] = lacks
+    options = {**config, **({"replicas": "first"} if allowed.keys() & ALLOWED_OF_DRIFTED.keys() else {})}
+    lacks = _filled(one.parent)
+    if unsaid := lacks | {*allowed.get("allow_missing", ())}:
+        options["allow_missing"] = sorted(unsaid)
     # A FlexCheckpoint of LoRA also holds the base, which files of one card do not.
     with_base = draw.source.lora and draw.source.format == "flex"
     base = read_tensors(source.parent / "truth_base.safetensors") if with_base else ()

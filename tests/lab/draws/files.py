@@ -20,6 +20,7 @@ NOT_COMPARED = re.compile(
     r"(rng_state|saved_signal|training_args|trainer_state|paddle_reshard|config\.json|generation_config|scheduler"
     r"|scaler|static_name|lora_config|.*\.html$)"
 )
+OF_ARRAYS = (".pdparams", ".pdopt", ".distcp")
 RUNTIME_NAMES = ("eager_tmp_", "generated_tensor_")
 FAR = 0.6
 """A relative distance that training of some steps does not make, and an exchanged tensor does."""
@@ -46,8 +47,8 @@ def memory_of(folder: Path, job: Job) -> dict[str, Tensor]:
 
 
 def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: bool) -> list[str]:
-    """Name every tensor of a one-card checkpoint that is not, bit for bit, what the job had."""
-    found = read_one_card(one_card)
+    """Name every tensor of a checkpoint with whole tensors that is not, bit for bit, what the job had."""
+    found = _whole_tensors(one_card)
     if any(key.startswith("model.language_model.") for key in memory):
         found = {_in_memory(key): data for key, data in found.items()}
     copies: dict[str, list[bytes]] = {}
@@ -62,6 +63,14 @@ def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: 
         elif found[of] not in values:
             wrong.append(f"{key}: {_differing(found[of], values[0])}")
     return sorted(wrong)
+
+
+def _whole_tensors(checkpoint: Path) -> dict[str, bytes]:
+    """Of one card, or of a FlexCheckpoint that is not by rank, whose one file has the keys of the truth."""
+    pieces = sorted(checkpoint.rglob("*.distcp"))
+    if not pieces:
+        return read_one_card(checkpoint)
+    return {key: array.tobytes() for path in pieces for key, array in load(path).items() if key != NAMES}
 
 
 def of_words(key: str) -> str:
@@ -86,6 +95,7 @@ def _differing(mine: bytes, real: bytes) -> str:
 def stored_parameters(checkpoint: Path) -> set[str]:
     """Keys of the parameters that lie in files of their own, not only as master weights."""
     files = [path for path in checkpoint.glob("*.pdparams") if not NOT_COMPARED.match(path.name)]
+    files += checkpoint.glob("model_state/*.distcp")
     return {name for path in files for key in load(path) for name in (key, _in_memory(key))}
 
 
@@ -206,7 +216,7 @@ def differences_of_structure(mine: Structure, real: Structure, except_keys: set[
 
 def same_but_runtime_names(a: Path, b: Path) -> bool:
     """Whether two files differ at most in names of buffers that a process counts, which nobody reads."""
-    if a.suffix not in (".pdparams", ".pdopt"):
+    if a.suffix not in OF_ARRAYS:
         return False
     x, y = load(a), load(b)
     if list(_entries(x, "", True)) != list(_entries(y, "", True)):
@@ -251,12 +261,10 @@ def floats(array: np.ndarray) -> np.ndarray:
 
 
 def flip_a_bit(checkpoint: Path, choice: int) -> str:
-    """Flip one bit of one array of a one-card checkpoint, chosen by a number; return whose it was."""
-    path = checkpoint / "model_state.pdparams"
-    path = path if path.exists() else checkpoint / "lora_model_state.pdparams"
-    states = checkpoint / "optimizer.pdopt"
-    if choice % 2 and states.exists() and _long_arrays(states):  # SGD keeps none
-        path = states
+    """Flip one bit of one array, chosen by a number; return whose it was."""
+    stored = [path for path in sorted(checkpoint.rglob("*")) if path.suffix in OF_ARRAYS]
+    stored = [path for path in stored if not NOT_COMPARED.match(path.name) and _long_arrays(path)]
+    path = stored[choice % len(stored)]
     arrays = _long_arrays(path)
     content = bytearray(path.read_bytes())
     key, array = arrays[choice // 2 % len(arrays)]

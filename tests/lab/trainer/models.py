@@ -164,12 +164,22 @@ def _stub_triton():
     triton.cdiv = lambda a, b: -(-a // b)
 
 
-def build(family, model, args, sequence, tied, vpp=1, pipe=False, dtype=None):
+def class_of_head(family, head):
+    """The class with a head for labels, or with none for embeddings."""
+    modeling = importlib.import_module(f"paddleformers.transformers.{family}.modeling")
+    return getattr(modeling, OF_TEXT[family][0] + ("For" if head.endswith("Classification") else "") + head)
+
+
+def build(family, model, args, sequence, tied, vpp=1, pipe=False, dtype=None, head=""):
     """The entries, the config and the model, whose values are random and the same each time."""
     from paddleformers.transformers.configuration_utils import LlmMetaConfig
 
     entries, config_class, one_class, pipe_class = get(family, sequence)
     entries |= {"tie_word_embeddings": tied or family == "gemma3_text", **model}
+    if head:
+        # Without the first the class asks for one sample; the second is an argument of the library's workflow.
+        entries |= {"pad_token_id": 0, "embedding_negatives_cross_device": False}
+        one_class = class_of_head(family, head)
     config = config_class(**entries)
     dtype = dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else "float32")
     for one in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):

@@ -88,6 +88,7 @@ def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
             args=args,
             model=dict(job.model),
             family=job.family,
+            head=job.head,
             init=request.get("init") or (BY_KEY if job.start == BY_KEY else ""),
             dump_init=request.get("dump") or "",
             global_batch=job.batch,

@@ -56,6 +56,7 @@ class Asked:
     """Of the trainer, beyond those of every job; ``_vpp`` and ``_tie`` are of the model."""
     model: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
+    head: str = ""
     init: str = ""
     """A file of the values to begin with, or ``BY_KEY``; otherwise the model's own, which are drawn with one seed."""
     dump_init: str = ""
@@ -111,7 +112,7 @@ def run(asked: Asked) -> None:
     if pipe:
         accumulate_in_stages(asked.global_batch // shares)
     entries, config, model = models.build(
-        asked.family, asked.model, args, asked.seq, tied, vpp, pipe, asked.dtype
+        asked.family, asked.model, args, asked.seq, tied, vpp, pipe, asked.dtype, asked.head
     )
     start(asked, config, model, args)
     freeze(model, asked.freeze)
@@ -128,6 +129,8 @@ def run(asked: Asked) -> None:
     if asked.optimizer:
         use_optimizer(trainer, asked.optimizer)
     if dist.get_rank() == 0:
+        if asked.head:
+            config.architectures = [type(model).__name__]  # as the trainer's own config.json has it
         config.save_pretrained(asked.out)  # a FlexCheckpoint has none
     if asked.resume:
         end_after_loading(trainer, asked)
@@ -292,11 +295,16 @@ def samples(asked: Asked, entries: dict[str, Any], pipe: bool) -> Any:
             x = models.with_image(tokens[i].copy()) if has_images else tokens[i]
             labels = np.where(x[1:] >= WORDS_OF_IMAGES, -100, x[1:]) if has_images else x[1:]
             sample = {"input_ids": x[:-1], "labels": labels}
+            if asked.head:
+                return _with_labels(x, asked.head, entries)
             if "nbatch" in asked.patch:  # Ernie's multi-token prediction asks for it: nothing is packed here
                 sample["nbatch_pack_offset"] = np.zeros_like(sample["input_ids"])
             return sample
 
     def collate(items: list[Any]) -> Any:
+        if asked.head == "SentenceEmbedding":
+            [item] = items
+            return {part: {k: paddle.to_tensor(v) for k, v in of.items()} for part, of in item.items()}
         batch = {key: paddle.to_tensor(np.stack([item[key] for item in items])) for key in items[0]}
         if has_images:
             batch |= models.images(asked.family, batch["input_ids"].numpy())
@@ -306,6 +314,19 @@ def samples(asked: Asked, entries: dict[str, Any], pipe: bool) -> Any:
         return batch
 
     return Data(), collate
+
+
+def _with_labels(tokens: Any, head: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """A sample for a head; of embeddings, those of the last token, two questions and their answers."""
+    x, count = tokens[:-1], entries.get("num_labels", 2)
+    if head == "SentenceEmbedding":
+        asked, last = np.stack([x, x[::-1]]), np.array([[0, len(x) - 1], [1, len(x) - 1]])
+        answers = np.roll(asked, 1, axis=1)
+        both = {"query": asked, "passages": answers}
+        return {part: {"input_ids": of, "embedding_indices": last} for part, of in both.items()}
+    if head == "TokenClassification":
+        return {"input_ids": x, "labels": x % count}
+    return {"input_ids": x, "labels": x[0] % count if count > 1 else (x[0] / 10).astype("float32")}
 
 
 def use_optimizer(trainer: Any, name: str) -> None:

@@ -20,6 +20,8 @@ import paddle.distributed as dist
 KIND = {
     "moment1": "moment1_0",
     "moment2": "moment2_0",
+    "moment2_max": "moment2_max_0",
+    "velocity": "velocity_0",
     "beta1_pow_acc": "beta1_pow_acc_0",
     "beta2_pow_acc": "beta2_pow_acc_0",
 }
