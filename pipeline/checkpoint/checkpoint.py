@@ -85,7 +85,6 @@ class Completion:
     """Name of every small file of the other model → its path in the source."""
     config: Mapping[str, Any]
     """Entries of ``config.json``."""
-    license: Mapping[str, str] = field(default_factory=dict)
 
 
 DONOR: Final = "LIKE/"

@@ -131,7 +131,6 @@ class TargetOptions(TypedDict, total=False):
     files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
     max_shard_size: Annotated[str | int | None, _of_formats("max_shard_size", metavar="SIZE")]
-    card: Annotated[bool, _of_formats("card", kind=Kind.FLAG)]
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]
     target_meta: Annotated[PathLike | None, _of_formats("target_meta", kind=Kind.FILE)]
 

@@ -25,7 +25,7 @@ PROGRAM = "model.norm.weight -> tail.norm.weight\n"
 ASKED: dict[str, dict[str, Any]] = {
     "topology": {"to": "tp=2,pp=2", "memory": "300MiB"},
     "flex": {"format": "flex", "files": 2, "fingerprint": "known"},
-    "model": {"format": "huggingface", "dtype": "float32", "max_shard_size": "100KB", "card": True},
+    "model": {"format": "huggingface", "dtype": "float32", "max_shard_size": "100KB"},
     "average": {"format": "huggingface", "state": "ema"},
     "vocabulary": {
         "to": "sharding=2",

@@ -59,7 +59,7 @@ DECIDES = {
         "replicas": "first", "allow_master_drift": True,
         "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",
-        "master_weights": "from-parameters", "card": True, "ranks": "0",
+        "master_weights": "from-parameters", "ranks": "0",
     },
     Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {
@@ -104,7 +104,7 @@ def test_the_id_changes_with_what_comes_out_and_with_nothing_else(
         value = tmp_path / "file.json"
         value.write_text("{}")
     plain = ["/a", "/b", "--to", "tp=2"] if name != "to" else ["/a", "/b"]
-    if name in ("state", "dtype", "max_shard_size", "card"):
+    if name in ("state", "dtype", "max_shard_size"):
         plain = ["/a", "/b", "--format", "huggingface"]
     if name in ("files", "paddle_version"):
         plain = ["/a", "/b", "--format", "flex"]

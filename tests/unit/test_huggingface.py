@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paddle_reshard
 from paddle_reshard.pipeline.cli.commands.conversion import convert
 from paddle_reshard.pipeline.cli.commands.elsewhere import ConvertArguments
-from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError, UsageError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    CoverageError,
+    RuleError,
+    UnsupportedError,
+    UsageError,
+)
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
@@ -28,6 +35,7 @@ from paddle_reshard.storage.files.safetensors import (
 )
 from paddle_reshard.tasks.cast import cast, cast_in_range
 from paddle_reshard.tasks.device import DeviceBox, PaddleMover
+from tests.conftest import case_directory
 
 F4, F2, BITS = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")
 QKV = {
@@ -338,3 +346,11 @@ def test_a_conversion_without_a_topology_can_be_sent_as_a_job() -> None:
     two = ConvertArguments.read(convert, ["a", "b", "--format", "huggingface"])
     assert one.identify("a", "b") != two.identify("a", "b")
     assert one.spell("/a", "/b")[2:] == ("--format", "huggingface", "--dtype", "float16", "--cluster", "ray")
+
+
+@pytest.mark.parametrize("allowed", [(), ("hf",)])
+def test_a_target_on_the_hub_is_refused_with_what_to_do(allowed: tuple[str, ...]) -> None:
+    with pytest.raises(UnsupportedError, match=r"not supported.*hf upload org/model FOLDER"):
+        paddle_reshard.plan(
+            case_directory("dense/single"), "hf://org/model/", format="huggingface", allow_scheme=allowed
+        )

@@ -28,7 +28,6 @@ from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, Tensor
 from paddle_reshard.pipeline.core.trainer_files import is_model_file
-from paddle_reshard.pipeline.formats.huggingface.card import CARD, LARGEST_CARD_BYTES, license_of
 from paddle_reshard.pipeline.formats.huggingface.parts import model_parts, tensor_parts
 from paddle_reshard.pipeline.formats.huggingface.source import BUFFERS, StoredTensor, stored_tensors
 from paddle_reshard.pipeline.model.forms import matches_of
@@ -62,7 +61,6 @@ class HuggingFaceDonor:
     """Path in its folder → size in bytes."""
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any]
-    license: Mapping[str, str]
 
     def complete(self, source: Checkpoint, wanted: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
         """Both with the donor's tensors, small files and config entries that they lack."""
@@ -73,7 +71,6 @@ class HuggingFaceDonor:
             tuple(taken),
             {path: DONOR + path for path in sorted(self.sizes) if path != CONFIG and is_model_file(path)},
             _entries(wanted, self, taken),
-            self.license,
         )
         completed = _with_tensors(source, self, completion)
         check_catalog(completed.catalog)
@@ -91,15 +88,7 @@ def read_donor(files: SourceFiles) -> HuggingFaceDonor:
             "the model in bfloat16 with --like"
         )
     tensors = stored_tensors(files.headers, files.weight_index(WEIGHT_INDEX), BUFFERS)
-    return HuggingFaceDonor(location, files.sizes, tensors, config, _license(files))
-
-
-def _license(files: SourceFiles) -> dict[str, str]:
-    """What a donor's model card says about the licence."""
-    size_bytes = files.sizes.get(CARD, 0)
-    if not 0 < size_bytes <= LARGEST_CARD_BYTES:
-        return {}
-    return license_of(files.store.read(CARD, 0, size_bytes))
+    return HuggingFaceDonor(location, files.sizes, tensors, config)
 
 
 def _with_tensors(checkpoint: Checkpoint, donor: HuggingFaceDonor, completion: Completion) -> Checkpoint:

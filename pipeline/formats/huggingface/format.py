@@ -49,7 +49,7 @@ def _request(asked: Mapping[str, Any]) -> Request:
         given["dtype"] = dtype_named(dtype)
     if size := asked.get("max_shard_size"):
         given["max_shard_bytes"] = parse_size(size)
-    return HuggingFaceTarget(card=bool(asked.get("card")), **given)
+    return HuggingFaceTarget(**given)
 
 
 FORMAT = Format(  # weights in safetensors files, and nothing of a training job
@@ -75,7 +75,6 @@ FORMAT = Format(  # weights in safetensors files, and nothing of a training job
         "max_shard_size": FormatOption(
             "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
         ),
-        "card": FormatOption("also write a model card, README.md, that says what the model was made from."),
     },
     average_options={"state": EMA},
     model_only=True,

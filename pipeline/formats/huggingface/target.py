@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, DType
 from paddle_reshard.pipeline.core.trainer_files import is_of_adapter, is_training_state
 from paddle_reshard.pipeline.formats.huggingface import EMA, HUGGINGFACE, peft
-from paddle_reshard.pipeline.formats.huggingface.card import CARD, model_card
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
@@ -51,7 +50,6 @@ class HuggingFaceTarget(SettledTarget):
     """Dtype of floating-point tensors, except those that the model keeps in float32; ``None``: as trained."""
     max_shard_bytes: int = 5 * 10**9
     """Maximum size of the tensors in a file; a larger tensor gets a file of its own."""
-    card: bool = False
 
     @property
     def of_average(self) -> bool:
@@ -84,7 +82,6 @@ class HuggingFaceTarget(SettledTarget):
             "state": self.state,
             "dtype": None if self.dtype is None else self.dtype.name,
             "max_shard_bytes": self.max_shard_bytes,
-            **({"card": True} if self.card else {}),
         }
 
     def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
@@ -105,8 +102,6 @@ class HuggingFaceTarget(SettledTarget):
     def _lay_out_adapter(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         if self.of_average:
             raise UnsupportedError("--state ema is not supported for LoRA")
-        if self.card:
-            raise UnsupportedError("--card is not supported for LoRA")
         exported = list(_exported(wanted, self, adapter_parts(wanted)))
         config = adapter_config(wanted, [e.part for e in exported])
         laid_out = _files_of(source.catalog, [exported], [peft.WEIGHTS])
@@ -299,12 +294,6 @@ def _sidecars(listing: SourceListing, wanted: Checkpoint, target: HuggingFaceTar
 
     ``wanted`` is the source as the target holds it.
     """
-
-    def reason(path: str) -> str | None:
-        if path == CARD and target.card:
-            return "replaced by the model card that --card writes"
-        return _of_training(path)
-
     config, remarks = exported_config(wanted.model.config, target.dtype)
     completion = wanted.history.completion
     if completion is not None:
@@ -312,16 +301,13 @@ def _sidecars(listing: SourceListing, wanted: Checkpoint, target: HuggingFaceTar
     named_by, config = config, without_code(config)
     if config != named_by:
         remarks = (about_code(CONFIG), *remarks)
-    sidecars = classify_sidecars(listing, wanted.own_files, reason, wanted.source_config, config)
+    sidecars = classify_sidecars(listing, wanted.own_files, _of_training, wanted.source_config, config)
     files = {} if completion is None else completion.files
     donated = tuple((path, name) for name, path in files.items() if name not in sidecars.carried)
     lacking = lacking_files(wanted.model.config, {*sidecars.carried, *(name for _, name in donated)})
     if lacking:
         needed = f"{' and '.join(lacking)} beside the weights, which an inference engine may need; --like DIR takes "
         remarks = (*remarks, f"{needed}them from the model that training began from")
-    if target.card:
-        content = model_card(wanted, config, target.facts())
-        sidecars = sidecars.with_written([(CARD, content)])
     return _naming_no_code(replace(sidecars, donated=donated, remarks=remarks), listing)
 
 
