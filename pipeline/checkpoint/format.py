@@ -62,8 +62,8 @@ class NotLoaded(NamedTuple):
     """0: ``under_tp`` does not depend on it."""
     expert_tp: int = 0
     """The same for routed experts, of which ranks of ``ep`` have whole ones."""
-    in_silence: bool = False
-    """Whether such a job starts, with wrong values."""
+    instead: str = ""
+    """A format that such a job loads, where from this one it starts, with wrong values."""
 
     def by(self, topology: Topology) -> str:
         """Why a job of this topology does not."""

@@ -122,3 +122,16 @@ def never_restored(tensors: Iterable[ModelTensor], strategy: str, with_lora: boo
         "(frozen ones) from a FlexCheckpoint: they keep the values that the job was built with; begin from the same "
         "values, or resume with stage1v1 (--split_param false)"
     )
+
+
+def taken_for_copies(tensors: Iterable[ModelTensor]) -> str | None:
+    """Why no job with tp reads a FlexCheckpoint of a model, nor its own, in words; ``None``: they do.
+
+    Seen of gpt_oss with tp=2: PaddleFormers 1.2 saves the first rank's half of ``sinks`` as the whole, and gives both
+    ranks the first half of a whole one, of master weights and moments too.
+    """
+    cut = next((tensor.key for tensor in tensors if tensor.rule.cut_unmarked), None)
+    return cut and (
+        f"in a job with tp the trainer takes {cut}, which its class cuts and does not mark, for the same on all ranks: "
+        "they would hold the first rank's part, without an error"
+    )

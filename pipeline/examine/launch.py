@@ -119,10 +119,10 @@ def launch(
         return Launch(inspection.path, "transformers", 1, {}, _serving_commands(inspection.path), ())
     made_for = None if manifest is None else _parsed(manifest.topology)
     topology = _topology(inspection, None if to is None else Topology.of(to), made_for)
-    if inspection.not_loaded.in_silence and (why := inspection.not_loaded.by(topology)):
+    if (instead := inspection.not_loaded.instead) and (why := inspection.not_loaded.by(topology)):
         raise UsageError(
             f"{inspection.path} is not for {topology}: {why}; lay it out for the ranks of the job first: "
-            f"paddle-reshard convert … --format {inspection.format} --to {topology}"
+            f"paddle-reshard convert … --format {instead} --to {topology}"
         )
     library = inspection.library or inspection.convention
     if library.startswith("an unknown") and CONFIG not in inspection.other_files:

@@ -161,6 +161,22 @@ def test_a_job_that_would_read_fused_parts_wrongly_is_refused(
     )
 
 
+def test_no_flexcheckpoint_is_for_a_job_that_takes_what_its_class_cuts_for_copies(tmp_path: Path) -> None:
+    """Run with the real trainer: with tp=2, both ranks of gpt_oss hold the first half of the attention sinks, of their
+    master weights and moments too, from whole tensors, from files by rank and from those of the job itself."""
+    source = case_directory("moe/gptoss_single") / CHECKPOINT
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex")
+    assert paddle_reshard.launch(tmp_path / "flex", to="sharding=2").ranks == 2
+    with pytest.raises(
+        paddle_reshard.UsageError, match=r"sinks, which its class.*--format hybrid --to tp=2$"
+    ):
+        paddle_reshard.launch(tmp_path / "flex", to="tp=2")
+    with pytest.raises(paddle_reshard.PlanError, match=r"sinks, which its class.*choose --format hybrid$"):
+        paddle_reshard.plan(source, format="flex", to="tp=2")
+    paddle_reshard.convert(tmp_path / "flex", tmp_path / "hybrid", to="tp=2")
+    assert paddle_reshard.launch(tmp_path / "hybrid").arguments["load_checkpoint_format"] == "sharding_io"
+
+
 def test_without_config_json_a_name_that_may_be_of_fused_parts_is_enough_to_refuse() -> None:
     source = case_directory("families/qwen3_next_fc_sh2_s1v2") / CHECKPOINT
     assert not (source / "config.json").exists()

@@ -14,7 +14,12 @@ from typing import Any, ClassVar
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
-from paddle_reshard.pipeline.checkpoint.training_job import coordinates_of, never_restored, takes_from_masters
+from paddle_reshard.pipeline.checkpoint.training_job import (
+    coordinates_of,
+    never_restored,
+    taken_for_copies,
+    takes_from_masters,
+)
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.tensors import EMA_PARAM, PARAM, is_per_parameter
 from paddle_reshard.pipeline.core.topology import sharding_in_words
@@ -161,7 +166,9 @@ def _check_asked(table: RuleTable, target: RankFlexTarget) -> None:
 
 
 def _check_tensors(model: Model, target: RankFlexTarget) -> None:
-    """Refuse tensors of which no rank's pieces have been seen."""
+    """Refuse tensors of which no rank's pieces have been seen, or none that its job reads."""
+    if target.topology.tp > 1 and (unmarked := taken_for_copies(model.tensors)) is not None:
+        raise PlanError(f"{unmarked}; choose --format hybrid")
     for tensor in model.tensors:
         if strange := sorted(set(tensor.accumulators) - _ASKED_FOR):
             raise PlanError(

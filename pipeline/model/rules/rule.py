@@ -277,6 +277,11 @@ class Rule:
         form = self.huggingface
         return form is not None and form.stacked is not None and len(self.shape or ()) == 2
 
+    @property
+    def cut_unmarked(self) -> bool:
+        """Whether tp cuts its tensors and the library does not mark them, so that it takes them for copies."""
+        return self.split is not None and self.is_distributed == "never"
+
     def marked_distributed(self, cut: bool, ep: int, *, of_rank: bool) -> bool:
         """Value of the library's ``is_distributed`` flag.
 
