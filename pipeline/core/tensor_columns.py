@@ -43,6 +43,14 @@ class Numbered(Generic[Value]):
             self.values.append(value)
         return number
 
+    def numbers_of(self, values: Iterable[Value]) -> Ints:
+        """The numbers of many values; faster than one by one if few are new."""
+        values = list(values)
+        numbers = list(map(self.numbers.get, values))
+        if None in numbers:
+            numbers = list(map(self.number, values))
+        return np.array(numbers, dtype=np.int64)
+
 
 class Identities:
     """Pairs of key and state, numbered in the order in which they are added; a key is stored once."""
@@ -87,8 +95,7 @@ class Identities:
 
     def numbers_of_names(self, keys: Iterable[str], states: Iterable[str]) -> tuple[Ints, Ints]:
         """The numbers of keys, and of states, each of which is added if it is new."""
-        key = np.array(list(map(self._keys.number, keys)), dtype=np.int64)
-        state = np.array(list(map(self._states.number, states)), dtype=np.int64)
+        key, state = self._keys.numbers_of(keys), self._states.numbers_of(states)
         self._numbers += (array("i") for _ in range(len(self._states.values) - len(self._numbers)))
         return key, state
 

@@ -6,13 +6,18 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.tensors import WRITTEN_NAMES
+from paddle_reshard.pipeline.model.optimizer_keys import split_accumulator_key
+from tests import oracle
 from tests.conftest import case_directory
 from tests.oracle import unpickle
 
@@ -149,3 +154,35 @@ def test_a_job_with_sequence_parallelism_has_other_names_and_the_same_values(tmp
     report = paddle_reshard.verify(source, tmp_path / "there")
     assert report.equal
     assert "parameter name" in report.remarks[0]
+
+
+def _rearranged(entries: list[tuple[str, Any]], how: str) -> list[tuple[str, Any]]:
+    """The entries of an optimizer in another order, or one of them counted otherwise."""
+    if how == "shuffled":
+        return Random(0).sample(entries, len(entries))
+    moment2 = [number for number, (entry, _) in enumerate(entries) if "_moment2_" in entry]
+    middle = moment2[len(moment2) // 2]
+    entry, value = entries[middle]
+    if how == "counted otherwise":
+        return [*entries[:middle], (entry.removesuffix("0") + "3", value), *entries[middle + 1 :]]
+    return [*entries[:middle], *entries[middle + 1 :], entries[middle]]
+
+
+@pytest.mark.parametrize("how", ["one comes last", "counted otherwise", "shuffled"])
+def test_a_state_is_that_of_the_parameter_that_it_names_wherever_it_stands(how: str, tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "made"
+    shutil.copytree(_checkpoint(PLAIN), source, copy_function=shutil.copyfile)
+    path = source / "optimizer.pdopt"
+    path.write_bytes(pickle.dumps(dict(_rearranged([*unpickle(path).items()], how)), protocol=4))
+    paddle_reshard.convert(source, made, to="tp=1")
+    truth = oracle.read_truth(case_directory(PLAIN) / "truth.safetensors")
+    oracle.assert_same_tensors(oracle.read_checkpoint(made, oracle.shapes_of(truth)), truth)
+
+
+@pytest.mark.parametrize("master", ["", "_fp32_master_0"])
+def test_what_comes_before_an_ending_means_the_same_before_any_other(master: str) -> None:
+    """Also where a name ends as an accumulator begins: that of the parameter and the ending do not run together."""
+    for other, ending in product(WRITTEN_NAMES, repeat=2):
+        for name in (f"linear_0.w_0_{other}"[:stop] for stop in range(12, 14 + len(other))):
+            key = f"{name}{master}_{ending}_0"
+            assert split_accumulator_key(key, {name}) == (name, ending, bool(master))

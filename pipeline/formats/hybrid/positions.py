@@ -126,6 +126,11 @@ def shown_in_file(cell: StoredCell, tensor: ModelTensor, state: str) -> str:
     return tensor.key if by_value else cell.names[tensor.key]
 
 
+def shown_alike(state: str) -> str:
+    """A state for which :func:`shown_in_file` says the same."""
+    return state if state in (PARAM, EMA_PARAM, EMA_MASTER_WEIGHT) else MASTER_WEIGHT
+
+
 class RankFiles:
     """What the files of ranks show and what it stands for, to find those that could be exchanged without a trace."""
 

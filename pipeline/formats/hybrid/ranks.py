@@ -719,38 +719,70 @@ def _add_optimizer(cell: StoredCell, file: RankFile, root: FileEntries, keys: Ma
     _add(cell, file, trained, MASTER_WEIGHT, stored.values)
     masters = dict(zip(trained, stored.called, strict=True))  # key → the name that the array has besides
     stored = root.drained(SPECIAL)
-    of_keys: list[str] = []
-    states: list[str] = []
-    for entry in stored.names:
-        if entry == "offload_buffer":
-            detail = f"{file.path}: offload_buffer: offloaded optimizer state is not supported"
-            raise of_optimizer(UnsupportedError(detail))
-        bare = entry.removeprefix(SLICE_PREFIX)
-        parts = split_accumulator_key(bare, keys)
-        if parts is None:
-            raise of_optimizer(
-                CheckpointError(
-                    f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
-                    f"meaning are not converted; {WITHOUT_OPTIMIZER}"
-                )
-            )
-        name, accumulator, separate = parts
-        key = keys[name]
-        of_keys.append(key)
-        states.append(accumulator)
-        if entry.startswith(SLICE_PREFIX):
-            cell.sliced.add(key)
-        if key in masters:
-            cell.master_spellings.add(separate)
-            of_master = masters[key]
-            if separate and of_master is not None and not entry.startswith(f"{of_master}_"):
-                raise CheckpointError(
-                    f"{file.path}: the master weight of {name} is named {of_master}, its accumulator {entry}: Paddle "
-                    "looks for accumulators by the name of the master weight, and would begin with new ones"
-                )
+    of_keys, states = _accumulators(cell, file, stored.names, keys, masters)
     _add(cell, file, of_keys, states, stored.values)
     shapes = set(zip(states, stored.values.shapes(), strict=True))
     cell.single |= {(state, prod(shape) == 1) for state, shape in shapes if state in (_MOMENT1, _MOMENT2)}
+
+
+def _accumulators(
+    cell: StoredCell,
+    file: RankFile,
+    entries: Sequence[str],
+    keys: Mapping[str, str],
+    masters: Mapping[str, str | None],
+) -> tuple[list[str], list[str]]:
+    """The structured key and the state of each entry of an optimizer; ``masters``: key → name of its master weight.
+
+    An optimizer lists one accumulator of all parameters, then the next one of all: what comes before the ending of the
+    name is the same again, and so is the key.
+    """
+    of_keys: list[str] = []
+    states: list[str] = []
+    first: list[str] = []  # of the first accumulator, what comes before the ending
+    while (at := len(states)) < len(entries):
+        key, state, begin = _accumulator(cell, file, entries[at], keys, masters)
+        again, ending = 0, entries[at].removeprefix(begin)
+        if len(first) == at and state == (states or [state])[0]:
+            first.append(begin)
+        else:
+            stop = min(len(first), len(entries) - at)
+            while again < stop and entries[at + again] == first[again] + ending:
+                again += 1
+        of_keys += of_keys[:again] or [key]
+        states += [state] * max(again, 1)
+    return of_keys, states
+
+
+def _accumulator(
+    cell: StoredCell, file: RankFile, entry: str, keys: Mapping[str, str], masters: Mapping[str, str | None]
+) -> tuple[str, str, str]:
+    """The structured key and the state of an entry, and what comes before its ending; records how it is spelled."""
+    if entry == "offload_buffer":
+        detail = f"{file.path}: offload_buffer: offloaded optimizer state is not supported"
+        raise of_optimizer(UnsupportedError(detail))
+    bare = entry.removeprefix(SLICE_PREFIX)
+    parts = split_accumulator_key(bare, keys)
+    if parts is None:
+        raise of_optimizer(
+            CheckpointError(
+                f"{file.path}: {entry} is not a known accumulator of a parameter of this cell; entries of unknown "
+                f"meaning are not converted; {WITHOUT_OPTIMIZER}"
+            )
+        )
+    name, accumulator, separate = parts
+    key, begin = keys[name], entry.rpartition(f"_{accumulator}_")[0]
+    if bare != entry:
+        cell.sliced.add(key)
+    if key in masters:
+        cell.master_spellings.add(separate)
+        of_master = masters[key]
+        if separate and of_master is not None and not f"{begin}_".startswith(f"{of_master}_"):
+            raise CheckpointError(
+                f"{file.path}: the master weight of {name} is named {of_master}, its accumulator {entry}: Paddle "
+                "looks for accumulators by the name of the master weight, and would begin with new ones"
+            )
+    return key, accumulator, begin
 
 
 def _add_ema(cell: StoredCell, file: RankFile, root: FileEntries, keys: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise, takewhile
 
 import numpy as np
@@ -305,15 +306,17 @@ class _Source:
             states = cell.arrays.states_by_key()
             for key in cell.names:
                 tensor = self._tensor(cell, key, states.get(cell.holders[key], ()))
-                _check_agreement(tensors.setdefault(key, tensor), tensor, cell)
+                if (known := tensors.setdefault(key, tensor)) is not tensor:
+                    _check_agreement(known, tensor, cell)
         table, items = self.table, self.table.build_order(pp=1)
 
-        def place(tensor: ModelTensor) -> tuple[int, int, int]:
+        @cache
+        def place(item: str, layer: int | None) -> tuple[int, int]:
             """The only item of its kind is before all numbered ones."""
-            _, number = table.place(tensor.rule.item, tensor.layer)
-            return items[tensor.rule.item], -1 if number is None else number, order[tensor.key]
+            _, number = table.place(item, layer)
+            return items[item], -1 if number is None else number
 
-        ordered = sorted(tensors.values(), key=place)
+        ordered = sorted(tensors.values(), key=lambda t: (place(*t.item), order[t.key]))
         tied = [
             replace(t, tied_to=None) if t.tied_to is not None and t.tied_to not in tensors else t
             for t in ordered
@@ -563,7 +566,7 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None, t
             predict_parameter_names(tensors, model.config, pp, tp, sequence_parallel, ep) for tensors in held
         ]
 
-    rules = {parallel: predicted(parallel) for parallel in (False, True)}
+    rules = {parallel: predicted(parallel) for parallel in ((False, True) if tp > 1 else (False,))}
     odd = {
         parallel: sum(
             of_cell[key] != name
@@ -574,7 +577,7 @@ def _check_names(ranks: Ranks, model: Model) -> tuple[bool | None, str | None, t
     }
     closest = min(odd, key=odd.__getitem__)
     problem = _first_problem(ranks, model, rules[closest]) if odd[closest] else None
-    determined = problem is None and odd[not closest] > 0
+    determined = problem is None and odd.get(not closest, 0) > 0
     names = tuple(_of_states(ranks.cells, model, rules[closest]))
     return closest if determined else None, problem, names
 

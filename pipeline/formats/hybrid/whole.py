@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.core.sorting import distinct
 from paddle_reshard.pipeline.core.tensor_columns import Numbered
 from paddle_reshard.pipeline.core.tensors import PARAM, dtype_number, dtype_of_code, is_per_parameter
 from paddle_reshard.pipeline.formats.hybrid.arrays import Lone
-from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, shown_in_file
+from paddle_reshard.pipeline.formats.hybrid.positions import RankFiles, shown_alike, shown_in_file
 from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell
 from paddle_reshard.pipeline.formats.hybrid.sharding_group import ShardingGroup, whole_in_model_state
 from paddle_reshard.pipeline.formats.reading import Alike, TensorCollector
@@ -73,14 +73,13 @@ class WholeArrays:
         )
         self._owner = _numbers(cell.owners.get(key, _NONE) for key in keys) if cell.owners else None
         self._hashes = _numbers(map(hash, keys)), _numbers(map(hash, self._states))
-        self._shown = np.stack(
-            [
-                _numbers(
-                    hash(shown_in_file(cell, tensors[key], state)) if key in tensors else 0 for key in keys
-                )
-                for state in self._states
-            ]
-        )
+        shown = {
+            alike: _numbers(
+                hash(shown_in_file(cell, tensors[key], alike)) if key in tensors else 0 for key in keys
+            )
+            for alike in set(map(shown_alike, self._states))
+        }
+        self._shown = np.stack([shown[shown_alike(state)] for state in self._states])
         """Hash of what files show of each key, in each state."""
 
     def _of_states(self, holds: Callable[[str], bool]) -> Flags:
