@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from paddle_reshard.pipeline.core.tensors import written_name
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.optimizers import ADAM_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +136,20 @@ def taken_for_copies(tensors: Iterable[ModelTensor]) -> str | None:
     return cut and (
         f"in a job with tp the trainer takes {cut}, which its class cuts and does not mark, for the same on all ranks: "
         "they would hold the first rank's part, without an error"
+    )
+
+
+def beyond_adam(kinds: Iterable[Iterable[str]]) -> str:
+    """Why PaddleFormers 1.2 reads no such states of an optimizer by ``load_sharded_model`` or from a FlexCheckpoint, in
+    words with a way out; empty: it does. ``kinds`` are the accumulators of every kind of tensor.
+
+    ``GroupGetter`` (``trainer/utils/sharding_io.py``) stops at any other state, and only AdamW has a
+    ``sharded_state_dict``, which knows no others (Paddle 3.3.1). Seen of Momentum and of Adam with amsgrad.
+    """
+    others = {written_name(state) for states in kinds for state in states} - ADAM_STATES
+    if not others:
+        return ""
+    return (
+        f"the optimizer keeps {min(others)}, and this loader of the trainer knows Adam's states alone, also in its own "
+        "files: it stops with an error; such a job needs --format hybrid-plain"
     )

@@ -16,11 +16,11 @@ from paddle_reshard.pipeline.core.errors import CoverageError, UnsupportedError
 from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, MEAN_MOMENT2, written_name
 from paddle_reshard.pipeline.model.model import AUTOMATIC, Model, ModelTensor
 
-_ADAM = frozenset(("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"))
+ADAM_STATES = frozenset(("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"))
 _KNOWN: Mapping[str, frozenset[str]] = {
-    "Adam and its kind": _ADAM,
-    "Adam with amsgrad": _ADAM | {"moment2_max"},
-    "AdamWMini": _ADAM - {"moment2"} | {MEAN_MOMENT2},
+    "Adam and its kind": ADAM_STATES,
+    "Adam with amsgrad": ADAM_STATES | {"moment2_max"},
+    "AdamWMini": ADAM_STATES - {"moment2"} | {MEAN_MOMENT2},
     "Momentum": frozenset(("velocity",)),
 }
 """Optimizer → the states that it keeps of every parameter. SGD keeps none; Muon see below."""

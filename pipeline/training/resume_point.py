@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from paddle_reshard.pipeline.api import clean
+from paddle_reshard.pipeline.checkpoint.training_job import beyond_adam
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
@@ -210,11 +211,8 @@ class Start:
         def approve(conversion: ConversionPlan) -> None:
             assert conversion.portion is not None  # noqa: S101 (ranks are given)
             job = conversion.portion.job
-            if loses_adapters(found.seen, job.format, job.strategy):
-                raise UsageError(
-                    f"{found.name} holds LoRA adapters, and with load_sharded_model the trainer gives them to the "
-                    "first rank alone: give --format hybrid-plain, or none"
-                )
+            if why := parts_not_read(found.seen, job.format, job.strategy):
+                raise UsageError(f"{found.name}: {why}: give --format hybrid-plain, or none")
             arguments = {"resume_from_checkpoint": target, **trainer_arguments(job)}
             self.check(arguments, topology, job.library)
             agree(conversion.portion.digest)
@@ -291,7 +289,7 @@ def reads_as_it_is(found: Inspection, topology: Topology, options: ResumeOptions
         altering - _OF_READING
         or format.model_only
         or found.not_loaded.by(topology)
-        or loses_adapters(found, found.format, found.sharding_strategy)
+        or parts_not_read(found, found.format, found.sharding_strategy)
     ):
         return False
     if found.topology is not None:
@@ -314,16 +312,20 @@ def _without_dp(topology: Topology, found: Inspection) -> tuple[int, ...]:
     return (*axes, topology.dp) if shares_experts else axes
 
 
-def loses_adapters(found: Inspection, format: str, strategy: str | None) -> bool:
-    """Whether the trainer would give the adapters of a checkpoint to its first rank alone (``docs/lora.md``)."""
+def parts_not_read(found: Inspection, format: str, strategy: str | None) -> str:
+    """Why the trainer does not read the parts of ranks by ``load_sharded_model``; empty: it does, or whole files."""
     reads = FORMATS[format].loaded_with(found.convention, strategy or "none") or {}
-    return found.adapter is not None and "load_sharded_model" in reads
+    if "load_sharded_model" not in reads:
+        return ""
+    if found.adapter is not None:  # docs/lora.md
+        return "with load_sharded_model the trainer gives LoRA adapters to the first rank alone"
+    return "" if found.convention == "paddlenlp" else beyond_adam(t.accumulators for t in found.tensors)
 
 
 def _format_for(found: Inspection) -> str:
     """The format in which ranks find files of their own."""
     if "to" in FORMATS[found.format].options:
-        return "hybrid-plain" if loses_adapters(found, found.format, "stage1v2") else found.format
+        return "hybrid-plain" if parts_not_read(found, found.format, "stage1v2") else found.format
     return "flex" if found.convention == "paddleformers" else "hybrid"
 
 

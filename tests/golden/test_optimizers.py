@@ -7,6 +7,7 @@ The state is real: Paddle 3.3.1 makes steps on random parameters that are called
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import numpy as np
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.topology import Topology
+from paddle_reshard.pipeline.training.launcher import Node
+from paddle_reshard.pipeline.training.resume_point import Start
 from tests import oracle
 
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 8, 12, 16, 2
@@ -132,6 +136,50 @@ def test_there_and_back_keeps_every_state(
     paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
     assert _arrays(tmp_path / "back") == _arrays(source)
     assert oracle.structure(tmp_path / "back") == oracle.structure(source)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "state"),
+    [("Momentum", {}, "velocity"), ("Adam", {"amsgrad": True}, "moment2_max")],
+)
+def test_states_that_the_trainer_does_not_load_by_parts_are_named_before_a_job_starts(
+    paddle: Any, optimizer: str, options: dict, state: str, tmp_path: Path
+) -> None:
+    """Run with PaddleFormers 1.2, sharding=2: from parts "cannot find embedding_0.w_0_velocity_0", also from its own;
+    from complete files and without sharding all states are there. To a FlexCheckpoint its jobs do not save them."""
+    run, local = tmp_path / "run", tmp_path / "local"
+    _train(paddle, tmp_path / "source", optimizer, **options)
+    says = f"the optimizer keeps {state}, .*--format hybrid-plain"
+
+    def notes(folder: Path, to: str | None = None) -> list[str]:
+        found = paddle_reshard.launch(folder, to=to).remarks
+        return [note for note in found if re.fullmatch(f"does not start: {says}", note)]
+
+    run.mkdir()
+    paddle_reshard.convert(
+        tmp_path / "source", run / "checkpoint-2", to="sharding=2", sharding_strategy="stage1v1"
+    )
+    assert notes(run / "checkpoint-2")
+    paddle_reshard.convert(tmp_path / "source", tmp_path / "two", to="tp=2")
+    assert not notes(tmp_path / "two")
+    paddle_reshard.convert(tmp_path / "source", tmp_path / "flex", format="flex")
+    assert notes(tmp_path / "flex", "sharding=2")
+    with pytest.raises(paddle_reshard.PlanError, match=says):
+        paddle_reshard.plan(tmp_path / "source", format="flex", to="sharding=2")
+
+    of_cards = paddle_reshard.plan(tmp_path / "two", cards=2)
+    stops = {str(one.topology) for one in of_cards if re.fullmatch(says, one.not_resumed)}
+    assert stops == {"sharding=2"} and str(of_cards.nearest.topology) == "tp=2"
+    assert not any(
+        one.not_resumed for one in paddle_reshard.plan(tmp_path / "two", cards=2, format="hybrid-plain")
+    )
+
+    job = Start(
+        str(run), str(local), Node(0, 1), Topology(sharding=2), None, {}, lambda *_: None, lambda *_: None
+    )
+    resumed = job.make_ready(job.find(), lambda whole: None)
+    assert resumed.arguments is not None and "load_sharded_model" not in resumed.arguments
+    assert not notes(Path(resumed.path))
 
 
 @pytest.mark.parametrize("optimizer", ["Adagrad", "RMSProp", "Adadelta", "Adamax", "NAdam", "RAdam"])

@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, Missi
 from paddle_reshard.pipeline.checkpoint.format import LOADED, NotLoaded
 from paddle_reshard.pipeline.checkpoint.lora import check_matrices, marked_base
 from paddle_reshard.pipeline.checkpoint.parameter_names import CellNames
-from paddle_reshard.pipeline.checkpoint.training_job import taken_for_copies
+from paddle_reshard.pipeline.checkpoint.training_job import beyond_adam, taken_for_copies
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
@@ -142,6 +142,8 @@ def _fused_over(blocks: Mapping[str, int], rules: Mapping[str, Rule], table: Rul
 def not_loaded(checkpoint: Checkpoint) -> NotLoaded:
     """Which jobs read fused parts as if they were not fused: the trainer's loader (PaddleFormers 1.2, Paddle 3.3.1
     ``load_state_dict``) cuts ``[gate | up]`` in the middle for two ranks, of which each expects a half of both."""
+    if why := beyond_adam(checkpoint.model.kinds_of_states):
+        return NotLoaded(why)
     if (unmarked := taken_for_copies(checkpoint.model.tensors)) is not None:
         return NotLoaded(under_tp=unmarked, instead="hybrid")
     tp, expert_tp = checkpoint.fused_over

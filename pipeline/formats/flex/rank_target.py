@@ -15,6 +15,7 @@ from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing
 from paddle_reshard.pipeline.checkpoint.format import Outline, Staged
 from paddle_reshard.pipeline.checkpoint.training_job import (
+    beyond_adam,
     coordinates_of,
     never_restored,
     taken_for_copies,
@@ -50,8 +51,6 @@ from paddle_reshard.pipeline.model.rules.table import RuleTable
 _WHOLE = "omit --to: whole tensors suit every job"
 _NUMBERS_COPIES = "3.3"
 """The first Paddle whose metadata tell flattened pieces, and number the copies of a piece."""
-_ASKED_FOR = frozenset(["moment1", "moment2", "velocity", "beta1_pow_acc", "beta2_pow_acc"])
-"""The states that ``sharded_state_dict`` of Paddle's optimizers knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +168,8 @@ def _check_tensors(model: Model, target: RankFlexTarget) -> None:
     """Refuse tensors of which no rank's pieces have been seen, or none that its job reads."""
     if target.topology.tp > 1 and (unmarked := taken_for_copies(model.tensors)) is not None:
         raise PlanError(f"{unmarked}; choose --format hybrid")
-    for tensor in model.tensors:
-        if strange := sorted(set(tensor.accumulators) - _ASKED_FOR):
-            raise PlanError(
-                f"{tensor.key} ({strange[0]}): the trainer's optimizers neither save this state in a "
-                f"FlexCheckpoint nor ask for it (sharded_state_dict of Paddle 3.3.1); {_WHOLE}"
-            )
+    if why := beyond_adam(model.kinds_of_states):
+        raise PlanError(why)
     if (muon := muon_parameters(model.tensors)) and target.strategy != "none":
         raise UnsupportedError(
             f"{muon[0]}: the optimizer is Muon; how {target.strategy} divides its tensors among ranks follows from "

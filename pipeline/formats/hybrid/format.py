@@ -52,16 +52,21 @@ def _loaded_with(sharded_saving: bool, library: str, strategy: str) -> Mapping[s
     )
 
 
-def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
-    """Parameters in safetensors files, which the trainer saves by default and looks for as ``model_state`` alone.
+def _not_loaded(sharded_saving: bool, checkpoint: Checkpoint) -> NotLoaded:
+    """Parameters in safetensors files, which the trainer saves by default and looks for as ``model_state`` alone, and
+    states that its loader of parts does not know.
 
     ``_load_from_checkpoint`` in PaddleFormers' ``trainer/trainer.py``: "do not support safetensors".
     """
+    from paddle_reshard.pipeline.checkpoint.training_job import beyond_adam
     from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS_OF_RANK, hybrid_name
 
     own = min(filter(WEIGHTS_OF_RANK.fullmatch, checkpoint.own_files), default=None)
     if own is None:
-        return LOADED
+        library, strategy = checkpoint.model.table.convention, checkpoint.job.strategy or "none"
+        by_part = "load_sharded_model" in (_loaded_with(sharded_saving, library, strategy) or {})
+        of_formers = by_part and library != "paddlenlp"
+        return NotLoaded(beyond_adam(checkpoint.model.kinds_of_states)) if of_formers else LOADED
     return NotLoaded(
         f"the trainer looks for {hybrid_name(own)} and loads no {own}, which it writes with save_to_hf, its default; "
         "convert it, also to its own topology: paddle-reshard convert … --to, or resume"
@@ -117,7 +122,7 @@ def _hybrid(name: str, help: str, sharded_saving: bool) -> Format:
         special_optimizers=(ADAMW_MINI,),
         by_table=True,
         loaded_with=partial(_loaded_with, sharded_saving),
-        not_loaded=_not_loaded,
+        not_loaded=partial(_not_loaded, sharded_saving),
         rank_of=_rank_of,
     )
 
