@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.conftest import case_directory
-from tests.golden.unified_cases import write_safetensors
+from tests.golden.unified_cases import read, write_safetensors
 
 POSITIONS = "visual.vision_model.embeddings.packing_position_embedding.weight"
 
@@ -47,10 +46,7 @@ def test_it_names_the_tensor_that_is_missing(export: Path, tmp_path: Path) -> No
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((export / "config.json").read_bytes())
-    held = {
-        key: (entry["dtype"], entry["shape"], bytes(entry["data"]))
-        for key, entry in safetensors.deserialize((export / "model.safetensors").read_bytes())
-    }
+    held = read(export)
     del held[POSITIONS]
     write_safetensors(broken / "model.safetensors", held)
     with pytest.raises(ReshardError, match=rf"{POSITIONS}: no file holds it, and every model"):

@@ -1,7 +1,8 @@
-"""Expert parallelism: real checkpoints are read bit for bit, and what is written has the trainer's own structure.
+"""Mixtures of experts, with expert parallelism and without: real checkpoints are read and written bit for bit.
 
 The same training run exists in many topologies. Values of what is written are read back by a reader that shares no
-code with the converter, which itself reads the trainer's files right.
+code with the converter, which itself reads the trainer's files right. The trainer lets tensors that every tp rank holds
+drift apart in these models; the truth is the first rank's copy.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ ACROSS_TP = "ep4_mp2pp2sh2_s1v2_meta"
 """Neighbouring experts are on different tp ranks: those of the first are 0 and 2, those of the second 1 and 3."""
 DSV3, GLM4 = "dsv3_ep2_sh2_s1v2_meta_ema", "glm4moe_ep2_sh2_s1v2_meta_ema"
 BIAS = "*.e_score_correction_bias"
+WHOLE_ON_EVERY_RANK = (
+    *(
+        "moe_single",
+        "moe_pp2",
+        "moe_sh2_s1v1_meta",
+        "moe_sh2_s1v2_meta",
+        "moe_mp2",
+        "moe_mp2pp2sh2_s1v2_meta_ema",
+    ),
+    *("qwen2moe_single", "ernie45moe_single", "dsv3_single", "nlp_dsv2_single", "nlp_qwen2moe_single"),
+)
 COMPLETE = (
     "ep2_mp2",
     "ep2_mp2sh2_s1v2_meta",
@@ -47,7 +59,7 @@ COMPLETE = (
     "moe_fused_single",
     "moe_fused_sh2_s1v2_meta",
 )
-DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta", ACROSS_TP)
+DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta", ACROSS_TP, "moe_mp2", "moe_mp2pp2sh2_s1v2_meta_ema")
 
 
 def _case(name: str) -> Path:
@@ -87,6 +99,11 @@ def test_on_one_card_it_equals_the_truth(name: str, tmp_path: Path) -> None:
     )
     assert read_one_card(tmp_path / "one") == _bits(_truth(name))
     assert bool(report.moved.replica_drift) == (name in DRIFTED)
+
+
+@pytest.mark.parametrize("name", WHOLE_ON_EVERY_RANK)
+def test_without_expert_parallelism_too(name: str, tmp_path: Path) -> None:
+    test_on_one_card_it_equals_the_truth(name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -147,25 +164,11 @@ def test_a_filled_tensor_survives_sharded_saving(tmp_path: Path) -> None:
     assert read_one_card(tmp_path / "back") == _bits(_truth(GLM4))
 
 
-@pytest.mark.parametrize(
-    ("key", "array", "message"),
-    [
-        (
-            "model.layers.1.mlp.gate.e_score_correction_bias",
-            np.zeros(5, np.float32),
-            r"float32 \(4,\) in the checkpoint, but float32 \(5,\)",
-        ),
-        (
-            "model.layers.1.mlp.gate.e_score_correction_bias",
-            np.zeros(4, np.float64),
-            r"float32 \(4,\) in the checkpoint, but float64 \(4,\)",
-        ),
-    ],
-)
-def test_a_file_that_does_not_fit_is_refused(
-    key: str, array: np.ndarray, message: str, tmp_path: Path
-) -> None:
-    fill = _lost(GLM4, tmp_path, **{key: array})
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 5), ("float64", 4)])
+def test_a_file_that_does_not_fit_is_refused(dtype: str, length: int, tmp_path: Path) -> None:
+    key = "model.layers.1.mlp.gate.e_score_correction_bias"
+    fill = _lost(GLM4, tmp_path, **{key: np.zeros(length, dtype)})
+    message = rf"float32 \(4,\) in the checkpoint, but {dtype} \({length},\)"
     with pytest.raises(CoverageError, match=message) as caught:
         paddle_reshard.convert(_case(GLM4) / "checkpoint-3", tmp_path / "x", fill=fill, to="tp=1")
     assert key in str(caught.value)
@@ -253,10 +256,25 @@ def test_experts_over_data_parallel_ranks_and_back(
     source: str, to: str, strategy: str | None, format: str, tmp_path: Path
 ) -> None:
     paddle_reshard.convert(
-        _case(source) / "checkpoint-3", tmp_path / "there", to=to, sharding_strategy=strategy, format=format
+        _case(source) / "checkpoint-3",
+        tmp_path / "there",
+        to=to,
+        sharding_strategy=strategy,
+        layout={"stage3_segment_size": 512} if strategy == "stage3" else None,
+        format=format,
+        replicas="report" if source in DRIFTED else "compare",
     )
     paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
     assert read_one_card(tmp_path / "back") == _bits(_truth(source))
+
+
+@pytest.mark.parametrize("name", WHOLE_ON_EVERY_RANK)
+@pytest.mark.parametrize(
+    ("to", "strategy"),
+    [("tp=2,sharding=2", "stage1v2"), ("sharding=3", "stage1v1"), ("sharding=2", "stage3"), ("pp=2", None)],
+)
+def test_through_every_strategy_and_back(name: str, to: str, strategy: str | None, tmp_path: Path) -> None:
+    test_experts_over_data_parallel_ranks_and_back(name, to, strategy, "hybrid", tmp_path)
 
 
 def test_names_of_a_job_of_the_target_topology(tmp_path: Path) -> None:

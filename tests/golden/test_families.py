@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, ReshardError
@@ -19,6 +18,7 @@ from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
 from tests.golden.test_newer_checkpoints import truth_of
+from tests.golden.unified_cases import read_file as _read
 from tests.golden.unified_cases import read_unified, write_safetensors
 
 OWN = "hf-export/model-00001-of-00001.safetensors"
@@ -36,16 +36,10 @@ what the library exports."""
 THROUGH = [f"{family}_single" for family in EXPORTS if family != "paddleocr_vl"]
 THROUGH.append("paddleocr_vl_sh2_s1v2_meta")
 SAVED = [f"{family}_single" for family in EXPORTS] + ["qwen3_next_single_tohf", "qwen2_5_vl_single_tohf"]
-Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def _checkpoint(name: str) -> Path:
     return case_directory(f"families/{name}") / "checkpoint-3"
-
-
-def _read(path: Path) -> Entries:
-    entries = safetensors.deserialize(path.read_bytes())
-    return {key: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for key, e in entries}
 
 
 def cut_by(name: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 from safetensors.numpy import save_file
 
 import paddle_reshard
@@ -23,6 +22,7 @@ from paddle_reshard.storage.locate import Access, open_source
 from paddle_reshard.tasks.index import index_here
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
+from tests.golden.unified_cases import read_file as stored
 from tests.golden.unified_cases import write_safetensors
 from tests.oracle import read_truth
 
@@ -51,12 +51,6 @@ def frozen() -> list[str]:
     """Parameters of which the trainer kept no state."""
     found = truth()
     return [key for key in found if f"{key}.w_0" not in found and re.fullmatch(r".*\.weight", key)]
-
-
-def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Key → dtype tag, shape and bytes of a safetensors file."""
-    found = safetensors.deserialize(path.read_bytes())
-    return {key: (entry["dtype"], entry["shape"], bytes(entry["data"])) for key, entry in found}
 
 
 @pytest.fixture(scope="module")

@@ -220,12 +220,3 @@ def test_classes_of_auto_parallel_models_are_not_guessed(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="4 cells"):
         meta = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3/model_meta.json"
         convert(case, tmp_path / "other", format="auto-parallel", target_meta=meta)
-
-
-def test_an_average_has_no_place_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot hold the exponential moving average"):
-        convert(
-            case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3",
-            tmp_path / "auto",
-            format="auto-parallel",
-        )

@@ -34,7 +34,8 @@ from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import oracle
 from tests.conftest import REPO, case_directory, hybrid_cases
-from tests.golden.unified_cases import read_unified, small_case, write_safetensors
+from tests.golden.unified_cases import Entry, read_unified, small_case, write_safetensors
+from tests.golden.unified_cases import read as _read
 
 EXPORTS = Path(__file__).parent / "exports"
 FAMILIES = (
@@ -62,7 +63,6 @@ DRIFTED = ("moe_mp2pp2sh2_s1v2_meta_ema",)
 TAG = {np.dtype("u2"): "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16"}
 PREFIX = re.compile(r"^(llama|qwen2|qwen2_moe|deepseek_v2)\.(?=embed|layers|norm)")
 LINEAR = re.compile(r"\.(\w+_proj|kv_a_proj_with_mqa|gate|shared_expert_gate)\.weight$")
-Entry = tuple[str, tuple[int, ...], bytes]
 
 
 def _case(name: str) -> Path:
@@ -83,16 +83,6 @@ def _config(case: Path) -> dict[str, Any]:
 def _checkpoint(case: Path) -> Path:
     (path,) = case.glob("checkpoint-*")
     return path
-
-
-def _read(folder: Path) -> dict[str, Entry]:
-    """Every tensor of a Hugging Face checkpoint: dtype, shape, bytes."""
-    found: dict[str, Entry] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for key, entry in safetensors.deserialize(path.read_bytes()):
-            assert key not in found
-            found[key] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-    return found
 
 
 def _entry(array: np.ndarray) -> Entry:

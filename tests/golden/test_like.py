@@ -12,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, UnsupportedError, UsageError
 from tests.conftest import case_directory
-from tests.golden.unified_cases import write_safetensors
+from tests.golden.unified_cases import read as _read
+from tests.golden.unified_cases import read_file, write_safetensors
 
-Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 MTP = "model.layers.2."
 TOKENIZER = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"a": 1}', "chat_template.jinja": b"{{ 1 }}"}
 BIAS = "*.e_score_correction_bias"
-
-
-def _read(folder: Path) -> Entries:
-    found: Entries = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for key, entry in safetensors.deserialize(path.read_bytes()):
-            found[key] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-    return found
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -58,11 +49,8 @@ def whole_donor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paddle_reshard.convert(case, donor, format="huggingface", max_shard_size="60KB")
     (donor / "paddle_reshard.json").unlink()
     for path in donor.glob("*.safetensors"):
-        others = {
-            key: (entry["dtype"], entry["shape"], bytes(entry["data"])[::-1])
-            for key, entry in safetensors.deserialize(path.read_bytes())
-        }
-        write_safetensors(path, others)
+        held = read_file(path).items()
+        write_safetensors(path, {key: (dtype, shape, data[::-1]) for key, (dtype, shape, data) in held})
     for name, content in {**TOKENIZER, "modeling_deepseek.py": b"1/0", "README.md": b"a donor"}.items():
         (donor / name).write_bytes(content)
     changed = {**_config(donor), "auto_map": {"AutoModel": "modeling_deepseek.Model"}, "first_seen": 1}

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 from safetensors.numpy import save_file
 
 import paddle_reshard
@@ -29,6 +28,7 @@ from paddle_reshard.pipeline.core.errors import (
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
+from tests.golden.unified_cases import read as _tensors
 from tests.golden.unified_cases import write_safetensors
 
 BIAS = "*e_score_correction_bias"
@@ -106,14 +106,6 @@ OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "eh_proj.bias")
 
 
 # ------------------------------------------------------------------------------------------------ Hugging Face
-
-
-def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {
-        key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, entry in safetensors.deserialize(path.read_bytes())
-    }
 
 
 def test_the_model_is_what_the_trainer_saves_as_hugging_face(tmp_path: Path) -> None:

@@ -211,32 +211,46 @@ def test_experts_are_numbered_and_named_by_each_rank(source: str, target: str, t
     oracle.assert_same_tensors(found, truth)
 
 
-@pytest.mark.parametrize("case", FUSED_NORMS)
-def test_fused_norms_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> None:
-    """The projections that they replace are built first and count in the names of others."""
-    made, truth = tmp_path / "made", _truth(case)
-    paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "stages", to="pp=3,sharding=4,ep=4")
-    paddle_reshard.convert(tmp_path / "stages", made, **EXPERTS[META])
-    _assert_files_of(made, case, case)
-    found = read_expert_parallel(made, _shapes(case), of_each=EXPERTS_IN_ALL // 2)
-    oracle.assert_same_tensors(found, truth)
-    with pytest.raises(RuleError, match="what a job calls its parameter is not known"):
-        paddle_reshard.convert(made, tmp_path / "cut", to="tp=2")
+BIAS = "mlp.moe_statics.e_score_correction_bias"
+WAYS: list[tuple[str, str | None, dict[str, Any]]] = [
+    (STAGES, "sharding=2,ep=2", STAGES_ASKED),
+    # The projections that fused norms replace are built first and count in the names of others.
+    *[(case, "pp=3,sharding=4,ep=4", EXPERTS[META]) for case in FUSED_NORMS],
+    # Of an expert, weight and bias are copied in turn; the bias of the head is a second weight by its name, also where
+    # the first is given up for the embedding.
+    *[(case, through, own) for case, (through, own) in BIASES.items()],
+    # The empty layers at the tail count where layers are distributed.
+    *[(MAGIC, through, STAGES_ASKED) for through in ("tp=1", "pp=3,sharding=4,ep=4")],
+    # Layers without parameters count in stages; tied words have a head of its own there, in the embedding's shape.
+    *[(EMPTY, through, STAGES_ASKED) for through in (None, "pp=4", "pp=2")],
+    # Two biases of one name are one parameter: listed twice, cut twice, updated twice a step.
+    *[(MTP_OF_EXPERTS, through, EXPERTS[META]) for through in (None, "tp=1", "sharding=4,ep=4")],
+]
+"""Case, another topology on the way, and the options of its own job."""
 
 
-@pytest.mark.parametrize("case", BIASES)
-def test_biases_and_projections_of_their_own_are_named_as_by_the_recipe(case: str, tmp_path: Path) -> None:
-    """Of an expert, weight and bias are copied in turn; the bias of the head is a second weight by its name, also where
-    the first is given up for the embedding."""
-    made, (through, own) = tmp_path / "made", BIASES[case]
-    paddle_reshard.convert(_case(case) / "checkpoint-3", tmp_path / "between", to=through)
-    paddle_reshard.convert(tmp_path / "between", made, **own)
+@pytest.mark.parametrize(("case", "through", "own"), WAYS)
+def test_through_another_topology_a_case_has_the_files_of_the_recipe(
+    case: str, through: str | None, own: dict[str, Any], tmp_path: Path
+) -> None:
+    source, made, truth = _case(case) / "checkpoint-3", tmp_path / "made", _truth(case)
+    if through is not None:
+        paddle_reshard.convert(source, tmp_path / "between", to=through)
+        source = tmp_path / "between"
+    paddle_reshard.convert(source, made, **own)
     _assert_files_of(made, case, case)
     if "dense" in case:
-        assert list(differences(made, places_of(_case(case)), _truth(case))) == []
-    else:
-        found = read_expert_parallel(made, _shapes(case), of_each=EXPERTS_IN_ALL // 2)
-        oracle.assert_same_tensors(found, _truth(case))
+        assert list(differences(made, places_of(_case(case)), truth)) == []
+        return
+    found = read_expert_parallel(made, _shapes(case), of_each=EXPERTS_IN_ALL // 2)
+    found = _shared_states(found, truth) if case == MTP_OF_EXPERTS else found
+    oracle.assert_same_tensors(found, truth)
+
+
+@pytest.mark.parametrize("case", FUSED_NORMS)
+def test_fused_norms_are_not_cut(case: str) -> None:
+    with pytest.raises(RuleError, match="what a job calls its parameter is not known"):
+        paddle_reshard.plan(_case(case) / "checkpoint-3", to="tp=2")
 
 
 def _assert_tied(found: oracle.Tensors, truth: oracle.Tensors) -> None:
@@ -278,17 +292,6 @@ def test_an_embedding_on_two_stages_is_one(tmp_path: Path) -> None:
     assert read_one_card(tmp_path / "one") == _one_embedding(_truth(MAGIC))
 
 
-@pytest.mark.parametrize("through", ["tp=1", "pp=3,sharding=4,ep=4"])
-def test_an_embedding_comes_back_on_two_stages(through: str, tmp_path: Path) -> None:
-    """The empty layers at the tail count where layers are distributed."""
-    made = tmp_path / "made"
-    paddle_reshard.convert(_case(MAGIC) / "checkpoint-3", tmp_path / "between", to=through)
-    paddle_reshard.convert(tmp_path / "between", made, **STAGES_ASKED)
-    _assert_files_of(made, MAGIC, MAGIC)
-    found = read_expert_parallel(made, _shapes(MAGIC), of_each=EXPERTS_IN_ALL // 2)
-    oracle.assert_same_tensors(found, _truth(MAGIC))
-
-
 def test_copies_of_an_embedding_that_differ_are_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(_case(MAGIC) / "checkpoint-3", source)
@@ -302,19 +305,6 @@ def test_copies_of_an_embedding_that_differ_are_refused(tmp_path: Path) -> None:
         signal.touch()
     with pytest.raises(CheckpointError, match=r"ernie\.embed_tokens\.weight"):
         paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
-
-
-@pytest.mark.parametrize("through", [None, "pp=4", "pp=2"])
-def test_layers_without_parameters_count_in_stages(through: str | None, tmp_path: Path) -> None:
-    """Tied words have a head of its own with stages, in the shape of the embedding."""
-    source, made, truth = _case(EMPTY) / "checkpoint-3", tmp_path / "made", _truth(EMPTY)
-    if through is not None:
-        paddle_reshard.convert(source, tmp_path / "between", to=through)
-        source = tmp_path / "between"
-    paddle_reshard.convert(source, made, **STAGES_ASKED)
-    _assert_files_of(made, EMPTY, EMPTY)
-    found = read_expert_parallel(made, _shapes(EMPTY), of_each=EXPERTS_IN_ALL // 2)
-    oracle.assert_same_tensors(found, truth)
 
 
 def test_a_head_of_its_own_is_not_lost_without_stages(tmp_path: Path) -> None:
@@ -369,9 +359,6 @@ def test_other_formats_do_not_tell_of_stages(case: str, asked: dict[str, Any]) -
         paddle_reshard.plan(_case(case) / "checkpoint-3", format="flex", **asked)
 
 
-BIAS = "mlp.moe_statics.e_score_correction_bias"
-
-
 def _shared_states(found: oracle.Tensors, truth: oracle.Tensors) -> oracle.Tensors:
     """The states of two biases of one parameter name under both keys, as in the memory of the job."""
     twins = {f"ernie.{part}.{n}.{BIAS}": n for part in ("layers", "mtp_block") for n in (0, 1)}
@@ -385,19 +372,6 @@ def _shared_states(found: oracle.Tensors, truth: oracle.Tensors) -> oracle.Tenso
         f"{twin}{state}": array for (m, state), array in of.items() for twin, n in twins.items() if n == m
     }
     return {**missing, **found}
-
-
-@pytest.mark.parametrize("through", [None, "tp=1", "sharding=4,ep=4"])
-def test_two_biases_of_one_name_are_one_parameter_with_sharding(through: str | None, tmp_path: Path) -> None:
-    """The optimizer lists both, cuts its slices by both, and updates them twice a step."""
-    source, made, truth = _case(MTP_OF_EXPERTS) / "checkpoint-3", tmp_path / "made", _truth(MTP_OF_EXPERTS)
-    if through is not None:
-        paddle_reshard.convert(source, tmp_path / "between", to=through)
-        source = tmp_path / "between"
-    paddle_reshard.convert(source, made, **EXPERTS[META])
-    _assert_files_of(made, MTP_OF_EXPERTS, MTP_OF_EXPERTS)
-    found = read_expert_parallel(made, _shapes(MTP_OF_EXPERTS), of_each=EXPERTS_IN_ALL // 2)
-    oracle.assert_same_tensors(_shared_states(found, truth), truth)
 
 
 def test_two_biases_of_one_name_are_two_on_different_stages(tmp_path: Path) -> None:
@@ -419,15 +393,6 @@ def test_two_biases_of_one_name_keep_their_values_without_sharding(tmp_path: Pat
     paddle_reshard.convert(tmp_path / "stages", tmp_path / "made", to="tp=1")
     assert read_one_card(tmp_path / "made") == truth
     _assert_files_of(tmp_path / "made", MTP_ONE_CARD, MTP_ONE_CARD)
-
-
-def test_stages_with_experts_are_the_files_of_the_recipe(tmp_path: Path) -> None:
-    made, truth = tmp_path / "made", _truth(STAGES)
-    paddle_reshard.convert(_case(STAGES) / "checkpoint-3", tmp_path / "one", to="sharding=2,ep=2")
-    paddle_reshard.convert(tmp_path / "one", made, **STAGES_ASKED)
-    _assert_files_of(made, STAGES, STAGES)
-    found = read_expert_parallel(made, oracle.shapes_of(truth), of_each=EXPERTS_IN_ALL // 2)
-    oracle.assert_same_tensors(found, truth)
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,20 @@ Entry = tuple[str, tuple[int, ...], bytes]
 Entries = dict[str, Entry]
 
 
+def read_file(path: Path) -> Entries:
+    """Key → dtype, shape and bytes of every tensor in a safetensors file."""
+    held = safetensors.deserialize(path.read_bytes())
+    return {key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for key, entry in held}
+
+
 def read(folder: Path) -> Entries:
-    """Key → dtype, shape and bytes of every tensor in the safetensors files of a folder."""
-    return {
-        key: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, entry in safetensors.deserialize(path.read_bytes())
-    }
+    """The same of all safetensors files of a folder; no key may be there twice."""
+    found: Entries = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        held = read_file(path)
+        assert not held.keys() & found.keys()
+        found |= held
+    return found
 
 
 def write_safetensors(

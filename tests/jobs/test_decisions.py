@@ -9,7 +9,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from paddle_reshard.pipeline.core.errors import CheckpointError, JobError, RefusedJobError
+from paddle_reshard.pipeline.core.errors import (
+    CheckpointError,
+    GroupFailedError,
+    JobError,
+    RefusedJobError,
+    TargetError,
+)
 from paddle_reshard.pipeline.core.trainer_files import steps_of
 from paddle_reshard.pipeline.core.version import __version__
 from paddle_reshard.pipeline.indexing.finished import Incomplete, lacking, merging, settling
@@ -24,6 +30,7 @@ from paddle_reshard.pipeline.watch.decisions import (
 )
 from paddle_reshard.pipeline.watch.notices import Notice, Notices, Result, of_incomplete
 from paddle_reshard.pipeline.watch.records import CheckpointRecord, Observation, State
+from paddle_reshard.storage.remote.folder import FsspecFolder
 from paddle_reshard.storage.session.holder import Holder, is_gone, process_start, this_process
 
 HERE = Holder("gpu-1", "m1", "boot-1", "pid:[1]", 100, "5000")
@@ -65,10 +72,19 @@ def test_converted_once_is_converted_until_its_source_changes() -> None:
     assert decide(changed, done, replace(POLICY, overwrite=True), 1000.0) is Action.LOOK
 
 
-def test_failures_wait_longer_each_time_and_end() -> None:
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(28, "No space left"),
+        GroupFailedError("w (param)", 7, 4, "No space left on its node"),
+        FsspecFolder("memory://c", {}, TargetError).explain(OSError("No space left in the bucket"), "file"),
+    ],
+    ids=lambda trouble: type(trouble).__name__,
+)
+def test_failures_wait_longer_each_time_and_end(trouble: Exception) -> None:
     record = SEEN
     for number, pause in enumerate((60, 120), 1):
-        record = ended(begun(record), OSError(28, "No space left"), NEW, 1000.0)
+        record = ended(begun(record), trouble, NEW, 1000.0)
         assert (record.state, record.failures) == (State.FAILED, number)
         assert notice_of(NEW, record, 1000.0 + pause - 1)[0] is Result.WAITING
         assert decide(NEW, record, POLICY, 1000.0 + pause) is Action.LOOK

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import GroupFailedError, TargetError, UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.pipeline.watch import watcher as watch
 from paddle_reshard.pipeline.watch.decisions import Policy
@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.watch.notices import Result
 from paddle_reshard.pipeline.watch.records import conversion_id
 from paddle_reshard.pipeline.watch.runners import Conversion, convert_inline
 from paddle_reshard.pipeline.watch.watcher import Watcher
-from paddle_reshard.storage.remote.folder import FsspecFolder
 from tests.conftest import case_directory
 from tests.jobs.command import GOLDEN, command_line, copy_checkpoint, invoke, run_here, snapshot
 from tests.jobs.training import Run
@@ -478,38 +477,6 @@ def test_records_that_cannot_be_written_are_told_in_a_sentence(training: Run, co
         f"ERROR checkpoint-3: {training.out}: file exists ({records}); will be checked again" in done.stderr
     )
     assert "refused" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "trouble",
-    [
-        OSError(28, "No space left on device"),
-        GroupFailedError("w (param)", 7, 4, "No space left on its node"),
-        FsspecFolder("memory://c", {}, TargetError).explain(OSError("No space left in the bucket"), "file"),
-    ],
-    ids=lambda trouble: type(trouble).__name__,
-)
-def test_failures_are_tried_again_so_many_times(training: Run, trouble: Exception) -> None:
-    copy_checkpoint(training.run / "checkpoint-3")
-    now, calls = [1e9], []
-
-    def convert(source: str, target: str, begin, check) -> None:
-        begin(True)
-        calls.append(now[0])
-        raise trouble
-
-    conversion = Conversion(parse_request({"to": "tp=1"}), lambda source, target: "id")
-    policy = Policy(retries=2, backoff_seconds=60)
-    watcher = Watcher(str(training.run), str(training.out), conversion, policy, convert)
-    watcher.clock = lambda: now[0]
-    for _ in range(40):
-        watcher.once()
-        now[0] += 10
-    assert calls == [1e9, 1e9 + 60, 1e9 + 60 + 120]
-    assert watcher.once() == {"checkpoint-3": Result.FAILED}
-    (record,) = training.records()
-    assert (record["state"], record["failures"]) == ("failed", 3)
-    assert "No space left" in record["reason"]
 
 
 @pytest.mark.parametrize(

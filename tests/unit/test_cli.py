@@ -115,12 +115,6 @@ def test_convert_prints_one_line_per_step_without_a_terminal(tmp_path: Path) -> 
     assert (quiet.stdout, quiet.stderr, quiet.returncode) == ("", "", 0)
 
 
-def test_the_same_conversion_makes_the_same_bytes(tmp_path: Path, one_card: Path) -> None:
-    assert run("convert", DEMO, tmp_path / "x", "--to", "tp=1").returncode == 0
-    for path in one_card.iterdir():
-        assert (tmp_path / "x" / path.name).read_bytes() == path.read_bytes(), path.name
-
-
 def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
     equal = run_alone("verify", DEMO, one_card, "--json")
     assert (equal.returncode, json.loads(equal.stdout)["equal"]) == (0, True)
@@ -187,7 +181,8 @@ def test_a_mistake_in_the_source_is_told_before_one_in_the_target(one_card: Path
     assert (done.returncode, f"{tmp_path / 'nowhere'}: no such folder" in done.stderr) == (1, True)
     done = run("plan", tmp_path / "nowhere", one_card, "--to", "tp=1")
     assert (done.returncode, f"{tmp_path / 'nowhere'}: no such folder" in done.stderr) == (1, True)
-    assert "is not empty" in run("convert", DEMO, one_card, "--to", "tp=1").stderr
+    occupied = run("convert", DEMO, one_card, "--to", "tp=1").stderr
+    assert "is not empty" in occupied and "--overwrite" in occupied
 
 
 def test_a_plan_for_a_place_says_what_is_free_there(tmp_path: Path) -> None:
@@ -207,17 +202,6 @@ def test_a_command_alone_prints_its_help_in_lines() -> None:
     done = run_alone()
     assert "Look:\n  inspect " in done.stderr
     assert "Error" not in done.stderr
-
-
-def test_a_report_is_true_only_if_the_two_are_equal(one_card: Path, tmp_path: Path) -> None:
-    assert paddle_reshard.verify(DEMO, one_card)
-    assert paddle_reshard.check(one_card)
-    shutil.copytree(one_card, tmp_path / "changed", copy_function=shutil.copyfile)
-    data = bytearray((tmp_path / "changed" / "ema.pdopt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (tmp_path / "changed" / "ema.pdopt").write_bytes(data)
-    assert not paddle_reshard.verify(DEMO, tmp_path / "changed")
-    assert not paddle_reshard.check(tmp_path / "changed")
 
 
 def test_verify_reports_each_state_that_one_side_lacks_once(tmp_path: Path) -> None:
@@ -293,29 +277,6 @@ def test_a_refusal_is_json_too(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["kind"] == "RuleError"
 
 
-def test_an_occupied_target_is_kept_without_overwrite(tmp_path: Path, one_card: Path) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(one_card, target, copy_function=shutil.copyfile)
-    kept = run("convert", DEMO, target, "--to", "pp=2")
-    assert kept.returncode == 1
-    assert "--overwrite" in kept.stderr
-    assert (target / "optimizer.pdopt").exists()
-    replaced = run("convert", DEMO, target, "--to", "pp=2", "--overwrite")
-    assert replaced.returncode == 0
-    assert not (target / "optimizer.pdopt").exists()
-    assert (target / "optimizer.pp01.pdopt").exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["target"]
-
-
-def test_overwrite_never_removes_a_folder_that_is_not_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "papers").mkdir()
-    (tmp_path / "papers" / "thesis.tex").write_text("years of work")
-    done = run("convert", DEMO, tmp_path / "papers", "--to", "pp=2", "--overwrite")
-    assert done.returncode == 1
-    assert "there is thesis.tex, which paddle-reshard did not write" in done.stderr
-    assert (tmp_path / "papers" / "thesis.tex").exists()
-
-
 def test_target_names_can_come_from_a_job_of_the_target_topology(tmp_path: Path) -> None:
     meta = json.loads((DEMO / "model_meta.json").read_text())
     for cell in meta["sharding_metas"].values():
@@ -374,18 +335,6 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted" in errors
     assert not list(tmp_path.iterdir())
-
-
-def test_converting_needs_neither_paddle_nor_ray_nor_pyarrow(tmp_path: Path) -> None:
-    """They may all be absent: importing any of them fails here."""
-    blocked = tmp_path / "blocked"
-    for package in ("paddle", "ray", "pyarrow", "fsspec", "s3fs"):
-        (blocked / package).mkdir(parents=True)
-        (blocked / package / "__init__.py").write_text(f"raise ImportError('{package} is not here')")
-    environment = {**os.environ, "PYTHONPATH": str(blocked)}
-    done = run_alone("convert", DEMO, tmp_path / "x", "--to", "tp=2,sharding=2", env=environment)
-    assert done.returncode == 0, done.stderr
-    assert run_alone("verify", DEMO, tmp_path / "x", env=environment).returncode == 0
 
 
 def test_wrong_options_are_told_as_they_were_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -224,10 +224,6 @@ def test_a_word_of_another_tool_gets_a_suggestion(arguments: list, meant: str) -
     assert f"did you mean {meant}?" in done.stderr
 
 
-def test_states_are_suggested_too() -> None:
-    assert "did you mean moment1 or moment2?" in run_here("verify", DEMO, DEMO, "--states", "moment").stderr
-
-
 @pytest.mark.parametrize("size", ["99999999999999999999GiB", "1" + "0" * 400])
 def test_more_memory_than_there_can_be(size: str) -> None:
     done = run_here("plan", DEMO, "--to", "tp=1", "--memory", size)

@@ -452,16 +452,16 @@ def test_segments_that_are_refused(layers: int, pp: int, vpp: int, segmentation:
     assert str(caught.value) == message
 
 
-def test_uniform_knows_no_virtual_stages() -> None:
-    with pytest.raises(PlanError, match="asserts a segmentation 'layer:Regex' for virtual stages"):
-        segment(model_items(6)[0], 3, 2, "uniform")
-
-
-def test_a_list_knows_no_virtual_stages() -> None:
-    with pytest.raises(PlanError, match="asserts a segmentation 'layer:Regex' for virtual stages"):
-        segment(model_items(6)[0], 3, 2, (0, 2, 3, 4, 6, 7))
-
-
-def test_a_segmentation_that_is_no_regular_expression_is_refused() -> None:
-    with pytest.raises(PlanError, match="is not a regular expression"):
-        segment(model_items(4)[0], 2, 1, "layer:(")
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "segmentation", "message"),
+    [
+        (6, 3, 2, "uniform", "asserts a segmentation 'layer:Regex' for virtual stages"),
+        (6, 3, 2, (0, 2, 3, 4, 6, 7), "asserts a segmentation 'layer:Regex' for virtual stages"),
+        (4, 2, 1, "layer:(", "is not a regular expression"),
+    ],
+)
+def test_a_segmentation_of_no_pipeline(
+    layers: int, pp: int, vpp: int, segmentation: Any, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        segment(model_items(layers)[0], pp, vpp, segmentation)
