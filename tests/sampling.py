@@ -13,6 +13,7 @@ FULL = (
     "cluster/test_nodes.py",
     "cluster/test_own_ray.py",
     "cluster/test_ray.py",
+    "cluster/test_resume.py",
     "cluster/test_verify.py",
     "documents/test_blocks.py",
     "golden/test_flex_auto_parallel.py",

@@ -162,18 +162,6 @@ def test_converted_checkpoint_equals_the_truth(
         oracle.check_distribution(made, shapes)
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    _conversions(lambda name, target: name in FEW_CASES and target in _sampled(name)),
-)
-def test_what_was_converted_becomes_the_truth_on_one_card(
-    name: str, target: Target, converted: Callable[[str, Target], Path], tmp_path: Path
-) -> None:
-    paddle_reshard.convert(converted(name, target), tmp_path / "one-card", to="tp=1")
-    truth = _truth(name)
-    oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "one-card", oracle.shapes_of(truth)), truth)
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_paddlenlp_keeps_key_and_value_whole_where_tp_exceeds_their_heads(
     sequence_parallel: bool, tmp_path: Path

@@ -14,7 +14,7 @@ from paddle_reshard import convert, inspect
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UsageError
 from tests import oracle
 from tests.conftest import REPO, case_directory
-from tests.golden.test_flex import LOAD, TARGETS, files_of, there_and_back
+from tests.golden.test_flex import LOAD, files_of
 from tests.paddle_processes import run_paddle
 
 RULES = REPO / "pipeline" / "model" / "rules"
@@ -151,13 +151,6 @@ def names_in(checkpoint: Path) -> dict[str, str]:
     for path in (checkpoint / "dist_ckpt").glob("*.distcp"):
         found |= oracle.load_with_paddle(path)[oracle.NAME_TABLE]
     return found
-
-
-@pytest.mark.parametrize("name", ["mp2_tied", "sh2_s1v1_meta_fp32"])
-def test_there_and_back_is_the_straight_way(name: str, tmp_path: Path) -> None:
-    there_and_back(
-        case_directory(name) / "checkpoint-3", tmp_path, TARGETS[:2], format="auto-parallel", files=2
-    )
 
 
 def test_paddle_loads_master_weights_under_the_names_of_one_rank(tmp_path: Path) -> None:

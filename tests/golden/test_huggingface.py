@@ -33,7 +33,7 @@ from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import oracle
-from tests.conftest import REPO, case_directory, hybrid_cases
+from tests.conftest import FEW_CASES, REPO, case_directory
 from tests.golden.unified_cases import Entry, read_unified, small_case, write_safetensors
 from tests.golden.unified_cases import read as _read
 
@@ -133,8 +133,8 @@ def _export(case: Path, target: Path, **options: Any) -> dict[str, Entry]:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-@pytest.mark.parametrize("name", hybrid_cases())
-def test_every_case_becomes_the_truth(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FEW_CASES)
+def test_a_case_becomes_the_truth(name: str, tmp_path: Path) -> None:
     case = case_directory(name)
     assert _export(case, tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
 
@@ -151,14 +151,6 @@ def test_mixtures_of_experts(name: str, tmp_path: Path) -> None:
     found = _export(case, tmp_path / "hf", replicas="report" if name in DRIFTED else "compare")
     assert found == _expected(_parameters(_truth(case)), _config(case))
     assert any(tag == "F32" for tag, _, _ in found.values()) == (not name.startswith("nlp"))
-
-
-@pytest.mark.parametrize("to", ["tp=2,pp=2,sharding=2", "sharding=3", "pp=4"])
-def test_the_topology_of_the_source_does_not_matter(to: str, tmp_path: Path) -> None:
-    case = case_directory("mp2pp2sh2_s1v2_meta_ema")
-    paddle_reshard.convert(_checkpoint(case), tmp_path / "other", to=to)
-    paddle_reshard.convert(tmp_path / "other", tmp_path / "hf", format="huggingface")
-    assert _read(tmp_path / "hf") == _expected(_parameters(_truth(case)), _config(case))
 
 
 # ------------------------------------------------------------------------------------- the real exporters
@@ -570,20 +562,13 @@ def _read_back(folder: Path, target: Path, **options: Any) -> dict[str, np.ndarr
     return read_unified(target)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "mp2_tied", "nlp_fused_mp2", "sh2_s1v1_meta_fp32"])
+@pytest.mark.parametrize("name", ["qwen2_single", "mp2_tied", "nlp_fused_mp2", "sh2_s1v1_meta_fp32"])
 def test_read_by_itself_it_is_the_truth(name: str, tmp_path: Path) -> None:
     case = _case(name)
     _export(case, tmp_path / "hf", max_shard_size="20KB")
     found = _read_back(tmp_path / "hf", tmp_path / "unified")
     oracle.assert_same_tensors(found, _parameters(_truth(case)))
     assert paddle_reshard.verify(tmp_path / "hf", tmp_path / "unified").equal
-
-
-@pytest.mark.parametrize("name", [*MIXTURES])
-def test_a_mixture_read_by_itself_is_the_truth(name: str, tmp_path: Path) -> None:
-    case = case_directory(f"moe/{name}")
-    _export(case, tmp_path / "hf", replicas="report" if name in DRIFTED else "compare")
-    oracle.assert_same_tensors(_read_back(tmp_path / "hf", tmp_path / "unified"), _parameters(_truth(case)))
 
 
 def test_two_are_compared(tmp_path: Path) -> None:

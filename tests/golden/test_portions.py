@@ -116,6 +116,7 @@ def test_nodes_read_what_their_files_are_made_of() -> None:
     assert sum(portion.read_bytes for portion in portions) <= 1.05 * whole.read_bytes
 
 
+@pytest.mark.full
 def test_the_job_resumes_with_a_folder_for_every_node(tmp_path: Path) -> None:
     """Paddle's whole loader, two processes, each with the folder of a node of its own: nothing is resharded."""
     needs = case_directory(SHARDING_V1.name) / "needs"

@@ -154,16 +154,6 @@ def test_a_job_of_tensor_parallelism_alone_has_plain_linear_layers(source: str, 
     assert names["ernie.layers.0.self_attn.qkv_proj.weight"] == "linear_0.w_0"
 
 
-@pytest.mark.parametrize("strategy", ["stage1v1", "stage1v2"])
-@pytest.mark.parametrize("degrees", ["sharding=2", "tp=2,pp=2,sharding=2"])
-def test_dense_through_other_topologies_and_back(strategy: str, degrees: str, tmp_path: Path) -> None:
-    between, back = tmp_path / "between", tmp_path / "back"
-    paddle_reshard.convert(_case(SHARDED) / "checkpoint-3", between, to=degrees, sharding_strategy=strategy)
-    paddle_reshard.convert(between, back, to="tp=1")
-    truth = _truth(SHARDED)
-    oracle.assert_same_tensors(oracle.read_checkpoint(back, oracle.shapes_of(truth)), truth)
-
-
 @pytest.mark.parametrize(("heads", "shares"), [(2, (2, 1, 1)), (4, (1,)), (None, (1,))])
 def test_only_grouped_heads_lie_part_by_part(heads: int | None, shares: tuple[int, ...]) -> None:
     """Without groups ``qkv_proj`` is ``[q k v]`` head by head, which tp cuts as a plain matrix."""

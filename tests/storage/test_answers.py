@@ -105,6 +105,10 @@ def _with(**headers: str) -> Callable[[Told, int, int], Told]:
     return lambda told, low, high: (told[0], {**told[1], **headers}, told[2])
 
 
+def _placed(text: str) -> Callable[[Told, int, int], Told]:
+    return lambda told, low, high: (206, {**told[1], "Content-Range": text.format(low, high)}, told[2])
+
+
 def _from_another_place(told: Told, low: int, high: int) -> Told:
     """A whole answer of the right length, which says where it is from."""
     said = {"ETag": TAG, "Content-Range": f"bytes {low + 1}-{high + 1}/{len(CONTENT)}"}
@@ -118,22 +122,10 @@ def _without(header: str) -> Callable[[Told, int, int], Told]:
 WRONG = {
     "another place": _from_another_place,
     "no place": _without("Content-Range"),
-    "another total": lambda told, low, high: (
-        206,
-        {**told[1], "Content-Range": f"bytes {low}-{high}/999"},
-        told[2],
-    ),
-    "an unknown total": lambda told, low, high: (
-        206,
-        {**told[1], "Content-Range": f"bytes {low}-{high}/*"},
-        told[2],
-    ),
+    "another total": _placed("bytes {}-{}/999"),
+    "an unknown total": _placed("bytes {}-{}/*"),
     "no numbers": _with(**{"Content-Range": "bytes \xb2-\xb3/\xb9"}),
-    "another unit": lambda told, low, high: (
-        206,
-        {**told[1], "Content-Range": f"lines {low}-{high}/1000"},
-        told[2],
-    ),
+    "another unit": _placed("lines {}-{}/1000"),
     "a whole file": lambda told, low, high: (200, {"ETag": TAG}, told[2]),
     "no content": lambda told, low, high: (203, told[1], told[2]),
     "fewer bytes": lambda told, low, high: (206, told[1], told[2][:-1]),

@@ -548,21 +548,18 @@ def test_without_a_smallest_part_only_literal_bytes_are_made() -> None:
     assert run(plan, source, target, [shape]).copied_bytes == 4_000
 
 
-def test_columns_are_not_copied() -> None:
-    """They are not one stretch of any source file."""
-    shape = (100, 10)
-    source, target = Files(whole(shape)), Files(columns(shape, 2))
-    plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(whole((100, 10)), columns((100, 10), 2)), (whole((100, 10), "F"), whole((100, 10)))],
+    ids=["columns", "another order"],
+)
+def test_what_is_not_one_stretch_of_a_file_is_not_copied(
+    source: list[list[Stored]], target: list[list[Stored]]
+) -> None:
+    one, other = Files(source), Files(target)
+    plan = plan_of([(100, 10)], one, other, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
     assert plan.copied_bytes == 0
-    run(plan, source, target, [shape])
-
-
-def test_another_order_is_not_copied() -> None:
-    shape = (100, 10)
-    source, target = Files(whole(shape, "F")), Files(whole(shape))
-    plan = plan_of([shape], source, target, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
-    assert plan.copied_bytes == 0
-    run(plan, source, target, [shape])
+    run(plan, one, other, [(100, 10)])
 
 
 @pytest.mark.parametrize("largest", [3, 20, 100])
