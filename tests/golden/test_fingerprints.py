@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_read(tmp_pa
         (lambda text: text.replace('"generation": 1', '"generation": 7'), "generation 7"),
         (lambda text: text.replace("paddle-reshard fingerprints", "else"), "not a document"),
         (lambda text: "\n".join(sorted(text.splitlines(), reverse=True)), "not valid JSON"),
+        (lambda text: re.sub(r"(\n  \[.*)(\n  \[.*)", r"\2\1", text, count=1), "not sorted"),
     ],
 )
 def test_damaged_fingerprints_are_refused(damage: object, refusal: str, tmp_path: Path) -> None:
@@ -190,17 +192,6 @@ def test_damaged_fingerprints_are_refused(damage: object, refusal: str, tmp_path
     paddle_reshard.fingerprint(SOURCE, output=written)
     written.write_text(damage(written.read_text()))  # type: ignore[operator]
     with pytest.raises(FormatError, match=refusal):
-        paddle_reshard.verify(SOURCE, against=written)
-
-
-def test_swapped_lines_are_refused(tmp_path: Path) -> None:
-    written = tmp_path / "fingerprints.json"
-    paddle_reshard.fingerprint(SOURCE, output=written)
-    lines = written.read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("  ["))
-    lines[first], lines[first + 1] = lines[first + 1], lines[first]
-    written.write_text("\n".join(lines))
-    with pytest.raises(FormatError, match="not sorted"):
         paddle_reshard.verify(SOURCE, against=written)
 
 

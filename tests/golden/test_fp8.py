@@ -7,27 +7,27 @@ product rounded to bfloat16 by Paddle.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, ReshardError, UnsupportedError
-from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.storage.locate import Access
-from paddle_reshard.storage.store import Read
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
 from tests.golden.fp8 import FP8, QUANTISED, quantised, values, widened
-from tests.golden.unified_cases import Entries, Entry, read, write_safetensors
-
-INDEX = "model.safetensors.index.json"
-
+from tests.golden.unified_cases import (
+    INDEX,
+    Entries,
+    Entry,
+    check_stands_for,
+    read,
+    write_model,
+    write_safetensors,
+)
 
 # ------------------------------------------------------------------------------------------------ the oracle
 
@@ -50,19 +50,6 @@ def test_the_specification_is_what_paddle_casts() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ real models
-
-
-def _write(folder: Path, files: list[Entries], config: dict[str, Any]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    weight_map = {}
-    for number, tensors in enumerate(files):
-        path = folder / f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        write_safetensors(path, tensors)
-        weight_map |= dict.fromkeys(tensors, path.name)
-    total = sum(len(data) for tensors in files for _, _, data in tensors.values())
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    return folder
 
 
 def _tree(folder: Path) -> dict[str, bytes]:
@@ -97,8 +84,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assert sum(tag == "F8_E4M3" for tag, _, _ in {**first, **second}.values()) > 20
     split = [{key: plain[key] for key in file if key in plain} for file in (first, second)]
     return (
-        _write(folder / "fp8", [first, second], {**config, "quantization_config": FP8}),
-        _write(folder / "bf16", split, config),
+        write_model(folder / "fp8", [first, second], {**config, "quantization_config": FP8}),
+        write_model(folder / "bf16", split, config),
     )
 
 
@@ -175,24 +162,8 @@ def test_every_range_of_every_value(scale_dtype: str, tmp_path: Path) -> None:
             scales.tobytes() if scale_dtype == "F32" else bits.tobytes(),
         )
         expected[f"w{number}"] = ("BF16", shape, _dequantised(codes, scales))
-    folder = _write(tmp_path / "model", [stored], {"quantization_config": FP8})
-    source = pickle.loads(pickle.dumps(open_checkpoint(str(folder), Access({}))))
-    path = "model-00001-of-00001.safetensors"
-    size = source.sizes()[path]
-    whole = source.read(path, 0, size)
-    found = {k: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for k, e in safetensors.deserialize(whole)}
-    assert found == expected
-    total = sum(len(data) for _, _, data in expected.values())
-    index = json.loads(source.read(INDEX, 0, source.sizes()[INDEX]))
-    assert index == {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(expected, path)}
-    starts = [int(start) for start in rng.integers(0, size, 60)] + [0, 1, size - 1]
-    pieces = [
-        (s, min(size - s, int(n)))
-        for s, n in zip(starts, rng.choice([1, 2, 3, 999, 200_000], 63), strict=True)
-    ]
-    buffers = [bytearray(nbytes) for _, nbytes in pieces]
-    source.read_many([Read(path, s, memoryview(b)) for (s, _), b in zip(pieces, buffers, strict=True)])
-    assert [bytes(b) for b in buffers] == [whole[s : s + n] for s, n in pieces]
+    folder = write_model(tmp_path / "model", [stored], {"quantization_config": FP8})
+    check_stands_for(folder, expected)
 
 
 # -------------------------------------------------------------------------------------------------- refusals
@@ -246,7 +217,7 @@ def test_what_cannot_be_dequantised_is_refused(
     entries = {"model_type": "llama", "torch_dtype": "bfloat16"}
     if config is not None:
         entries["quantization_config"] = config
-    folder = _write(tmp_path / "model", [_model(**tensors)], entries)
+    folder = write_model(tmp_path / "model", [_model(**tensors)], entries)
     with pytest.raises(error, match=words):
         paddle_reshard.plan(folder, to="tp=2")
 
@@ -278,7 +249,9 @@ def _of_two_files(folder: Path) -> None:
 def test_what_contradicts_itself_is_refused(
     spoil: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:
-    folder = _write(tmp_path / "model", [_model()], {"torch_dtype": "bfloat16", "quantization_config": FP8})
+    folder = write_model(
+        tmp_path / "model", [_model()], {"torch_dtype": "bfloat16", "quantization_config": FP8}
+    )
     spoil(folder)
     with pytest.raises(ReshardError, match=words):
         paddle_reshard.plan(folder, to="tp=2")

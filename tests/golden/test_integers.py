@@ -6,7 +6,6 @@ The answers in ``tests/golden/integers`` are the library's. For a real model, Pa
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,9 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError, UnsupportedError
-from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.storage.locate import Access
-from paddle_reshard.storage.store import Read
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
-from tests.golden.test_mxfp4 import _folder
-from tests.golden.unified_cases import Entries, read, write_safetensors
+from tests.golden.unified_cases import Entries, check_ranges, opened, read, write_model, write_safetensors
 
 ANSWERS = Path(__file__).parent / "integers"
 SCHEMES = sorted(path.parent.name for path in ANSWERS.glob("*/answer.safetensors"))
@@ -38,20 +33,10 @@ def test_every_range_of_every_value_is_the_librarys(scheme: str, tmp_path: Path)
         ignore=shutil.ignore_patterns("answer*"),
         copy_function=shutil.copyfile,
     )
-    source = pickle.loads(pickle.dumps(open_checkpoint(str(tmp_path / "model"), Access({}))))
-    whole = (ANSWERS / scheme / "answer.safetensors").read_bytes()
-    size = source.sizes()[FILE]
-    assert source.read(FILE, 0, size) == whole
-    assert "quantization_config" not in json.loads(
-        source.read("config.json", 0, source.sizes()["config.json"])
-    )
-    rng = np.random.default_rng(8)
-    starts = [int(start) for start in rng.integers(0, size, 200)] + [0, 1, size - 1]
-    lengths = rng.choice([1, 2, 3, 7, 99, 999], len(starts))
-    pieces = [(s, min(size - s, int(n))) for s, n in zip(starts, lengths, strict=True)]
-    buffers = [bytearray(nbytes) for _, nbytes in pieces]
-    source.read_many([Read(FILE, s, memoryview(b)) for (s, _), b in zip(pieces, buffers, strict=True)])
-    assert [bytes(b) for b in buffers] == [whole[s : s + n] for s, n in pieces]
+    source = opened(tmp_path / "model")
+    assert check_ranges(source, FILE) == (ANSWERS / scheme / "answer.safetensors").read_bytes()
+    config = source.read("config.json", 0, source.sizes()["config.json"])
+    assert "quantization_config" not in json.loads(config)
 
 
 def _config(**changes: Any) -> dict[str, Any]:
@@ -112,8 +97,10 @@ def test_a_job_starts_from_experts_of_four_bits(tmp_path: Path) -> None:
         stored[f"{name}.weight_shape"] = ("I32", (2,), np.array([rows, columns], "<i4").tobytes())
         plain[key] = ("BF16", (rows, columns), _bfloat16(integers, scales, group))
     quantised = {**config, "quantization_config": _config(weights__group_size=group)}
-    int4 = _folder(tmp_path / "int4", stored, quantised, 2)
-    bf16 = _folder(tmp_path / "bf16", plain, config)
+    keys = sorted(stored)
+    files = [{key: stored[key] for key in keys[number::2]} for number in (0, 1)]
+    int4 = write_model(tmp_path / "int4", files, quantised)
+    bf16 = write_model(tmp_path / "bf16", [plain], config)
     report = paddle_reshard.convert(int4, tmp_path / "a", to="tp=2", memory="256MiB")
     paddle_reshard.convert(bf16, tmp_path / "b", to="tp=2")
     assert paddle_reshard.verify(tmp_path / "a", tmp_path / "b").equal
@@ -172,7 +159,7 @@ def _shape(*extents: int) -> tuple[str, tuple[int, ...], bytes]:
 )
 def test_other_ways_to_store_weights_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     config = {"model_type": "llama", "quantization_config": _config(**changes)}
-    folder = _folder(tmp_path / "model", _model(), config)
+    folder = write_model(tmp_path / "model", [_model()], config)
     with pytest.raises(
         UnsupportedError, match=f"config.json: quantization_config .* has {words}.* Convert the unquantised"
     ):
@@ -203,13 +190,15 @@ def test_what_contradicts_itself_is_refused(
     changes: dict[str, Any], error: type[ReshardError], words: str, tmp_path: Path
 ) -> None:
     config = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": _config()}
-    folder = _folder(tmp_path / "model", _model(**changes), config)
+    folder = write_model(tmp_path / "model", [_model(**changes)], config)
     with pytest.raises(error, match=words):
         paddle_reshard.plan(folder, to="tp=2")
 
 
 def test_two_files_with_the_same_scales_are_refused(tmp_path: Path) -> None:
-    folder = _folder(tmp_path / "model", _model(), {"model_type": "llama", "quantization_config": _config()})
+    folder = write_model(
+        tmp_path / "model", [_model()], {"model_type": "llama", "quantization_config": _config()}
+    )
     (folder / "model.safetensors.index.json").unlink()  # what it does not name would be left out
     write_safetensors(folder / "more.safetensors", {"w.weight_scale": ("BF16", (2, 2), bytes(8))})
     with pytest.raises(CoverageError, match=r"w\.weight_scale: two files hold it"):

@@ -288,20 +288,21 @@ def test_other_patterns_are_given_in_a_rule_table(tmp_path: Path) -> None:
     oracle.assert_same_tensors(found, wanted)
 
 
-def test_what_muon_and_adamw_hold_is_not_joined(tmp_path: Path) -> None:
-    (tmp_path / "fuse.aoa").write_text(
-        "model.layers.$LAYER_ID.mlp.gate_proj.weight, model.layers.$LAYER_ID.mlp.up_proj.weight -> "
-        "model.layers.$LAYER_ID.mlp.up_gate_proj.weight, axis=1"
-    )
-    with pytest.raises(ReshardError, match=r"of which only .*gate_proj\.weight has the state beta1_pow_acc"):
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (
+            "model.layers.$LAYER_ID.mlp.gate_proj.weight, model.layers.$LAYER_ID.mlp.up_proj.weight -> "
+            "model.layers.$LAYER_ID.mlp.up_gate_proj.weight, axis=1",
+            r"of which only .*gate_proj\.weight has the state beta1_pow_acc",
+        ),
+        (f"{MATRIX} -> model.embedding", r"model\.embedding \(moment2\): .*this name contains embed"),
+    ],
+    ids=["joined with what AdamW holds", "a name that Muon would not choose"],
+)
+def test_statements_that_make_no_tensor_of_muon_are_refused(program: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "program.aoa").write_text(program)
+    with pytest.raises(ReshardError, match=told):
         paddle_reshard.plan(
-            checkpoint("muon_fc_sh2"), format="flex", config=config(), aoa=tmp_path / "fuse.aoa"
-        )
-
-
-def test_a_name_that_muon_would_not_choose_is_not_given_to_its_states(tmp_path: Path) -> None:
-    (tmp_path / "rename.aoa").write_text(f"{MATRIX} -> model.embedding")
-    with pytest.raises(ReshardError, match=r"model\.embedding \(moment2\): .*this name contains embed"):
-        paddle_reshard.plan(
-            checkpoint("muon_fc_sh2"), format="flex", config=config(), aoa=tmp_path / "rename.aoa"
+            checkpoint("muon_fc_sh2"), format="flex", config=config(), aoa=tmp_path / "program.aoa"
         )

@@ -7,22 +7,17 @@ precision, which Paddle rounds to bfloat16. The layout is that of transformers' 
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError, UnsupportedError
-from paddle_reshard.pipeline.indexing.opening import open_checkpoint
-from paddle_reshard.storage.locate import Access
-from paddle_reshard.storage.store import Read
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
-from tests.golden.unified_cases import Entries, read, write_safetensors
+from tests.golden.unified_cases import Entries, check_stands_for, read, write_model
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
@@ -56,20 +51,6 @@ def test_every_value_is_exact_in_bfloat16() -> None:
     np.testing.assert_array_equal(rounded.view(np.float32).astype(np.float64).reshape(finite.shape), finite)
 
 
-def _folder(path: Path, tensors: Entries, config: dict[str, Any], files: int = 1) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    weight_map = {}
-    for number in range(files):
-        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
-        part = {key: tensors[key] for key in sorted(tensors)[number::files]}
-        write_safetensors(path / name, part)
-        weight_map |= dict.fromkeys(part, name)
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
-
-
 def _packed(rng: np.random.Generator, key: str, shape: tuple[int, int, int]) -> tuple[Entries, Entries]:
     """Random experts ``[experts, rows, columns]``: as stored, and as bfloat16."""
     experts, rows, columns = shape
@@ -98,7 +79,9 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         stored |= as_stored
         plain |= as_served
     quantised = {**config, "quantization_config": MXFP4}
-    return _folder(folder / "mxfp4", stored, quantised, 2), _folder(folder / "bf16", plain, config)
+    keys = sorted(stored)
+    files = [{key: stored[key] for key in keys[number::2]} for number in (0, 1)]
+    return write_model(folder / "mxfp4", files, quantised), write_model(folder / "bf16", [plain], config)
 
 
 @pytest.mark.parametrize("options", [{"to": "tp=2"}, {"format": "huggingface"}], ids=["tp2", "huggingface"])
@@ -126,25 +109,8 @@ def test_every_range_of_every_value(tmp_path: Path) -> None:
         "w_blocks": ("U8", blocks.shape, blocks.tobytes()),
         "w_scales": ("U8", scales.shape, scales.tobytes()),
     }
-    folder = _folder(tmp_path / "model", stored, {"quantization_config": MXFP4})
-    source = pickle.loads(pickle.dumps(open_checkpoint(str(folder), Access({}))))
-    path = "model-00001-of-00001.safetensors"
-    size = source.sizes()[path]
-    whole = source.read(path, 0, size)
-    found = {k: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for k, e in safetensors.deserialize(whole)}
-    assert found == {"bias": stored["bias"], "w": _dequantised(blocks, scales)}
-    name = "model.safetensors.index.json"
-    index = json.loads(source.read(name, 0, source.sizes()[name]))
-    assert index == {
-        "metadata": {"total_size": sum(len(data) for _, _, data in found.values())},
-        "weight_map": {"bias": path, "w": path},
-    }
-    starts = [int(start) for start in rng.integers(0, size, 40)] + [0, 1, size - 1]
-    lengths = rng.choice([1, 2, 3, 999, 20_000], len(starts))
-    pieces = [(s, min(size - s, int(n))) for s, n in zip(starts, lengths, strict=True)]
-    buffers = [bytearray(nbytes) for _, nbytes in pieces]
-    source.read_many([Read(path, s, memoryview(b)) for (s, _), b in zip(pieces, buffers, strict=True)])
-    assert [bytes(b) for b in buffers] == [whole[s : s + n] for s, n in pieces]
+    folder = write_model(tmp_path / "model", [stored], {"quantization_config": MXFP4})
+    check_stands_for(folder, {"bias": stored["bias"], "w": _dequantised(blocks, scales)})
 
 
 @pytest.mark.parametrize(
@@ -172,6 +138,6 @@ def test_what_cannot_be_dequantised_is_refused(
     }
     config = {"model_type": "gpt_oss", "torch_dtype": tensors.pop("dtype", "bfloat16")}
     stored = {key: entry for key, entry in tensors.items() if entry is not None}
-    folder = _folder(tmp_path / "model", stored, {**config, "quantization_config": MXFP4})
+    folder = write_model(tmp_path / "model", [stored], {**config, "quantization_config": MXFP4})
     with pytest.raises(error, match=words):
         paddle_reshard.plan(folder, to="tp=2")

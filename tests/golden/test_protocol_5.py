@@ -16,8 +16,6 @@ from tests.golden.test_flex import Case, case_of, check_against_truth, unpickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:numpy.core:DeprecationWarning")
 
-CASES = ("p5_single", "p5_ro_single", "p5_np2_single", "p5_fp32_single", "p5_mid_single", "p5_sh2_s1v2_meta")
-
 
 def checkpoint(name: str) -> Path:
     return case_directory(f"states/{name}") / "checkpoint-3"
@@ -30,21 +28,6 @@ def truth_of(name: str) -> oracle.Tensors:
 def assert_true(folder: Path, truth: oracle.Tensors) -> None:
     """What Paddle's loader finds is what the job had in memory."""
     oracle.assert_same_tensors(oracle.read_checkpoint(folder, oracle.shapes_of(truth)), truth)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_becomes_every_topology_and_format(name: str, tmp_path: Path) -> None:
-    truth, cards = truth_of(name), tmp_path / "cards"
-    targets = {
-        cards: {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v2"},
-        tmp_path / "flex": {"format": "flex", "files": 2},
-        tmp_path / "unified": {"format": "unified"},
-    }
-    paddle_reshard.convert(checkpoint(name), targets)
-    assert_true(cards, truth)
-    for made in ("flex", "unified"):
-        paddle_reshard.convert(tmp_path / made, tmp_path / f"{made} one", to="tp=1")
-        assert_true(tmp_path / f"{made} one", truth)
 
 
 SAME_TOPOLOGY = {

@@ -1,6 +1,7 @@
 """Small real checkpoints that hold safetensors files, unpacked on first use, and how to open such files."""
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from paddle_reshard.pipeline.indexing.opening import open_checkpoint
+from paddle_reshard.storage.locate import Access
+from paddle_reshard.storage.store import Read
 from tests.conftest import CORPUS, case_directory
 from tests.oracle import Tensors, read_truth
 
@@ -82,3 +86,48 @@ def write_safetensors(
         at += len(data)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in tensors.values()))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_model(folder: Path, files: Sequence[Entries], config: Mapping[str, Any]) -> Path:
+    """A Hugging Face model in files with an index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    for number, tensors in enumerate(files, 1):
+        path = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
+        write_safetensors(path, tensors)
+        weight_map |= dict.fromkeys(tensors, path.name)
+    total = sum(len(data) for tensors in files for _, _, data in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return folder
+
+
+def opened(folder: Path) -> Any:
+    """What a conversion reads of a model, as another process has it."""
+    return pickle.loads(pickle.dumps(open_checkpoint(str(folder), Access({}))))
+
+
+def check_ranges(source: Any, path: str) -> bytes:
+    """A whole file, of which ranges that cut elements, headers and tensors were read too, many at once."""
+    rng, size = np.random.default_rng(8), source.sizes()[path]
+    whole: bytes = source.read(path, 0, size)
+    starts = [*map(int, rng.integers(0, size, 200)), 0, 1, size - 1]
+    lengths = rng.choice([1, 2, 3, 7, 99, 999, 20_000, 200_000], len(starts))
+    pieces = [(s, min(size - s, int(n))) for s, n in zip(starts, lengths, strict=True)]
+    buffers = [bytearray(nbytes) for _, nbytes in pieces]
+    source.read_many([Read(path, s, memoryview(b)) for (s, _), b in zip(pieces, buffers, strict=True)])
+    assert [bytes(b) for b in buffers] == [whole[s : s + n] for s, n in pieces]
+    return whole
+
+
+def check_stands_for(folder: Path, expected: Entries) -> None:
+    """A model in one file is read as if it held these tensors, and its index says so."""
+    source, path = opened(folder), "model-00001-of-00001.safetensors"
+    held = safetensors.deserialize(check_ranges(source, path))
+    assert {k: (e["dtype"], tuple(e["shape"]), bytes(e["data"])) for k, e in held} == expected
+    total = sum(len(data) for _, _, data in expected.values())
+    index = json.loads(source.read(INDEX, 0, source.sizes()[INDEX]))
+    assert index == {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(expected, path)}
