@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory, case_names
 from tests.deepseek_names import SAME_THERE, named
-from tests.lab import reader, recipe_reader
+from tests.lab import reader
 from tests.sampling import exhaustive
 
 V1, V2 = {"sharding_strategy": "stage1v1"}, {"sharding_strategy": "stage1v2"}
@@ -165,17 +165,8 @@ def read(case: Case, made: Path, truth: oracle.Tensors, tp: int) -> oracle.Tenso
     """Every tensor in float32, called as in the truth."""
     if list(made.glob("*model_state*.pdparams")):
         return _of_ranks(case, made, truth)
-    if not (made / "model_state").is_dir():
-        return reader.unified(str(made), truth)
-    folders = [made / name for name in ("model_state", "optimizer_state", "master_weight")]
-    found = reader.flex([str(folder) for folder in folders if folder.is_dir()], truth)
-    if (made / "ema_state").is_dir():
-        average = reader.flex([str(made / "ema_state")], truth)
-        found |= {
-            f"{key[:-4]}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema": array
-            for key, array in average.items()
-        }
-    if case.name.startswith("ernie_dense") and tp > 1:
+    found = reader.read(made, truth)
+    if (made / "model_state").is_dir() and case.name.startswith("ernie_dense") and tp > 1:
         found = {
             key: _joined_heads(array, tp) if "qkv_proj" in key else array for key, array in found.items()
         }
@@ -196,13 +187,11 @@ def _joined_heads(array: np.ndarray, tp: int) -> np.ndarray:
 def _of_ranks(case: Case, made: Path, truth: oracle.Tensors) -> oracle.Tensors:
     if case.recipe:
         config = json.loads((case.config() or case.checkpoint / "config.json").read_bytes())
-        shaped = {key: ("", array) for key, array in truth.items()}
-        found = recipe_reader.legacy(str(made), shaped, config, case.name.startswith("ernie"))
-        return {key: reader.f32(array) for key, array in found.items()}
+        return reader.read(made, truth, config, case.name.startswith("ernie"))
     saved = {_as_saved(case.name, key): key for key in truth}
     wrapped = {f"model.{key}": key for key in truth} if "lora" in case.name else {}
     spelled = {name: truth[key] for name, key in {**saved, **wrapped}.items()} | dict(truth)
-    found = reader.legacy(str(made), spelled)
+    found = reader.read(made, spelled)
     known = {**saved, **wrapped} if (made / "model_meta.json").exists() else saved
     return {known.get(key, key): array for key, array in found.items()}
 

@@ -82,24 +82,6 @@ PAIRS = [
 ]
 
 
-def read(folder: Path, truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor in float32, called as in the truth."""
-    if list(folder.glob("model_state*.pdparams")):
-        found = reader.legacy(str(folder), truth)
-        return {key: reader.f32(array) for key, array in found.items()}  # moments may have 16 bits
-    if not (folder / "model_state").is_dir():
-        return reader.unified(str(folder), truth)
-    names = ("model_state", "optimizer_state", "master_weight")
-    found = reader.flex([str(folder / name) for name in names if (folder / name).is_dir()], truth)
-    if (folder / "ema_state").is_dir():
-        average = reader.flex([str(folder / "ema_state")], truth)
-        found |= {
-            f"{key[:-4]}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema": array
-            for key, array in average.items()
-        }
-    return found
-
-
 def outcome(case: str, target: str, folder: Path) -> str:
     """``equal``, the reason of the refusal, or what differs."""
     options: dict[str, Any] = {"config": config_of(case), "allow_missing": [BIAS], **TARGETS[target]}
@@ -115,7 +97,7 @@ def outcome(case: str, target: str, folder: Path) -> str:
     of_model = oracle.read_truth(case_directory(case) / "truth.safetensors")
     for truth in (truth_of(case), of_model):  # qwen2_5_vl has other keys in files without model_meta.json
         wanted = {key: reader.f32(array) for key, array in as_saved(case, truth).items()}
-        found = differences(read(folder, wanted), wanted, "unified" in target)
+        found = differences(reader.read(folder, wanted), wanted, "unified" in target)
         if not found:
             return "equal"
     return f"{len(found)} differences: {sorted(found)[:4]}"

@@ -46,15 +46,6 @@ def truth_of(name: str) -> dict[str, np.ndarray]:
     return {key: reader.f32(array) for key, array in truth.items()}
 
 
-def read(made: Path, truth: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    if list(made.glob("model_state*.pdparams")):
-        return reader.legacy(str(made), truth)
-    if not (made / "model_state").is_dir():
-        return reader.unified(str(made), truth)
-    folders = ("model_state", "optimizer_state", "master_weight")
-    return reader.flex([str(made / name) for name in folders], truth)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_format_holds_the_truth(name: str, target: str, tmp_path: Path) -> None:
@@ -63,7 +54,7 @@ def test_every_format_holds_the_truth(name: str, target: str, tmp_path: Path) ->
         truth = {key: array for key, array in truth.items() if not key.endswith((".ema", ".ema_w_0"))}
         source = shutil.copytree(source, tmp_path / "rest", ignore=shutil.ignore_patterns("ema_state"))
     paddle_reshard.convert(source, tmp_path / "made", **TARGETS[target], **options_of(name))
-    found = read(tmp_path / "made", truth)
+    found = reader.read(tmp_path / "made", truth)
     assert found.keys() == truth.keys()
     assert [key for key in truth if not np.array_equal(found[key], truth[key])] == []
 
@@ -120,7 +111,7 @@ def test_current_names_for_a_job_of_the_current_version(tmp_path: Path) -> None:
     for key, array in truth_of(LLAMA).items():
         turned = key.startswith("lm_head") and array.ndim == 2
         expected[key.replace("llama.", "model.")] = array.T if turned else array
-    found = reader.legacy(str(tmp_path / "made"), expected)
+    found = reader.read(tmp_path / "made", expected)
     assert found.keys() == expected.keys()
     assert [key for key in expected if not np.array_equal(found[key], expected[key])] == []
     assert (tmp_path / "made/trainer_state.bin").exists()
@@ -135,7 +126,7 @@ def test_projections_are_fused_for_a_job_of_the_current_version(tmp_path: Path) 
     )
     config = json.loads((source / "config.json").read_bytes())
     groups, truth = config["num_key_value_heads"], truth_of(ERNIE)
-    found = reader.legacy(str(tmp_path / "made"), {})
+    found = reader.read(tmp_path / "made", {})
     for layer in range(config["num_hidden_layers"]):
         of_layer = f"model.layers.{layer}"
         for state in ("", ".w_0", ".moment1_0", ".moment2_0"):
@@ -175,7 +166,7 @@ def test_a_published_model_is_given_the_current_names(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     paddle_reshard.convert(checkpoint(ERNIE), folder, format="huggingface")
     paddle_reshard.convert(folder, tmp_path / "made", format="hybrid-plain", to="tp=1")
-    found = reader.legacy(str(tmp_path / "made"), {})
+    found = reader.read(tmp_path / "made", {})
     assert "model.layers.0.self_attn.qkv_proj.weight" in found
 
 

@@ -1,5 +1,6 @@
-"""Reads checkpoints with NumPy and pickle alone, by the rules of the trainers and not by our code."""
+"""Reads checkpoints with NumPy and pickle alone, by the rules of the trainers and not by our code: all in float32."""
 
+import collections
 import glob
 import json
 import os
@@ -10,6 +11,10 @@ import struct
 import numpy as np
 
 FUSED = ("gate_up_fused_proj", "up_gate_proj", "gate_up_proj")
+QKV = ("qkv_proj", "fused_rms_norm_linear.linear_weight")
+"""Of the recipes, whose tp ranks have ``[q | k | v]`` of their own."""
+NAMES = "StructuredToParameterName@@"
+STATES = ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
 def load(path):
@@ -22,7 +27,7 @@ def load(path):
     for key, entry in header.items():
         raw = content[slice(*entry["data_offsets"])]
         if entry["dtype"] in ("BF16", "U16"):  # PaddleNLP calls it U16
-            array = (np.frombuffer(raw, "uint16").astype("uint32") << 16).view("float32")
+            array = f32(np.frombuffer(raw, "uint16"))
         else:
             kind = {"F32": "float32", "F16": "float16", "I64": "int64"}[entry["dtype"]]
             array = np.frombuffer(raw, kind)
@@ -31,252 +36,280 @@ def load(path):
 
 
 class Stub:
-    def __init__(s, *a, **k):
+    """In the place of a class of Paddle."""
+
+    def __init__(self, *_, **__):
         pass
 
-    def __setstate__(s, st):
-        s.__dict__.update(st)
+    def __setstate__(self, state):
+        self.__dict__.update(state)
 
-    def __hash__(s):
-        return hash(str(s.__dict__))
+    def __hash__(self):
+        return hash(str(self.__dict__))
 
-    def __eq__(s, o):
-        return s.__dict__ == o.__dict__
-
-
-class U(pickle.Unpickler):
-    def find_class(s, m, n):
-        return type(n, (Stub,), {}) if m.startswith("paddle") else super().find_class(m, n)
+    def __eq__(self, other):
+        return self.__dict__ == other.__dict__
 
 
-def unp(p):
-    with open(p, "rb") as f:
-        return U(f).load()
+class Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        return type(name, (Stub,), {}) if module.startswith("paddle") else super().find_class(module, name)
 
 
-def f32(a):
-    return (a.astype("uint32") << 16).view("float32") if a.dtype == np.uint16 else np.asarray(a, "float32")
+def unpickled(path):
+    with open(path, "rb") as file:
+        return Unpickler(file).load()
 
 
-def val(v):
-    return v[1] if isinstance(v, tuple) else v
+def f32(array):
+    return (
+        (array.astype("uint32") << 16).view("float32")
+        if array.dtype == np.uint16
+        else np.asarray(array, "float32")
+    )
 
 
-def to_global(k, ep, n):
-    """The key of an expert in the model, of its key on an expert rank with n experts."""
-    return re.sub(r"(\.experts\.)(\d+)(?=\.)", lambda m: f"{m[1]}{int(m[2]) + ep * n}", k)
+def value(entry):
+    return np.asarray(entry[1] if isinstance(entry, tuple) else entry)
 
 
-def tp_join(parts, shape, key):
+def read(folder, like, config=None, local_ids=False):
+    """Every tensor, called as in the truth, of a checkpoint in any format."""
+    folder = str(folder)
+    if glob.glob(folder + "/*model_state*.pdparams"):
+        return of_ranks(folder, like, config or {}, local_ids)
+    if not os.path.isdir(folder + "/model_state"):
+        return unified(folder, like)
+    found = {}
+    for name in ("model_state", "optimizer_state", "master_weight"):
+        if os.path.isdir(f"{folder}/{name}"):
+            found |= flex(f"{folder}/{name}")
+    if os.path.isdir(folder + "/ema_state"):
+        for key, array in flex(folder + "/ema_state").items():
+            found[f"{key[:-4]}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema"] = array
+    return found
+
+
+# ---- files of ranks
+
+
+class Files:
+    """Those of a checkpoint, by cell (tp, pp, ep): names of parameters and shapes.
+
+    ep is in a file's name ("moe_shardingNN", "moeNN") or follows from the others: with ``each`` = sharding /
+    moe_sharding, ep = (shard mod each) * tp degree + tp.
+    """
+
+    def __init__(self, folder, local_ids):
+        models = glob.glob(folder + "/model_state*.pdparams") + glob.glob(
+            folder + "/lora_model_state*.pdparams"
+        )
+        self.models, self.optimizers = sorted(models), sorted(glob.glob(folder + "/optimizer*.pdopt"))
+        self.averages, self.local_ids = sorted(glob.glob(folder + "/ema*.pdopt")), local_ids
+        self.opened = {path: unpickled(path) for path in (*self.models, *self.optimizers, *self.averages)}
+        self.tp, meta = degree("tp", self.optimizers), None
+        if os.path.exists(folder + "/model_meta.json"):
+            with open(folder + "/model_meta.json") as file:
+                meta = json.load(file)
+        self.ep = meta["parallel_config"].get("ep_degree", 1) if meta else degree("moe_sharding", self.models)
+        self.each = max(self.ep // self.tp, 1)
+        if self.ep > 1 and meta:
+            over = max(meta["parallel_config"]["moe_sharding_degree"], 1)
+            assert degree("shard", self.optimizers) // over == self.each, meta["parallel_config"]
+        self.names, self.shapes = collections.defaultdict(dict), collections.defaultdict(dict)
+        for path in self.models:
+            cell, _ = self.place(path)
+            self.names[cell].update(self.opened[path].pop(NAMES, {}))
+            self.shapes[cell].update({key: value(one).shape for key, one in self.opened[path].items()})
+        for name, of_cell in (meta or {"sharding_metas": {}})["sharding_metas"].items():
+            cell = tuple([int(digits) for digits in re.findall(r"\d+", name)] + [0])[:3]
+            self.names[cell] = of_cell["structure_name_mapping"]
+            self.shapes[cell] = {key: tuple(one[0]) for key, one in of_cell["param_meta"].items()}
+        # PaddleNLP, save_sharded_model, experts over dp: model_meta.json describes dp rank 0 only, model_state files
+        # are empty. No file has the names of other ranks' experts: they are those of rank 0 with later numbers.
+        for path in self.optimizers:
+            cell, first = self.place(path)[0], (*self.place(path)[0][:2], 0)
+            if number("moe", path) and not self.names.get(cell) and self.names.get(first):
+                count = experts_in(self.names[first])
+                for of in (self.names, self.shapes):
+                    of[cell] = {later(key, cell[2] * count): one for key, one in of[first].items()}
+        self.experts = experts_in(key for of_cell in self.names.values() for key in of_cell)
+
+    def place(self, path):
+        """Cell and rank of sharding."""
+        tp, pp, shard = (number(axis, path) or 0 for axis in ("tp", "pp", "shard"))
+        ep = number("moe_sharding", path)
+        if ep is None:
+            ep = number("moe", path)  # use_expert_parallel over dp
+        if ep is None:
+            ep = (shard % self.each) * self.tp + tp if self.ep > 1 else 0
+        return (tp, pp, ep), shard
+
+    def key(self, key, cell):
+        """In the whole model: ranks of ERNIE number their experts from 0 on; fused ones are marked with the rank."""
+        if not self.local_ids:
+            return key
+        if self.ep > 1 and re.search(r"\.experts\.(up_gate_proj|down_proj)\.", key):
+            return f"{key}@ep{cell[2]}"
+        return later(key, cell[2] * self.experts)
+
+
+def number(axis, path):
+    """A rank in a file's name."""
+    found = re.search(rf"[._]{axis}(\d+)", os.path.basename(path))
+    return int(found[1]) if found else None
+
+
+def degree(axis, paths):
+    """As many ranks as the names of files have."""
+    return max((number(axis, path) or 0 for path in paths), default=0) + 1
+
+
+def experts_in(keys):
+    return max(
+        (int(found[1]) + 1 for key in keys if (found := re.search(r"\.experts\.(\d+)\.", key))), default=0
+    )
+
+
+def later(key, first):
+    """The key of an expert with a number that much higher."""
+    return re.sub(r"(\.experts\.)(\d+)(?=\.)", lambda found: f"{found[1]}{int(found[2]) + first}", key)
+
+
+def of_ranks(folder, like, config, local_ids):
+    files = Files(folder, local_ids)
+    found = collections.defaultdict(dict)
+    """Key of the truth → tp rank → its tensor."""
+    for path in files.models:
+        cell, _ = files.place(path)
+        for key, one in files.opened[path].items():
+            found[files.key(key, cell)].setdefault(cell[0], f32(value(one)))
+    for (key, kind, tp, _), slices in {
+        **_slices(files, files.optimizers, {"w_0": "w_0"} | dict.fromkeys(STATES)),
+        **_slices(files, files.averages, {"w_0": "ema_w_0"}),
+    }.items():
+        found[f"{key}.{kind}"].setdefault(tp, _whole(kind, slices))
+    for path in files.averages:
+        cell, _ = files.place(path)
+        for key, one in files.opened[path].items():
+            if key not in ("master_weights", NAMES):
+                found[files.key(key, cell) + ".ema"].setdefault(cell[0], f32(value(one)))
+    for key in [key for key in found if "@ep0" in key]:  # fused experts of every expert rank
+        of_ep = [found.pop(key.replace("@ep0", f"@ep{rank}")) for rank in range(files.ep)]
+        found[key.replace("@ep0", "")] = {
+            tp: one if "pow" in key else np.concatenate([other[tp] for other in of_ep], axis=0)
+            for tp, one in of_ep[0].items()
+        }
+    whole = {}
+    for key, of_tp in found.items():
+        parts = [of_tp[tp] for tp in sorted(of_tp)]
+        whole[key] = _joined(parts, key, like[key].shape, config) if key in like else parts[0]
+    for key in [key.removesuffix(".w_0") for key in whole if key.endswith(".w_0")]:
+        if key not in whole:  # sharded saving leaves out parameters that have a master weight
+            bits = whole[key + ".w_0"].view("uint32")
+            whole[key] = f32(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16"))
+    return whole
+
+
+def _slices(files, paths, kinds):
+    """Key, state, tp and pp → what ranks of sharding hold, each with the shape on a tp rank.
+
+    Names are resolved in the cell of each file: an expert is absent from the cells of other expert ranks.
+    """
+    found = collections.defaultdict(list)
+    for path in sorted(paths, key=lambda path: files.place(path)[1]):
+        (cell, _), content = files.place(path), files.opened[path]
+        masters = content.get("master_weights", {})
+        for key, name in files.names.get(cell, {}).items():
+            for kind, said in kinds.items():
+                if kind == "w_0":
+                    one = masters.get(name, masters.get("slice@" + name))  # of stage 3
+                else:
+                    one = content.get(f"{name}_fp32_master_0_{kind}", content.get(f"{name}_{kind}"))
+                if one is not None:
+                    place = files.key(key, cell), said or kind, *cell[:2]
+                    found[place].append((f32(value(one)), tuple(files.shapes[cell][key])))
+    return found
+
+
+def _whole(kind, slices):
+    """Of copies the first, of slices, which may be padded, all."""
+    (first, shape), size = slices[0], int(np.prod(slices[0][1]))
+    if "pow" in kind:
+        assert all(np.array_equal(first, other) for other, _ in slices)
+        return first
+    if first.shape == shape and sum(one.size for one, _ in slices) != size:
+        return first
+    flat = np.concatenate([one.reshape(-1) for one, _ in slices])
+    assert flat.size >= size
+    assert not flat[size:].any(), "padding"
+    return flat[:size].reshape(shape)
+
+
+def _joined(parts, key, shape, config):
     if len(parts) == 1 or parts[0].shape == tuple(shape):
         return parts[0]
-    ax = next(i for i in range(len(shape)) if parts[0].shape[i] != shape[i])
-    if any(f in key for f in FUSED):
-        h = [np.split(p, 2, axis=ax) for p in parts]
-        return np.concatenate([x[0] for x in h] + [x[1] for x in h], axis=ax)
-    return np.concatenate(parts, axis=ax)
+    axis = next(i for i, n in enumerate(shape) if parts[0].shape[i] != n)
+    width, places = parts[0].shape[axis], []
+    heads, kv = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if any(name in key for name in QKV) and kv and kv != heads:
+        each = width // (heads + 2 * kv)
+        places = [each * heads, each * (heads + kv)]
+    elif any(name in key for name in FUSED):
+        places = [width // 2]
+    of_parts = zip(*(np.split(part, places, axis=axis) for part in parts), strict=True)
+    return np.concatenate([one for same in of_parts for one in same], axis=axis)
 
 
-def num(f, k):
-    """A rank in a file's name."""
-    m = re.search(r"[._]" + k + r"(\d+)", os.path.basename(f))
-    return int(m[1]) if m else None
+# ---- other formats
 
 
-def deg(k, fs):
-    """As many ranks as the names of files have."""
-    return max([num(f, k) or 0 for f in fs] + [0]) + 1
+def flex(folder):
+    """A folder of a FlexCheckpoint."""
+    metadata = unpickled(glob.glob(folder + "/*.metadata")[0])
+    opened, places, found = {}, collections.defaultdict(list), {}
+    for index, name in metadata.storage_metadata.items():
+        places[index.tensor_key].append((tuple(int(n) for n in index.global_offset), index, name))
+    for key, pieces in metadata.state_dict_metadata.items():
+        shapes = {tuple(int(n) for n in one.global_offset): tuple(one.local_shape) for one in pieces}
+        shape = tuple(pieces[0].__dict__.get("global_shape") or ())
+        if not shape:
+            ends = [[o + n for o, n in zip(*place, strict=True)] for place in shapes.items()]
+            shape = tuple(max(of_axis) for of_axis in zip(*ends, strict=True))
+        blocks = {offset: np.full(int(np.prod(of)), np.nan, "float32") for offset, of in shapes.items()}
+        for offset, index, name in places[key]:
+            if name not in opened:
+                opened[name] = unpickled(f"{folder}/{name}")
+            array = f32(value(opened[name][key])).reshape(-1)
+            whole = 0, blocks[offset].size
+            start, stop = index.flattened_range if index.__dict__.get("is_flattened") else whole
+            blocks[offset][int(start) : int(stop)] = array[: int(stop) - int(start)]
+        full = np.full(shape, np.nan, "float32")
+        for offset, block in blocks.items():
+            of = shapes[offset]
+            full[tuple(slice(o, o + n) for o, n in zip(offset, of, strict=True))] = block.reshape(of)
+        ranks = len({offset[-1] for offset in blocks if offset})
+        if ranks > 1 and any(name in key for name in FUSED):  # [gate 0 | up 0 | gate 1 | up 1 …]
+            full = _joined(np.split(full, ranks, axis=-1), key, full.shape, {})
+        found[key] = full
+    return found
 
 
-def legacy(ck, T):
-    """Files of ranks. Cells are (tp, pp, ep), and ep is in a file's name ("moe_shardingNN", "moeNN") or follows from
-    the others: with D = sharding / moe_sharding, ep = (shard mod D) * tp degree + tp."""
-    meta = None
-    if os.path.exists(ck + "/model_meta.json"):
-        with open(ck + "/model_meta.json") as f:
-            meta = json.load(f)
-    mfiles, ofiles = (
-        sorted(glob.glob(ck + "/model_state*.pdparams") + glob.glob(ck + "/lora_model_state*.pdparams")),
-        sorted(glob.glob(ck + "/optimizer*.pdopt")),
-    )
-    tpd, shd = deg("tp", ofiles), deg("shard", ofiles)
-    epd = meta["parallel_config"].get("ep_degree", 1) if meta else deg("moe_sharding", mfiles)
-    real_ep = epd > 1
-    D = max(epd // tpd, 1)
-    if real_ep and meta:
-        assert shd // max(meta["parallel_config"]["moe_sharding_degree"], 1) == D, (
-            D,
-            meta["parallel_config"],
-        )
-
-    def cell(f):
-        tp, pp, sh = num(f, "tp") or 0, num(f, "pp") or 0, num(f, "shard") or 0
-        ep = num(f, "moe_sharding")
-        if ep is None:
-            ep = num(f, "moe")  # use_expert_parallel over dp
-        if ep is None:
-            ep = (sh % D) * tpd + tp if real_ep else 0
-        return (tp, pp, ep), sh
-
-    par, smap, lshape = {}, {}, {}
-    for f in mfiles:
-        o = unp(f)
-        c, _ = cell(f)
-        m = o.pop("StructuredToParameterName@@", {})
-        for k, v in o.items():
-            par.setdefault(c, {})[k] = f32(val(v))
-            lshape.setdefault(c, {})[k] = val(v).shape
-        smap.setdefault(c, {}).update(m)
-    if meta:
-        for k, v in meta["sharding_metas"].items():
-            c = tuple([int(x) for x in re.findall(r"\d+", k)] + [0])[:3]
-            smap[c] = v["structure_name_mapping"]
-            lshape[c] = {a: tuple(b[0]) for a, b in v["param_meta"].items()}
-    # PaddleNLP, save_sharded_model, experts over dp: model_meta.json describes dp rank 0 only, model_state files are
-    # empty. No file has the names of other ranks' experts: they are those of rank 0 with later numbers.
-    for f in ofiles:
-        c, _ = cell(f)
-        c0 = (*c[:2], 0)
-        if num(f, "moe") and not smap.get(c) and smap.get(c0):
-            per = 1 + max(int(m[1]) for k in smap[c0] if (m := re.search(r"\.experts\.(\d+)\.", k)))
-            smap[c] = {to_global(k, c[2], per): v for k, v in smap[c0].items()}
-            lshape[c] = {to_global(k, c[2], per): v for k, v in lshape[c0].items()}
-    kinds = {
-        "w_0": None,
-        "moment1_0": "_moment1_0",
-        "moment2_0": "_moment2_0",
-        "beta1_pow_acc_0": "_beta1_pow_acc_0",
-        "beta2_pow_acc_0": "_beta2_pow_acc_0",
+def unified(folder, like):
+    found = collections.defaultdict(list)
+    for path in sorted(glob.glob(folder + "/*.safetensors")):
+        for key, array in load(path).items():
+            file = os.path.basename(path)
+            if file.startswith("master"):
+                key += ".w_0"
+            elif not file.startswith("model"):
+                key = ".".join(key.rsplit("/", 1))
+            found[key].append(array)
+    # PaddleFormers 1.2.0 with split_param: every rank's file holds its own flat padded slice under the same key (the
+    # index names only one of the files); their order is that of the ranks.
+    return {
+        key: np.concatenate(parts)[: like[key].size].reshape(like[key].shape)
+        if key in like and parts[0].shape != like[key].shape and parts[0].ndim == 1
+        else parts[0]
+        for key, parts in found.items()
     }
-    out = {}
-
-    def put(key, c, arr):
-        out.setdefault(key, {}).setdefault(c[0], arr)
-
-    def gather(files, kindset, suffix_key):
-        by = {}
-        for f in files:
-            c, sh = cell(f)
-            by.setdefault(c[:2], []).append((sh, c, unp(f)))
-        for (tp, _), L in by.items():
-            L.sort(key=lambda x: x[0])
-            for st in dict.fromkeys(s for _, c, _ in L for s in smap.get(c, {})):
-                # names are resolved in the cell of EACH file: an expert is absent from the cells of other ep ranks
-                for kind, suf in kindset.items():
-                    got, shp = [], None
-                    for _, c, o in L:
-                        if st not in smap.get(c, {}):
-                            continue
-                        pn = smap[c][st]
-                        shp = lshape[c][st]
-                        if suf is None:
-                            mw = o.get("master_weights", {})
-                            v = mw.get(pn, mw.get("slice@" + pn))
-                        else:
-                            v = o.get(pn + "_fp32_master_0" + suf, o.get(pn + suf))
-                        if v is not None:
-                            got.append(np.asarray(val(v)))
-                    if not got:
-                        continue
-                    if "pow" in kind or (
-                        got[0].shape == shp
-                        and not (len(shp) == 1 and len(got) > 1 and sum(g.size for g in got) <= shp[0])
-                    ):
-                        a = got[0]
-                    else:
-                        a = np.concatenate([g.reshape(-1) for g in got])[: int(np.prod(shp))].reshape(shp)
-                    put(f"{st}.{suffix_key.get(kind, kind)}", (tp,), a)
-
-    gather(ofiles, kinds, {})
-    ef = glob.glob(ck + "/ema*.pdopt")
-    if ef:
-        gather(ef, {"w_0": None}, {"w_0": "ema_w_0"})
-        for f in ef:
-            c, _ = cell(f)
-            for k, v in unp(f).items():
-                if k not in ("master_weights", "StructuredToParameterName@@"):
-                    put(k + ".ema", c, f32(np.asarray(val(v))))
-    for c, d in par.items():
-        for k, v in d.items():
-            put(k, c, v)
-    res = {}
-    for k, d in out.items():
-        if k in T:
-            res[k] = tp_join([d[t] for t in sorted(d)], T[k].shape, k)
-        else:
-            res[k] = d[min(d)]
-    bf16 = {k.rsplit(".", 1)[0] for k in res if k.endswith(".w_0")}
-    for k in bf16:  # sharding_io drops bf16 params: cast from master
-        if k not in res:
-            u = res[k + ".w_0"].astype("float32").view("uint32")
-            res[k] = (((u + 0x7FFF + ((u >> 16) & 1)) >> 16) << 16).astype("uint32").view("float32")
-    return res
-
-
-def flex(dirs, T):
-    res = {}
-    for d in dirs:
-        m = unp(glob.glob(d + "/*.metadata")[0])
-        cache = {}
-        for key, metas in m.state_dict_metadata.items():
-            gs = tuple(metas[0].__dict__.get("global_shape") or ())
-            if not gs:
-                gs = tuple(
-                    max(mm.global_offset[i] + mm.local_shape[i] for mm in metas)
-                    for i in range(len(metas[0].local_shape))
-                )
-            full = np.full(gs, np.nan, "float32")
-            blocks = {}
-            for ix, fn in m.storage_metadata.items():
-                if ix.tensor_key != key:
-                    continue
-                if fn not in cache:
-                    cache[fn] = unp(d + "/" + fn)
-                a = f32(np.asarray(val(cache[fn][key])))
-                ls = None
-                for mm in metas:
-                    if tuple(mm.global_offset) == tuple(ix.global_offset):
-                        ls = tuple(mm.local_shape)
-                blk = blocks.setdefault(
-                    tuple(int(x) for x in ix.global_offset),
-                    np.full(int(np.prod(ls)) if ls else 1, np.nan, "float32"),
-                )
-                if ix.__dict__.get("is_flattened"):
-                    s, e = [int(x) for x in ix.flattened_range]
-                    blk[s:e] = a.reshape(-1)[: e - s]
-                else:
-                    blk[:] = a.reshape(-1)
-                blocks[(tuple(int(x) for x in ix.global_offset), "s")] = ls
-            for off, b in blocks.items():
-                if isinstance(off[-1] if off else 0, str):
-                    continue
-                ls = blocks[(off, "s")]
-                full[tuple(slice(o, o + n) for o, n in zip(off, ls, strict=True))] = b.reshape(ls)
-            n = len({o[-1] for o in blocks if o and not isinstance(o[-1], str)})
-            if n > 1 and any(f in key for f in FUSED):  # global tensor is [g0|u0|g1|u1..], tp dependent
-                h = [np.split(p, 2, axis=-1) for p in np.split(full, n, axis=-1)]
-                full = np.concatenate([x[0] for x in h] + [x[1] for x in h], axis=-1)
-            res[key] = full
-    return res
-
-
-def unified(ck, T):
-    res, parts = {}, {}
-    for f in sorted(glob.glob(ck + "/*.safetensors")):
-        b = os.path.basename(f)
-        for k, a in load(f).items():
-            if b.startswith("model"):
-                key = k
-            elif b.startswith("master"):
-                key = k + ".w_0"
-            else:
-                key = ".".join(k.rsplit("/", 1))
-            parts.setdefault(key, []).append(a)
-    for k, L in parts.items():
-        if k in T and L[0].shape != T[k].shape and L[0].ndim == 1:
-            # paddleformers 1.2.0 + split_param: every rank's file holds its own flat padded slice under the SAME key
-            # (the index json names only one of the files!); file number order == sharding rank order
-            res[k] = np.concatenate(L)[: T[k].size].reshape(T[k].shape)
-        else:
-            res[k] = L[0]
-    return res
