@@ -17,7 +17,7 @@ from tests.aoa.test_conversions import PROGRAMS
 from tests.conftest import GOLDEN, case_directory
 from tests.golden import test_fleet_only as fleet
 from tests.golden.test_fleet import save_exported
-from tests.lab.fleet_only import VARIANTS
+from tests.lab.fleet import ONLY_VARIANTS as VARIANTS
 from tests.sampling import exhaustive
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_replicated_sharded_weight  # isort: skip

@@ -42,11 +42,6 @@ CASES = {
 }
 
 
-def test_the_tables_follow_from_what_the_classes_declare() -> None:
-    for path, text in fleet.tables().items():
-        assert path.read_text() == text, path.name
-
-
 # ------------------------------------------------------------------------------------------------- the oracle
 
 

@@ -1,7 +1,7 @@
 """Families that only PaddleFleet trains: from Hugging Face checkpoints to its names and layouts, and back.
 
 Their classes declare how such a checkpoint becomes their model. Paddle's own engine executes these statements on random
-values for all tensors that ``transformers`` saves of a small model (``fleet/only.json``, ``tests/lab/fleet_only.py``);
+values for all tensors that ``transformers`` saves of a small model (``fleet/only.json``, ``tests/lab/fleet.py``);
 conversions have to hold what it makes.
 """
 
@@ -20,15 +20,10 @@ from paddle_reshard.pipeline.core.errors import RuleError
 from tests import oracle
 from tests.aoa.arrays import Arrays, Engine, paddle, random_array
 from tests.golden.test_fleet import assert_same, exported, read_flex, save_exported, statements
-from tests.lab import fleet_only
+from tests.lab import fleet
 
-DECLARED: dict[str, Any] = json.loads(fleet_only.DECLARED.read_text())["families"]
+DECLARED: dict[str, Any] = json.loads(fleet.ONLY.read_text())["families"]
 WAYS = [(family, variant) for family, found in DECLARED.items() for variant in found["statements"]]
-
-
-def test_the_tables_are_those_of_the_rows() -> None:
-    for path, text in fleet_only.tables().items():
-        assert path.read_text() == text, path.name
 
 
 def published(family: str, variant: str) -> Arrays:
@@ -57,12 +52,12 @@ def published(family: str, variant: str) -> Arrays:
 @pytest.mark.parametrize(("family", "variant"), WAYS)
 def test_from_hugging_face_and_back(family: str, variant: str, tmp_path: Path) -> None:
     arrays = published(family, variant)
-    config = DECLARED[family]["config"] | fleet_only.VARIANTS[variant]
+    config = DECLARED[family]["config"] | fleet.ONLY_VARIANTS[variant]
     save_exported(tmp_path / "hf", arrays, config)
     paddle_reshard.convert(tmp_path / "hf", tmp_path / "fleet", format="flex")
     declared = Engine(statements(DECLARED[family]["statements"][variant]), arrays).parameters()
     wanted = {key: array for (key, _), (array, _) in declared.items()}
-    if variant == "tied" and family in fleet_only.READ:
+    if variant == "tied" and family in fleet.READ:
         # Without the model that it is to fill, the engine drops a key that another one is made of.
         wanted["model.embed_tokens.weight"] = arrays["model.embed_tokens.weight", "param"][0]
     elif variant == "tied":

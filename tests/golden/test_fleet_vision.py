@@ -1,7 +1,7 @@
 """Qwen3.5 of PaddleFleet: from Hugging Face checkpoints to its names and layouts, from one tp rank and two, and back.
 
 Its class declares how such a checkpoint becomes its model. Paddle's own engine executes these statements on random
-values for all tensors that ``transformers`` builds (``fleet/vision.json``, ``tests/lab/fleet_vision.py``); conversions
+values for all tensors that ``transformers`` builds (``fleet/vision.json``, ``tests/lab/fleet.py``); conversions
 have to hold what it makes.
 """
 
@@ -23,20 +23,15 @@ from paddle_reshard.pipeline.core.errors import CoverageError, RuleError
 from tests import oracle
 from tests.aoa.arrays import Arrays, Engine, paddle, random_array
 from tests.golden.test_fleet import assert_same, exported, read_flex, save_exported, statements
-from tests.lab import fleet_vision
+from tests.lab import fleet
 
-DECLARED: dict[str, Any] = json.loads(fleet_vision.DECLARED.read_text())["families"]
+DECLARED: dict[str, Any] = json.loads(fleet.VISION.read_text())["families"]
 CUT = {
     r"embed_tokens\.weight|lm_head\.weight|o_proj\.weight|out_proj\.weight|down_proj\.weight": 0,
     r"conv1d\.weight|dt_bias|A_log|grouped_gemm_experts\.weight[12]": 0,
     r"qkv_proj\.weight|in_proj\.weight|up_gate_proj\.weight": 1,
 }
 """Tensors of the language model → the dim that tp, or ep for experts, cuts in PaddleFleet's ``sharded_state_dict``."""
-
-
-def test_the_tables_are_those_of_the_rows() -> None:
-    for path, text in fleet_vision.tables().items():
-        assert path.read_text() == text, path.name
 
 
 def published(family: str, variant: str) -> Arrays:
@@ -71,7 +66,7 @@ def of_mtp(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
 
 def config_of(family: str, variant: str) -> dict[str, Any]:
     """Its ``config.json``."""
-    return fleet_vision.config_of(DECLARED[family]["config"], variant)
+    return fleet.vision_config(DECLARED[family]["config"], variant)
 
 
 def program(family: str, variant: str) -> dict[str, Any]:
