@@ -8,22 +8,24 @@ from __future__ import annotations
 import lzma
 import sys
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """Write everything below a case's folder into an archive."""
+def pack(folder: Path, archive: Path, chosen: Iterable[Path] | None = None) -> None:
+    """Write everything below a folder, or what is chosen of it, into an archive in which it has the archive's name."""
+    top = archive.name.removesuffix(".tar.xz")
     staged = archive.with_suffix(".part")
     with (
         lzma.open(staged, "wb", preset=9 | lzma.PRESET_EXTREME) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for path in sorted([folder, *folder.rglob("*")]):
+        for path in sorted([folder, *folder.rglob("*")] if chosen is None else chosen):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise SystemExit(f"{path}: a case holds files and folders only")
-            entry = tarfile.TarInfo(str(path.relative_to(folder.parent)))
+            entry = tarfile.TarInfo(str(Path(top) / path.relative_to(folder)))
             if path.is_dir():
                 entry.type, entry.mode = tarfile.DIRTYPE, 0o755
                 tar.addfile(entry)

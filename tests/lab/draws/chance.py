@@ -92,12 +92,9 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
             break
         target = placed(common, chance, with_average)
     # From its own files of one card in `hybrid` the trainer does not resume: it asks for a model_meta.json.
-    # Nor does it, over several cards, from those of another optimizer: this loader knows no state but Adam's.
-    several = target.topology.ranks > 1
+    # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's.
     resumes = number % 5 == 0 and (
-        not (several and common.optimizer)
-        if target.format == "hybrid-plain"
-        else target.format != "hybrid" or (several and not common.optimizer)
+        target.format != "hybrid" or (target.topology.ranks > 1 and not common.optimizer)
     )
     return Draw(number, source, target, replace(third, arguments={}), resumes)
 

@@ -126,7 +126,9 @@ def conversions(draw: Draw, folder: Path) -> tuple[int, list[str]]:
     options = {**config, **_fill(source, memory, folder)}
     whole = _in_whole_tensors(draw.source)
     allowed = _convert(source, folder / "one", {**whole, **options}, memory)
-    wrong = files.differences_from_memory(folder / "one", memory, draw.source.tied)
+    wrong = files.differences_from_memory(
+        folder / "one", memory, draw.source.tied, files.twins_of(folder / "source")
+    )
     wrong += _verified(draw, source, folder / "one", config, allowed)
     of_target = {**draw.target.target(), **options, **allowed}
     _convert(source, folder / "to", _with_base(of_target, draw, folder), memory)

@@ -46,7 +46,19 @@ def memory_of(folder: Path, job: Job) -> dict[str, Tensor]:
     return {without_number.sub(r"\g<0>_0", key): tensor for key, tensor in tensors.items()}
 
 
-def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: bool) -> list[str]:
+def twins_of(folder: Path) -> dict[str, list[str]]:
+    """Key → keys of the same parameter, of which files have the states once; names begin anew on every stage."""
+    report, alike = folder / "truth_report.json", dict[tuple[str, ...], list[str]]()
+    names = json.loads(report.read_text())["names"] if report.exists() else {}
+    for key, of in names.items():
+        layer = re.match(r".*?\.\d+\.", key)
+        alike.setdefault((layer[0] if layer else key, *of), []).append(key)
+    return {key: keys for keys in alike.values() if len(keys) > 1 for key in keys}
+
+
+def differences_from_memory(
+    one_card: Path, memory: Mapping[str, Tensor], tied: bool, twins: Mapping[str, list[str]]
+) -> list[str]:
     """Name every tensor of a checkpoint with whole tensors that is not, bit for bit, what the job had."""
     found = _whole_tensors(one_card)
     if any(key.startswith("model.language_model.") for key in memory):
@@ -58,6 +70,10 @@ def differences_from_memory(one_card: Path, memory: Mapping[str, Tensor], tied: 
     for key, values in copies.items():
         # Of tied words a file of one card holds the states once.
         of = key if key in found or not tied else of_words(key)
+        state = "".join(STATE.findall(of)[:1])
+        if state and of not in found:
+            others = (f"{twin}.{state}" for twin in twins.get(of.removesuffix(f".{state}"), ()))
+            of = next((other for other in others if other in found), of)
         if of not in found:
             wrong.append(f"{key}: lost")
         elif found[of] not in values:

@@ -1,10 +1,9 @@
 """A draw that was kept becomes a case of ``tests/golden/draws``: its checkpoint, its truth, what it is converted to."""
 
-import io
-import tarfile
 from pathlib import Path
 
 from tests.conftest import REPO
+from tests.lab.pack import pack
 
 CASES = REPO / "tests" / "golden" / "draws"
 
@@ -12,12 +11,7 @@ CASES = REPO / "tests" / "golden" / "draws"
 def keep(folder: Path, name: str) -> Path:
     """Pack what a test needs of a draw."""
     packed = CASES / f"{name}.tar.xz"
-    with tarfile.open(packed, "w:xz", preset=9) as archive:
-        for path in sorted(_wanted(folder)):
-            member = archive.gettarinfo(path, f"{name}/{path.relative_to(folder)}")
-            member.mtime = member.uid = member.gid = 0
-            member.uname = member.gname = ""
-            archive.addfile(member, io.BytesIO(path.read_bytes()))
+    pack(folder, packed, _wanted(folder))
     return packed
 
 

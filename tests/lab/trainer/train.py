@@ -114,6 +114,8 @@ def run(asked: Asked) -> None:
     entries, config, model = models.build(
         asked.family, asked.model, args, asked.seq, tied, vpp, pipe, asked.dtype, asked.head
     )
+    if asked.head:
+        config.architectures = [type(model).__name__]  # as a model that was loaded has it, also below adapters
     start(asked, config, model, args)
     freeze(model, asked.freeze)
     if asked.lora:
@@ -129,8 +131,6 @@ def run(asked: Asked) -> None:
     if asked.optimizer:
         use_optimizer(trainer, asked.optimizer)
     if dist.get_rank() == 0:
-        if asked.head:
-            config.architectures = [type(model).__name__]  # as the trainer's own config.json has it
         config.save_pretrained(asked.out)  # a FlexCheckpoint has none
     if asked.resume:
         end_after_loading(trainer, asked)
