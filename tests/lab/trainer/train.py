@@ -114,8 +114,8 @@ def run(asked: Asked) -> None:
     entries, config, model = models.build(
         asked.family, asked.model, args, asked.seq, tied, vpp, pipe, asked.dtype, asked.head
     )
-    if asked.head:
-        config.architectures = [type(model).__name__]  # as a model that was loaded has it, also below adapters
+    if asked.head:  # as a model that was loaded has it, also below adapters
+        config.architectures = [type(model).__name__]
     start(asked, config, model, args)
     freeze(model, asked.freeze)
     if asked.lora:
