@@ -178,7 +178,7 @@ lowest:
 	cd .lowest && bin/paddle-reshard watch ../$(CASE) watched --once --settle 0 --metrics-port 0 --to tp=1
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card
 	cd .lowest && bin/paddle-reshard verify ../$(CASE)/checkpoint-3 one-card --cluster ray
-	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan --workers 1,8
+	cd .lowest && bin/paddle-reshard plan one-card two --to tp=2 --save two.plan
 	cd .lowest && bin/paddle-reshard convert one-card two --plan two.plan --to tp=2
 	.lowest/bin/python -c 'from s3fs import S3FileSystem; import paddle_reshard.storage.s3'
 	# Beside a trainer: all is the newest but fsspec, which the `datasets` of PaddleFormers holds back.

@@ -53,7 +53,9 @@ _OF_RESULTS = {
     "--vocab-trim",
 }
 """Options that make another checkpoint of the source, which a command without them reads."""
-_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w-])")
+_FLAG = re.compile(
+    r"(?<![\w-])(?<!SRC )--[a-z][a-z-]*(?![\w-])"
+)  # after SRC the command is named: plan SRC --cards
 
 
 # ---------------------------------------------------------------------------------------------------- streams

@@ -72,7 +72,7 @@ def unfinished(message: str) -> CheckpointError:
 
 
 class FormatError(CheckpointError):
-    """A file violates its format. ``reason`` is a short code for programs."""
+    """A file violates its format. ``reason`` is a short code for programs, and no part of the message."""
 
     def __init__(self, reason: str, path: str, byte_offset: int | None, detail: str) -> None:
         super().__init__(reason, path, byte_offset, detail)
@@ -80,7 +80,7 @@ class FormatError(CheckpointError):
 
     def __str__(self) -> str:
         where = "" if self.byte_offset is None else f" at byte {self.byte_offset}"
-        return f"{self.path}{where}: {self.detail} [{self.reason}]"
+        return f"{self.path}{where}: {self.detail}"
 
 
 class UnsafePickleError(FormatError):

@@ -6,6 +6,7 @@ of one pipeline rank into chunks, and is kept beside the axes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
@@ -21,6 +22,8 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 def _unknown(axis: str, given: object, known: list[str]) -> UsageError:
     help = did_you_mean(axis, known)
+    if glued := re.fullmatch(rf"({'|'.join(known)})[ :]?(\d+)", axis):
+        help = f"; write {glued[1]}={glued[2]}"
     if axis == "cp":
         help = ". Ranks of context parallelism are sharding ranks: give the job's sharding_parallel_size as sharding"
     return UsageError(f"unknown axis {axis!r} in topology {given!r}; axes are {', '.join(known)}{help}")

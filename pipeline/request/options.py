@@ -216,7 +216,10 @@ class ConversionOptions(TargetOptions, total=False):
     ]
     config: Annotated[
         PathLike | None,
-        Option(kind=Kind.FILE, help="The model's config.json, for a checkpoint without one."),
+        Option(
+            kind=Kind.FILE,
+            help="The model's config.json, for a checkpoint without one; one of its own is read instead.",
+        ),
     ]
     allow_missing: Annotated[
         Sequence[str],

@@ -428,7 +428,10 @@ def check_options(format: str, given: Mapping[str, Any]) -> None:
         if name in TARGET_OPTIONS and name != "format" and name not in FORMATS[format].options and value:
             raise UsageError(_misplaced(name, value, format))
     if FORMATS[format].needs_topology and not given.get("to"):
-        raise UsageError("--to is missing; give the topology of the target, such as tp=2,pp=2,sharding=2")
+        raise UsageError(
+            "--to is missing; give the topology of the target, such as tp=2,pp=2,sharding=2; plan SRC --cards N lists "
+            "those of N cards"
+        )
 
 
 def _misplaced(name: str, value: Any, format: str) -> str:
@@ -437,7 +440,7 @@ def _misplaced(name: str, value: Any, format: str) -> str:
     if isinstance(value, Entries):
         option += f" ({', '.join(value.values)})"
     formats = names_of(known for known in FORMATS.values() if name in known.options)
-    own = " and ".join(flag_of(option) for option in FORMATS[format].options)
+    own = ", ".join(flag_of(option) for option in FORMATS[format].options)
     return f"{option} does not apply to --format {format}, only to {formats}; options for {format}: {own}"
 
 

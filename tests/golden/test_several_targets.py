@@ -102,7 +102,7 @@ def test_one_that_is_there_already_stays(separate: Path, tmp_path: Path) -> None
         ("a:hybrid:tp=2,dtype=float32", "--dtype does not apply to --format hybrid"),
         ("a:huggingface:state", "'state' has no value"),
         ("a:huggingface:state=", "'state=' has no value"),
-        ("a:huggingface:tp=2", "--to does not apply to .* options for huggingface: --state and --dtype and"),
+        ("a:huggingface:tp=2", "--to does not apply to .* options for huggingface: --state, --dtype,"),
         (
             "a:flex:shards=2",
             "unknown name in 'shards=2'; known: an axis or sharding-strategy, layout, files, paddle-version",

@@ -136,7 +136,7 @@ def test_slow_cleaning_is_reported(tmp_path: Path) -> None:
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert line.startswith("removing the unfinished conversion: ")
+        assert line.startswith("looking for an unfinished conversion: ")
     finally:
         os.close(lock)
         process.communicate(timeout=300)

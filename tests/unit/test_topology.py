@@ -36,6 +36,7 @@ def test_parse(text: str, expected: Topology) -> None:
             "TP=2",
             "unknown axis 'TP' in topology 'TP=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?",
         ),
+        ("tp2", "unknown axis 'tp2' in topology 'tp2'; axes are tp, pp, vpp, sharding, ep, dp; write tp=2"),
         ("", "unknown axis '' in topology ''; axes are tp, pp, vpp, sharding, ep, dp"),
         ("tp=2,", "unknown axis '' in topology 'tp=2,'; axes are tp, pp, vpp, sharding, ep, dp"),
         ("tp", "axis 'tp' in topology 'tp' needs a whole number, not ''"),

@@ -27,7 +27,7 @@ from paddle_reshard.pipeline.core.errors import TargetError
 @click.pass_context
 def clean(context: click.Context, /, target: str, **_: Any) -> None:
     """Remove an unfinished conversion. Fails if it is running."""
-    with running("removing the unfinished conversion"):
+    with running("looking for an unfinished conversion"):
         removed = paddle_reshard.clean(target, **given(context))
         if not removed:
             _check_is_there(target, given(context))

@@ -116,7 +116,9 @@ def plan(
     every: bool,
     **_: Any,
 ) -> None:
-    """Show what a conversion would read, write and need, or which topologies N cards can have.
+    """Plan a conversion, or list the topologies of N cards.
+
+    Shows what would be read and written, how much memory it needs, and what would not be carried over.
 
     With DST, the plan is the one that convert makes for it, with the same id. Without it, nothing is known of the
     target's storage, which may copy ranges by itself; then the id is another.

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.core.errors import UsageError
 @click.command(
     cls=SectionedCommand,
     examples=(
-        "run-7/checkpoint-10 run-7/checkpoint-20 averaged --uniform",
+        "run-7/checkpoint-10 run-7/checkpoint-20 averaged --uniform --to tp=2",
         "run-7/checkpoint-10 run-7/checkpoint-20 model --decay 0.9 --format huggingface",
     ),
 )
