@@ -343,6 +343,7 @@ def test_a_job_loads_its_own_files_without_resharding(target: Real, tmp_path: Pa
         assert told.count("resumable locally, skipping reshard") == len(of_rank)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("paddle_version", ["3.3", "3.4"])
 def test_averages_are_resumed_from_own_files_too(paddle_version: str, tmp_path: Path) -> None:
     """The trainer's own files are not: it writes each piece of an average once."""

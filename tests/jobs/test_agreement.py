@@ -153,6 +153,7 @@ def test_each_node_makes_the_files_of_its_ranks_of_one_thing(run: Path, tmp_path
         assert own.keys() - other.keys() == {name for name in whole if f"shard0{number}" in name}
 
 
+@pytest.mark.full  # the records are those of a disk, which the other tests keep
 def test_nodes_find_checkpoints_and_each_other_in_a_store(store: Store, tmp_path: Path) -> None:
     bucket = f"test-{secrets.token_hex(6)}"
     store.client.create_bucket(Bucket=bucket)

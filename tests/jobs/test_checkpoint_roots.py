@@ -172,6 +172,7 @@ def test_a_store_that_refuses_is_reported_in_one_sentence(store: Store, bucket: 
     assert store.read_only["secret"] not in str(refused.value)
 
 
+@pytest.mark.full  # `test_two_stores.py` watches a store too
 def test_watch_converts_in_a_store(store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {
         "AWS_ACCESS_KEY_ID": store.key,

@@ -120,11 +120,6 @@ def test_resuming_what_is_done_does_nothing(source: Path, target: Path) -> None:
 # ------------------------------------------------------------------------------------------- another conversion
 
 
-def test_another_plan_is_refused(source: Path, unfinished: Path) -> None:
-    with pytest.raises(TargetError, match=r"^--to tp=2.*: .*started with --to tp=1.*clean"):
-        SMALL.convert(source, unfinished, resume=True, to="tp=2")
-
-
 def test_another_source_is_refused(source: Path, unfinished: Path) -> None:
     name = "trainer_state.bin"
     status = (source / name).stat()

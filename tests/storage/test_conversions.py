@@ -90,6 +90,7 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(
     assert looks_finished(seen["verify"]) == []
 
 
+@pytest.mark.full  # as kills are in `test_kills_on_s3.py`
 def test_a_refusal_while_a_checkpoint_is_replaced_keeps_all_of_the_new_one(
     store: Store, bucket: str, for_one_card: dict[str, bytes], for_four: dict[str, bytes]
 ) -> None:

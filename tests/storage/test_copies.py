@@ -254,6 +254,7 @@ def _encrypt_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(S3Folder, "request", encrypted)
 
 
+@pytest.mark.full
 def test_parts_that_are_encrypted_are_copied_and_their_etags_taken_for_nothing(
     store: Store,
     bucket: str,

@@ -177,6 +177,7 @@ def test_a_name_that_leads_elsewhere_is_not_carried(key: str, bucket: str, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
+@pytest.mark.full  # as from fsspec's memory above
 def test_a_key_that_leads_elsewhere_does_not_leave_s3(store: Store, bucket: str, tmp_path: Path) -> None:
     fill_bucket(store, bucket, "c/", SMALL)
     store.client.put_object(Bucket=bucket, Key="c/..", Body=b"x")
