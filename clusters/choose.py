@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from paddle_reshard.clusters import private_ray
 from paddle_reshard.clusters.engine import Engine
@@ -12,13 +11,7 @@ from paddle_reshard.pipeline.core.choices import DEVICES
 from paddle_reshard.pipeline.core.errors import UsageError
 
 
-def choose_engine(
-    cluster: str,
-    workers: int | None,
-    memory_bytes: int,
-    device: str = DEVICES[0],
-    label_selector: Sequence[str] = (),
-) -> Engine:
+def choose_engine(cluster: str, workers: int | None, memory_bytes: int, device: str = DEVICES[0]) -> Engine:
     """The engine that ``cluster`` names: ``inline``, ``ray`` or ``ray:ADDRESS``. Ray is imported only if used.
 
     Raises
@@ -31,14 +24,10 @@ def choose_engine(
         if not (address or os.environ.get("RAY_ADDRESS")):
             private_ray.prepare()  # before Ray is imported
         from paddle_reshard.clusters.ray.engine import RayEngine
-        from paddle_reshard.clusters.ray.labels import LabelSelector
 
-        selector = LabelSelector.parse(label_selector)
-        return RayEngine(address or None, workers, memory_bytes, device=device, label_selector=selector)
+        return RayEngine(address or None, workers, memory_bytes, device=device)
     if cluster != "inline":
         raise UsageError(f"unknown cluster {cluster!r}; known: inline, ray and ray:ADDRESS")
     if device != DEVICES[0]:
         raise UsageError(f"device {device!r} requires --cluster ray")
-    if label_selector:
-        raise UsageError("--label-selector chooses nodes of a cluster; give --cluster ray:ADDRESS too")
     return InlineEngine(memory_bytes, workers)

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, Phase, settings
 FULL = (
     "cluster/test_ema_actor.py",
     "cluster/test_index.py",
-    "cluster/test_labels.py",
     "cluster/test_nodes.py",
     "cluster/test_own_ray.py",
     "cluster/test_ray.py",

@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paddle_reshard.clusters.ray.capacity import Demand, Node
+from paddle_reshard.clusters.ray.capacity import Demand, Resources
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.worker import ReshardWorker
 from paddle_reshard.pipeline.core.version import __version__
@@ -21,10 +21,10 @@ SIDE_BY_SIDE = "side_by_side"
 """Calls of a worker that may run concurrently. A worker with a GPU runs one group at a time."""
 
 
-def live_nodes() -> list[Node]:
-    """Every node of the cluster."""
+def live_nodes() -> list[Resources]:
+    """What every node of the cluster has."""
     every: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return [Node(node["Resources"], node["Labels"]) for node in every if node["Alive"]]
+    return [node["Resources"] for node in every if node["Alive"]]
 
 
 class Actors:
@@ -43,14 +43,9 @@ class Actors:
         self.actor_class: Any = as_actor(concurrency_groups={SIDE_BY_SIDE: GROUPS_AT_A_TIME})(ReshardWorker)
         self.source, self.target, self.demand = source, target, demand
         self.device = paddle_device if demand.gpu else None
-        self.labels = demand.selector.option
         self.bundles: PlacementGroup | None = None
         if demand.gpu:
-            self.bundles = placement_group(
-                [demand.resources] * count,
-                strategy="PACK",
-                bundle_label_selector=[self.labels] * count if self.labels else None,
-            )
+            self.bundles = placement_group([demand.resources] * count, strategy="PACK")
         self.living: dict[int, Any] = {}
         """Number of the worker → its actor."""
 
@@ -74,7 +69,6 @@ class Actors:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=strategy,
-            label_selector=self.labels if self.bundles is None else None,
         )
         actor = options.remote(
             self.source,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paddle_reshard.clusters.ray.labels import Labels, LabelSelector, labels_in_words
 from paddle_reshard.pipeline.core.errors import UnsupportedError, UsageError
 
 log = logging.getLogger(__name__)
@@ -16,29 +15,16 @@ Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A node of a cluster."""
-
-    resources: Resources
-    labels: Labels
-
-
-@dataclass(frozen=True, slots=True)
 class Demand:
-    """What Ray reserves for each worker, and on which nodes."""
+    """What Ray reserves for each worker."""
 
     memory_bytes: int
     gpu: bool = False
-    selector: LabelSelector = LabelSelector()
 
     @property
     def resources(self) -> dict[str, float]:
         """Name → amount."""
         return {"CPU": 1.0, "memory": float(self.memory_bytes), **({"GPU": 1.0} if self.gpu else {})}
-
-    def eligible(self, nodes: Iterable[Node]) -> list[Resources]:
-        """The resources of the nodes on which workers may run."""
-        return [node.resources for node in nodes if self.selector.selects(node.labels)]
 
     def room(self, nodes: Iterable[Resources]) -> int:
         """How many workers fit on these nodes of an idle cluster.
@@ -49,18 +35,8 @@ class Demand:
         needed = self.resources.items()
         return sum(min(int(node.get(name, 0) // amount) for name, amount in needed) for node in nodes)
 
-    @property
-    def reserved(self) -> str:
-        """What is reserved, in words."""
-        return f"1 CPU, {self.memory_bytes / (1 << 20):.0f}MiB{', 1 GPU' if self.gpu else ''}"
-
-    @property
-    def where(self) -> str:
-        """On which nodes, in words; empty if on any."""
-        return f" on nodes with {self.selector}" if self.selector else ""
-
     def __str__(self) -> str:
-        return f"{self.reserved}{self.where}"
+        return f"1 CPU, {self.memory_bytes / (1 << 20):.0f}MiB{', 1 GPU' if self.gpu else ''}"
 
     def waits(self, requested: int | None, grows: bool) -> bool:
         """Whether ``requested`` workers may wait for nodes to join a cluster that ``grows``."""
@@ -72,24 +48,7 @@ def most_object_bytes(nodes: Iterable[Resources]) -> int:
     return min((int(node.get("object_store_memory", 0)) for node in nodes), default=0) // 2
 
 
-def check_labels(requested: int | None, demand: Demand, nodes: Sequence[Node], grows: bool) -> None:
-    """Refuse a demand for which there are no nodes; only warn if the workers wait for them."""
-    if not demand.selector or demand.eligible(nodes):
-        return
-    labels = labels_in_words(node.labels for node in nodes)
-    message = f"no node of the Ray cluster has {demand.selector}; labels of its nodes: {labels}"
-    if demand.waits(requested, grows):
-        log.warning("%s; waiting for such nodes", message)
-        return
-    advice = (
-        "give other labels, or the number of --workers that the cluster will scale up to"
-        if grows
-        else "this Ray was started for the run and is one node; join a cluster with --cluster ray:ADDRESS"
-    )
-    raise UsageError(f"{message}; {advice}")
-
-
-def worker_count(requested: int | None, demand: Demand, nodes: Sequence[Node], grows: bool) -> int:
+def worker_count(requested: int | None, demand: Demand, nodes: Sequence[Resources], grows: bool) -> int:
     """How many workers to start; ``requested`` is ``None`` for as many as there is room for.
 
     ``grows``: whether nodes may still join the cluster.
@@ -101,23 +60,20 @@ def worker_count(requested: int | None, demand: Demand, nodes: Sequence[Node], g
     UnsupportedError
         If there are not enough GPUs.
     """
-    check_labels(requested, demand, nodes, grows)
-    eligible = demand.eligible(nodes)
-    room = demand.room(eligible)
+    room = demand.room(nodes)
     if demand.gpu and room < (requested or 1):
         raise UnsupportedError(
-            f"device gpu: the Ray cluster has room for {room} workers with {demand.reserved} each{demand.where}, but "
+            f"device gpu: the Ray cluster has room for {room} workers with {demand} each, but "
             f"{requested or 1} are requested"
         )
     if not room and not demand.waits(requested, grows):
-        most_bytes = max((int(node.get("memory", 0)) for node in eligible), default=0)
+        most_bytes = max((int(node.get("memory", 0)) for node in nodes), default=0)
         wait = ", or give the number of --workers that the cluster will scale up to" if grows else ""
-        which = f" with {demand.selector}" if demand.selector else ""
         raise UsageError(
-            f"no node of the Ray cluster{which} has {demand.reserved} for a worker, at most {most_bytes >> 20}MiB of "
+            f"no node of the Ray cluster has {demand} for a worker, at most {most_bytes >> 20}MiB of "
             f"memory; use less --memory{wait}"
         )
     count = requested or room
     if count > room:
-        log.warning("%d workers requested, the Ray cluster has room for %d now%s", count, room, demand.where)
+        log.warning("%d workers requested, the Ray cluster has room for %d now", count, room)
     return count if grows else min(count, room)

@@ -91,8 +91,7 @@ class Driver:
         """Look at the first group in line."""
         work = self.backlog.remaining.work(self.backlog.next.groups.start)
         if self.most_object_bytes is None:
-            nodes = self.crew.actors.demand.eligible(live_nodes())
-            self.most_object_bytes = most_object_bytes(nodes)
+            self.most_object_bytes = most_object_bytes(live_nodes())
         return Shareable(
             bands=len(work.bands),
             parts=len(work.parts),

@@ -43,7 +43,6 @@ from paddle_reshard.clusters.ray.dealing import Dealer
 from paddle_reshard.clusters.ray.driver import Driver
 from paddle_reshard.clusters.ray.index import RayIndexing
 from paddle_reshard.clusters.ray.join import joined_ray
-from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
 from paddle_reshard.pipeline.core.choices import DEVICES, EXCHANGES, parse_choice
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -67,8 +66,6 @@ class RayEngine(Engine):
     """``auto``: a large group is shared if fewer groups wait than workers are idle; ``always``; ``never``."""
     device: str = "cpu"
     """``cpu``: NumPy moves the values. ``gpu``: each worker has its own GPU, and Paddle moves them."""
-    label_selector: LabelSelector = LabelSelector()
-    """The nodes on which workers may run, also those that index files. Default: all."""
     paddle_device: str = "gpu"
     """Paddle's name for the device of a worker with a GPU. Its CPU device, ``cpu``, computes the same bits."""
     observe: Observer = field(default=ignore_events, compare=False, repr=False)
@@ -93,13 +90,10 @@ class RayEngine(Engine):
         if not len(remaining):
             return
         with joined_ray(self.joins, self.workers) as grows:
-            backlog, nodes = Backlog(remaining), live_nodes()
+            backlog = Backlog(remaining)
             backlog.check_memory(self.memory_bytes)
-            count = self._most_busy(remaining, worker_count(self.workers, self.demand, nodes, grows))
-            eligible = self.demand.eligible(nodes)
-            if self.label_selector:
-                which = f"{len(eligible)} of {len(nodes)} nodes, those with {self.label_selector}"
-                self.observe(Waiting(f"{count} worker{'s'[: count > 1]} on {which}"))
+            room = worker_count(self.workers, self.demand, live_nodes(), grows)
+            count = self._most_busy(remaining, room)
             calls = Calls(1 if self.demand.gpu else GROUPS_AT_A_TIME)
             dealer = Dealer(self.memory_bytes, self.exchange, calls.batches_at_a_time)
             with closing(Actors(source, target, self.demand, self.paddle_device, count)) as actors:
@@ -116,7 +110,7 @@ class RayEngine(Engine):
 
     def indexing(self, observe: Observer = ignore_events) -> IndexFiles:
         """Indexes files on the cluster, if there are many."""
-        return RayIndexing(self.joins, self.workers, self.demand, observe)
+        return RayIndexing(self.joins, self.workers, observe)
 
     @property
     def joins(self) -> str | None:
@@ -126,7 +120,7 @@ class RayEngine(Engine):
     @property
     def demand(self) -> Demand:
         """What Ray reserves for each worker."""
-        return Demand(self.memory_bytes, self.device == "gpu", self.label_selector)
+        return Demand(self.memory_bytes, self.device == "gpu")
 
     def _most_busy(self, remaining: RemainingGroups, count: int) -> int:
         """How many of ``count`` workers may ever be busy, if each band of a shared group has its own."""

@@ -18,10 +18,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from paddle_reshard.clusters.ray.actors import live_nodes
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.calls import PATIENCE_SECONDS, cause_of
-from paddle_reshard.clusters.ray.capacity import Demand, check_labels
 from paddle_reshard.clusters.ray.environment import worker_variables
 from paddle_reshard.clusters.ray.join import head_of_cluster, joined_ray, lost_cluster
 from paddle_reshard.pipeline.checkpoint.reading import Readable
@@ -55,8 +53,6 @@ class RayIndexing:
     """The existing cluster to join; ``None`` if there is none."""
     workers: int | None
     """Number of nodes to index on, as an engine has workers. Default: all."""
-    demand: Demand
-    """What a worker of the engine reserves, and on which nodes."""
     observe: Observer = ignore_events
 
     def __call__(
@@ -75,8 +71,7 @@ class RayIndexing:
             return index_here(index, store, sizes, self.observe)
         self.observe(Waiting("Ray"))
         indexed: dict[str, T] = {}
-        with joined_ray(self.address, self.workers) as grows:
-            check_labels(self.workers, self.demand, live_nodes(), grows)
+        with joined_ray(self.address, self.workers):
             for batch in self._batches(index, store, sizes):
                 indexed |= batch
                 self.observe(FilesRead(len(indexed), len(sizes)))
@@ -91,7 +86,6 @@ class RayIndexing:
             memory=MEMORY_BYTES,
             max_retries=ATTEMPTS - 1,
             scheduling_strategy="SPREAD",
-            label_selector=self.demand.selector.option,
         )
         shared, environment = ray.put(store), worker_variables()
         paths = list(sizes)

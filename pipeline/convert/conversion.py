@@ -253,9 +253,7 @@ def resumed(locations: Locations, request: ConversionRequest) -> ConversionReque
 
 def engine_of(request: ConversionRequest) -> Engine:
     """What runs the groups of a conversion; refused if options of it contradict, or Ray is not installed."""
-    return choose_engine(
-        request.cluster, request.workers, request.budget_bytes, request.device, request.label_selector
-    )
+    return choose_engine(request.cluster, request.workers, request.budget_bytes, request.device)
 
 
 Approve = Callable[[ConversionPlan], None]

@@ -50,12 +50,7 @@ class Reader:
         compare_replicas = parse_choice(
             options.get("replicas", READ_REPLICAS[0]), READ_REPLICAS, "choice of replicas"
         )
-        engine = choose_engine(
-            options.get("cluster", "inline"),
-            options.get("workers"),
-            budget_bytes,
-            label_selector=texts_of(options.get("label_selector", ())),
-        )
+        engine = choose_engine(options.get("cluster", "inline"), options.get("workers"), budget_bytes)
         return cls(
             access=(source_access(options), target_access(options)),
             rules=options.get("rules"),

@@ -379,17 +379,6 @@ class RunOptions(TypedDict, total=False):
             "of groups at a time. Default: two per processor.",
         ),
     ]
-    label_selector: Annotated[
-        Sequence[str],
-        Option(
-            kind=Kind.LIST,
-            decides=Decides.EXECUTION,
-            metavar="KEY=VALUE",
-            help="On Ray: run workers only on nodes with this label, as in "
-            "ray.io/availability-zone=us-east-1a. Also KEY=!VALUE, KEY=in(A,B) and KEY=!in(A,B). Can be "
-            "repeated; all must hold.",
-        ),
-    ]
     resume: Annotated[
         bool,
         Option(

@@ -163,7 +163,6 @@ class ConversionRequest:
 
     cluster: str = "inline"
     workers: int | None = None
-    label_selector: tuple[str, ...] = ()
     device: str = DEVICES[0]
     resume: bool = False
     """Whether to continue an unfinished conversion, if there is one."""

@@ -43,7 +43,6 @@ class VerifyOptions(InspectOptions, total=False):
     memory: str | int
     cluster: Annotated[str, "Where tensors are compared, as in convert."]
     workers: int | None
-    label_selector: Sequence[str]
     replicas: Annotated[
         ReadReplicas,
         "Copies of a tensor within one checkpoint: count as a difference if they differ, or read only the first.",
@@ -101,7 +100,6 @@ class FingerprintOptions(InspectOptions, total=False):
     allow_missing: Annotated[Sequence[str], "Keys that the checkpoint may lack; * matches anything."]
     cluster: Annotated[str, "Where the tensors are read, as in convert."]
     workers: int | None
-    label_selector: Sequence[str]
 
 
 class DiffOptions(InspectOptions, total=False):

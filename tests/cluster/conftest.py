@@ -33,7 +33,6 @@ from tests.sized import in_groups
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 GROUP_BYTES = 100_000
 OBJECT_STORE_BYTES = 200_000_000
-ZONE = "ray.io/availability-zone"
 IMPORTS = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
 """Where workers and drivers of their own find these tests, and what the tests themselves import."""
 
@@ -64,7 +63,7 @@ def cluster() -> Iterator[Cluster]:
             },
         )
         try:
-            nodes.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES, labels={ZONE: "a"})
+            nodes.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
             ray.init(nodes.address, log_to_driver=False, logging_level="WARNING")
             yield nodes
         finally:

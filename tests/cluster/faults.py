@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.planning.work import RemainingGroups
@@ -186,18 +184,4 @@ class Watched(OneByOne):
         self.notes.mkdir(parents=True, exist_ok=True)
         (self.notes / str(os.getpid())).write_text(os.environ.get(self.variable, "none"))
         time.sleep(self.seconds)
-        self.source.read_into(path, byte_offset, buffer)
-
-
-@dataclass(frozen=True)
-class NodesNoted(OneByOne):
-    """Notes which process reads, and on which node of the cluster; takes its time."""
-
-    source: ReadRange
-    notes: Path
-
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        self.notes.mkdir(parents=True, exist_ok=True)
-        (self.notes / str(os.getpid())).write_text(ray.get_runtime_context().get_node_id())
-        time.sleep(0.02)
         self.source.read_into(path, byte_offset, buffer)

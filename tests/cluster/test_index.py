@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 import paddle_reshard
 from paddle_reshard.clusters.ray import index as ray_index
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.clusters.ray.environment import WORKER_ENV
-from paddle_reshard.clusters.ray.labels import LabelSelector
 from paddle_reshard.pipeline.checkpoint.reading import Readable, index_tensor_file
-from paddle_reshard.pipeline.core.errors import ClusterError, FormatError, UsageError
+from paddle_reshard.pipeline.core.errors import ClusterError, FormatError
 from paddle_reshard.pipeline.formats.hybrid.names import parse_rank_file
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
@@ -25,7 +23,7 @@ from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
-from tests.cluster.conftest import CASE, ZONE, contents
+from tests.cluster.conftest import CASE, contents
 from tests.cluster.faults import first_time
 from tests.conftest import case_directory
 from tests.storage.contents import fill_bucket
@@ -75,11 +73,6 @@ def on_ray(index: Any, source: Source, workers: int = 2) -> dict[str, Any]:
 # ----------------------------------------------------------------------- what workers do; they import it
 
 
-def node_of(store: Readable, path: str, size_bytes: int) -> str:
-    """The node that this file is indexed on."""
-    return ray.get_runtime_context().get_node_id()
-
-
 def kill_once(store: Readable, path: str, size_bytes: int) -> dict[str, Any]:
     """Index a file; the first worker that comes to a certain one dies."""
     marker = Path(os.environ["MARKER"])
@@ -104,17 +97,6 @@ def test_the_same_is_found_in_the_same_order(source: Source, batches: list[objec
     assert len(batches) == -(-len(here) // BATCH_FILES) > 4
     assert there == here
     assert list(there) == list(here)
-
-
-@pytest.mark.cluster
-@pytest.mark.cluster
-def test_files_are_indexed_on_nodes_with_the_labels(source: Source, batches: list[object]) -> None:
-    (labelled,) = (node["NodeID"] for node in ray.nodes() if node["Labels"].get(ZONE) == "a")
-    engine = RayEngine(label_selector=LabelSelector.parse([f"{ZONE}=a"]))
-    assert {*engine.indexing()(node_of, source, ranks(source)).values()} == {labelled}
-    engine = RayEngine(label_selector=LabelSelector.parse([f"{ZONE}=b"]))
-    with pytest.raises(UsageError, match=f"no node of the Ray cluster has {ZONE}=b"):
-        engine.indexing()(node_of, source, ranks(source))
 
 
 @pytest.mark.cluster

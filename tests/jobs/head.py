@@ -54,7 +54,6 @@ def running_head(with_package: bool = False) -> Iterator[Head]:
             f"--dashboard-port={dashboard}",
             *(f"--{name}={port}" for name, port in zip(names, others, strict=True)),
             "--num-cpus=2",
-            "--labels=ray.io/region=us-east-1",
             "--object-store-memory=100000000",
             f"--temp-dir={folder / 'ray'}",
             "--disable-usage-stats",

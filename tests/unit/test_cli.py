@@ -249,7 +249,6 @@ def test_verify_of_one_target_takes_no_option_of_two(
         (["--to", "tp=1", "--cluster", "slurm"], 2, "unknown cluster 'slurm'"),
         (["--to", "tp=1", "--workers", "0"], 2, "--workers"),
         (["--to", "tp=1", "--device", "gpu"], 2, "requires --cluster ray"),
-        (["--to", "tp=1", "--label-selector", "zone=a"], 2, "give --cluster ray:ADDRESS too"),
         (["--to", "tp=1", "--cluster", "ray:127.0.0.1:1"], 1, "cannot join Ray"),
         (["--to", "cp=2"], 2, "unknown axis 'cp'"),
         (["--to", "tp=two"], 2, "'two'"),

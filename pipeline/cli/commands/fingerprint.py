@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 @declared("memory")
 @declared("cluster", of=FingerprintOptions)
 @declared("workers")
-@declared("label_selector")
 @declared("rules")
 @declared("config")
 @declared("convention", of=FingerprintOptions)

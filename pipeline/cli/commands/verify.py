@@ -74,7 +74,6 @@ OPTIONS_FOR_ONE = (
 @declared("memory")
 @declared("cluster", of=VerifyOptions)
 @declared("workers")
-@declared("label_selector")
 @compare_options
 @report_option
 @answer_options
