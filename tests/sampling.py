@@ -7,7 +7,6 @@ from _pytest.mark.structures import ParameterSet
 from hypothesis import HealthCheck, Phase, settings
 
 FULL = (
-    "cluster/test_ema_actor.py",
     "cluster/test_index.py",
     "cluster/test_nodes.py",
     "cluster/test_own_ray.py",

@@ -64,7 +64,6 @@ from paddle_reshard.tasks.ema_worker import Shared, shared_bytes
 
 BEHIND = ("wait", "skip")
 ON_LOSS = ("report", "raise")
-WORKERS = ("process", "ray")
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +102,6 @@ class AsyncEma:
     when_lost
         If the worker crashes: ``"report"`` it in the log and start another worker, which restarts the average if an
         update was interrupted; or ``"raise"``.
-    worker
-        ``"process"``, or ``"ray"``: an actor on this node, in the Ray cluster that this process is connected to or that
-        ``RAY_ADDRESS`` names.
     """
 
     counts: EmaCounts
@@ -121,15 +117,13 @@ class AsyncEma:
         start: str = "weights",
         when_behind: str = "wait",
         when_lost: str = "report",
-        worker: str = "process",
     ) -> None:
         self.rule = UpdateRule(interval, loss_threshold)
         parse_choice(when_behind, BEHIND, "when_behind")
         parse_choice(when_lost, ON_LOSS, "when_lost")
-        parse_choice(worker, WORKERS, "worker")
         self.weights = weights if callable(weights) else lambda: _weights_of(weights)
         self.averaging = Averaging(decay, warm_up, start)
-        self.when_behind, self.when_lost, self.worker = when_behind, when_lost, worker
+        self.when_behind, self.when_lost = when_behind, when_lost
         self.standing = Standing()
         self.counts = EmaCounts()
         self.last_request: Mapping[str, Any] = {}
@@ -190,18 +184,11 @@ class AsyncEma:
         stretches = stretches_of(weights)
         if self.companion is None:
             self.stretches = stretches
-            self.companion = self._start_companion(shared_bytes(count_elements(stretches)))
+            self.companion = Companion(ema_worker.__name__, shared_bytes(count_elements(stretches)))
             self.shared = Shared(self.companion.memory, self.companion.nbytes)
         else:
             check_same(stretches, self.stretches)
         return self.companion
-
-    def _start_companion(self, nbytes: int) -> Companion:
-        if self.worker == "ray":
-            from paddle_reshard.clusters.ray.ema_actor import ActorCompanion
-
-            return ActorCompanion(ema_worker.__name__, nbytes)
-        return Companion(ema_worker.__name__, nbytes)
 
     def _restart_worker(self, error: CompanionLost) -> None:
         """Replace a lost worker, or raise with ``when_lost="raise"``."""

@@ -60,13 +60,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "storage/s3/folder.py S3Folder.put_file",
     ),
     "a file of a training job, written by the job itself": (
-        "clusters/ray/ema_actor.py _Averager.__init__",
         "pipeline/training/ema_callback.py _EmaCallback._save",
         "tasks/ema_worker.py _save",
     ),
     "a file of the kernel or of this package": (
         "clusters/container.py _text",
-        "clusters/ray/ema_actor.py _runs",
         "pipeline/cli/output.py GuardedStream._try",
         "pipeline/cli/output.py occupy_standard_files",
         "pipeline/core/heap.py private_bytes",
