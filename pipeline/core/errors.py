@@ -14,7 +14,6 @@
     ├── PlanError             the checkpoint is complete, but cannot become the requested target
     │   ├── RuleError         no rule covers a tensor, or a rule contradicts it
     │   ├── MemoryBudgetError
-    │   │   └── RereadError   the budget suffices only if source bytes are read several times
     │   ├── UnsupportedError  not supported by this version
     │   └── CastError         a value is too large for the requested dtype (only the bytes can show it)
     ├── TargetError           the target is occupied
@@ -149,25 +148,6 @@ class MemoryBudgetError(PlanError):
             f"budget is {self.budget_bytes} bytes; use --memory {-(-self.needed_bytes >> 20)}MiB or more"
             + ", how much more is known when the target is laid out"
             * self.at_least
-        )
-
-
-class RereadError(MemoryBudgetError):
-    """The budget suffices only if source bytes are read ``amplification`` times on average.
-
-    ``needed_bytes`` is a budget with which each byte is read once.
-    """
-
-    def __init__(self, tensor: str, budget_bytes: int, needed_bytes: int, amplification: float) -> None:
-        super().__init__(tensor, budget_bytes, needed_bytes)
-        self.args = (tensor, budget_bytes, needed_bytes, amplification)
-        self.amplification = amplification
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tensor}: within the budget of {self.budget_bytes} bytes, source bytes would be read "
-            f"{self.amplification:.2f} times; use --memory {-(-self.needed_bytes >> 20)}MiB or more to read them "
-            "once, or --allow-reread"
         )
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, File, volumes
 from paddle_reshard.pipeline.core.columns import Flags
-from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError, RereadError
+from paddle_reshard.pipeline.core.errors import CoverageError, MemoryBudgetError, PlanError
 from paddle_reshard.pipeline.core.geometry import Ranges, Shape
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.mixture import Mixture
@@ -277,7 +277,8 @@ def plan_conversion(
 ) -> Plan:
     """Plan all groups of a conversion.
 
-    ``checks`` are added in full as far as they need no more memory; otherwise large tensors are sampled.
+    ``checks`` are added in full as far as they need no more memory; otherwise large tensors are sampled. If the budget
+    suffices only by reading source bytes several times, ``read_once_budget_bytes`` says with which they are read once.
 
     Raises
     ------
@@ -285,8 +286,6 @@ def plan_conversion(
         If the target would be incomplete, or a source tensor dropped.
     MemoryBudgetError
         If values that must be written together do not fit the budget.
-    RereadError
-        If the budget suffices only by reading source bytes several times, unless ``allow_reread``.
     """
     _check_names(target, carried)
     if settings.sums:
@@ -307,13 +306,7 @@ def plan_conversion(
     if not rereads:
         return planned
     once, _ = _within_limits(draft, UNLIMITED_BYTES, checks)
-    enough_bytes = _enough_bytes(draft, once)
-    if not settings.allow_reread:
-        worst = int(once.group_peaks.argmax())
-        raise RereadError(
-            _label(once, worst), settings.budget_bytes, enough_bytes, planned.read_amplification
-        )
-    return replace(planned, read_once_budget_bytes=enough_bytes)
+    return replace(planned, read_once_budget_bytes=_enough_bytes(draft, once))
 
 
 def _of_keys(tensors: Tensors, keys: Collection[str]) -> list[int]:

@@ -51,8 +51,6 @@ class PlanSettings:
     whatever is said of copies."""
     allow_master_drift: bool = False
     """Whether parameters that differ from their rounded master weights are reported instead of refused."""
-    allow_reread: bool = False
-    """Whether source bytes may be read several times if the budget requires it."""
     sums: bool = False
     """Whether groups add up the fingerprints of what they move."""
     sizes: PlanSizes = PlanSizes()

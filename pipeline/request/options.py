@@ -269,15 +269,6 @@ class ConversionOptions(TargetOptions, total=False):
             "refusing.",
         ),
     ]
-    allow_reread: Annotated[
-        bool,
-        Option(
-            kind=Kind.FLAG,
-            decides=Decides.EXECUTION,
-            kept=True,
-            help="Read source bytes several times if --memory is too small to read them once.",
-        ),
-    ]
     no_space_check: Annotated[
         bool,
         Option(
@@ -386,10 +377,9 @@ class RunOptions(TypedDict, total=False):
             decides=Decides.EXECUTION,
             help="Continue an interrupted conversion, if there is one; a finished target is only checked "
             "quickly, and refused if it is visibly damaged. Without --to and --format, its original "
-            "options are used; --memory, --check, --fingerprint and --allow-reread may always be "
-            "omitted. Of several targets, give the locations alone, in the original order. Give --fill, "
-            "--merge-into, --like, --allow-links and options for stores again: a stored record must not "
-            "decide them.",
+            "options are used; --memory, --check and --fingerprint may always be omitted. Of several "
+            "targets, give the locations alone, in the original order. Give --fill, --merge-into, --like, "
+            "--allow-links and options for stores again: a stored record must not decide them.",
         ),
     ]
     take_over: Annotated[
@@ -530,8 +520,8 @@ def help_of(name: str, options: Any = None) -> str:
 def _in_python(help: str) -> str:
     """The help of an option in the words of Python: other options by their names, marked up for documents.
 
-    >>> _in_python("Instead of --allow-reread; * matches anything.")
-    'Instead of ``allow_reread``; ``*`` matches anything.'
+    >>> _in_python("Instead of --allow-links; * matches anything.")
+    'Instead of ``allow_links``; ``*`` matches anything.'
     """
     names = {flag_of(name): f"``{name}``" for name in declarations()}
     named = re.sub(r"--[a-z-]+", lambda flag: names.get(flag[0], flag[0]), help)
@@ -547,8 +537,8 @@ def _default_of(name: str) -> Any:
 def flag_of(name: str) -> str:
     """The spelling of an option on the command line.
 
-    >>> flag_of("allow_reread"), flag_of("expected_plan")
-    ('--allow-reread', '--plan')
+    >>> flag_of("allow_links"), flag_of("expected_plan")
+    ('--allow-links', '--plan')
     """
     known = declarations().get(name)
     return (known and known.flag) or f"--{name.replace('_', '-')}"

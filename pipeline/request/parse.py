@@ -243,7 +243,6 @@ class ConversionRequest:
             compare_replicas=given.get("replicas") != "first",
             allow_replica_drift=given.get("replicas") == "report",
             allow_master_drift=bool(given.get("allow_master_drift")),
-            allow_reread=bool(given.get("allow_reread")),
             sums=self.fingerprint != FINGERPRINTS[0],
             sizes=self.sizes,
         )

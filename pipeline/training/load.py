@@ -151,7 +151,6 @@ def _settings(options: LoadOptions) -> PlanSettings:
         parse_memory(options.get("memory", DEFAULT_MEMORY)),
         compare_replicas=False,
         allow_master_drift=options.get("allow_master_drift", False),
-        allow_reread=True,
     )
 
 

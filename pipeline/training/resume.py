@@ -91,7 +91,7 @@ def read_average(
     fragments = _fragments(checkpoint, stretches, rank)
     gaps = len(memory) - FLOAT32.itemsize * int(volumes(fragments).sum())
     files = TargetFiles((File(MEMORY, len(memory)),), Literals(), ((0, 0, gaps),), fragments)
-    settings = PlanSettings(BUDGET_BYTES, compare_replicas=False, allow_reread=True)
+    settings = PlanSettings(BUDGET_BYTES, compare_replicas=False)
     plan = plan_conversion(needed_of(checkpoint.catalog, fragments), files, (), settings)
     target = MemoryWriter({MEMORY: HostMemory(memory, memory)})
     for work in RemainingGroups(plan):

@@ -76,7 +76,7 @@ PAGES: dict[str, Page] = {
         },
     ),
     "docs/adding.md": Page(
-        shows={"allow_reread: Annotated[": "tests/unit/test_adding.py compares it with the declaration"},
+        shows={"allow_missing: Annotated[": "tests/unit/test_adding.py compares it with the declaration"},
         not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
     ),
     "docs/aoa.md": Page(

@@ -133,7 +133,7 @@ def test_the_search_finds_the_page(site: str, words: str, page: str, search: Any
 
 @pytest.mark.browser
 def test_every_kind_of_error_is_found_and_decisions_come_last(search: Any) -> None:
-    assert "guides/troubleshooting" in search("en", "RereadError")[:3]
+    assert "guides/troubleshooting" in search("en", "MemoryBudgetError")[:3]
     found = [page.startswith("decisions/") for page in search("en", "memory")]
     assert any(found)
     assert found == sorted(found)

@@ -64,7 +64,7 @@ DECIDES = {
     Decides.LOCATION: {"fill": "/lost.safetensors", "merge_into": "/base", "like": "/donor"},
     Decides.EXECUTION: {
         "memory": "4GiB", "cluster": "ray", "workers": 2,
-        "device": "gpu", "allow_reread": True,
+        "device": "gpu",
         "check": "full", "no_space_check": True, "fingerprint": "full",
         "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
         "report_path": "page.html",

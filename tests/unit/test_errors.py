@@ -23,7 +23,6 @@ from paddle_reshard.pipeline.core.errors import (
     OccupiedError,
     PlanError,
     RefusedJobError,
-    RereadError,
     ReshardError,
     RuleError,
     StaleSessionError,
@@ -66,12 +65,6 @@ EXAMPLES = [
         MemoryBudgetError("w (moment1)", 268435456, 400000001),
         "w (moment1): needs 400000001 bytes of memory at once, the budget is 268435456 bytes; use --memory "
         "382MiB or more",
-        1,
-    ),
-    (
-        RereadError("w (moment1)", 268435456, 400000001, 3.14159),
-        "w (moment1): within the budget of 268435456 bytes, source bytes would be read 3.14 times; use --memory "
-        "382MiB or more to read them once, or --allow-reread",
         1,
     ),
     (UnsupportedError("ep=2"), "ep=2", 1),

@@ -145,7 +145,7 @@ def test_help_says_what_every_option_is(name: str) -> None:
 
 
 def test_help_of_the_command_line_and_of_python_are_one_text() -> None:
-    """Python names other options as it does, ``allow_reread`` for ``--allow-reread``."""
+    """Python names other options as it does, ``allow_links`` for ``--allow-links``."""
     told = pydoc.render_doc(paddle_reshard.convert, renderer=pydoc.plaintext)
     for parameter in CONVERT.params:
         if parameter.name in declarations():
