@@ -217,7 +217,7 @@ def shown(path: str, sum_of_bytes: str, byte: int, file: Path) -> Iterator[str]:
 
 def explained(tour: Tour) -> Iterator[str]:
     """The same from the command line, and what its commands show."""
-    arguments = ["explain", str(SOURCE), "--tensor", KEY, "--element", f"{ROW},{COLUMN}", "--to", "tp=1"]
+    arguments = ["explain", str(SOURCE), KEY, "--element", f"{ROW},{COLUMN}", "--to", "tp=1"]
     shown = CliRunner().invoke(cli, arguments).stdout
     yield f"$ {shlex.join(['paddle-reshard', *arguments]).replace(f'{REPO}/', '')}"
     yield "…"

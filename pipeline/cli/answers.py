@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.examine.coverage import Coverage
 from paddle_reshard.pipeline.examine.diff import DifferenceSummary, TensorDifference
-from paddle_reshard.pipeline.examine.explanation import ExplainedTensor
+from paddle_reshard.pipeline.examine.explain import ExplainedTensor
 from paddle_reshard.pipeline.examine.inspection import StateSummary
 from paddle_reshard.pipeline.examine.launch import Launch
 from paddle_reshard.pipeline.examine.overview import RunCheckpoint
@@ -283,29 +283,14 @@ class Origin(TypedDict):
     """Whether the storage copies it."""
 
 
-class Stretch(TypedDict):
-    """Bytes [start, stop) of a file of the target."""
-
-    start: int
-    stop: int
-    kind: Literal["literal", "padding", "value", "file"]
-    content: str | None
-    """Of a literal, in hexadecimal."""
-    source_file: str | None
-    """Of a file that is copied whole."""
-    origins: list[Origin]
-
-
 class Explained(TypedDict):
     """Printed by ``explain``."""
 
     source_path: str
     source: str
     target: str
-    file: str | None
-    size_bytes: int | None
     tensors: list[Annotated[Entries, ExplainedTensor]]
-    stretches: list[Stretch]
+    origins: list[Origin]
 
 
 class Converted(TypedDict):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.examine.cards import Alternative, CardsPlan
     from paddle_reshard.pipeline.examine.coverage import Coverage
     from paddle_reshard.pipeline.examine.diff import DifferenceSummary, DiffReport
-    from paddle_reshard.pipeline.examine.explanation import Explanation, Origin, Stretch
+    from paddle_reshard.pipeline.examine.explain import Explanation, Origin
     from paddle_reshard.pipeline.examine.fingerprint import FingerprintReport
     from paddle_reshard.pipeline.examine.inspection import Inspection
     from paddle_reshard.pipeline.examine.verify import VerifyReport
@@ -181,22 +181,8 @@ def explanation_data(explanation: Explanation) -> Json:
         "source_path": explanation.source,
         "source": explanation.source_in_words,
         "target": explanation.target_in_words,
-        "file": explanation.file,
-        "size_bytes": explanation.size_bytes,
         "tensors": [asdict(tensor) for tensor in explanation.tensors],
-        "stretches": [_stretch_data(stretch) for stretch in explanation.stretches],
-    }
-
-
-def _stretch_data(stretch: Stretch) -> Json:
-    """Bytes ``[start, stop)``; the content of a literal in hexadecimal."""
-    return {
-        "start": stretch.start,
-        "stop": stretch.stop,
-        "kind": stretch.kind,
-        "content": stretch.content.hex() if stretch.kind == "literal" else None,
-        "source_file": stretch.source_file or None,
-        "origins": [_origin_data(origin) for origin in stretch.origins],
+        "origins": [_origin_data(origin) for origin in explanation.origins],
     }
 
 

@@ -1,8 +1,9 @@
-"""Explain a target: what every byte of a file is, and from which bytes of which source file each value comes."""
+"""Explain a tensor of a target: from which bytes of which source file each of its values comes, and by which rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -14,92 +15,171 @@ from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.geometry import Shape
+from paddle_reshard.pipeline.core.shown import Facts, Result
 from paddle_reshard.pipeline.core.suggest import did_you_mean
 from paddle_reshard.pipeline.core.tensors import DTYPES
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.examine.coverage import layout_of, reasons_left_out
-from paddle_reshard.pipeline.examine.explanation import ExplainedTensor, Explanation, Origin, Stretch
 from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.planning.coverage import copied_values
-from paddle_reshard.pipeline.planning.ops import MOVE, Ops
+from paddle_reshard.pipeline.planning.ops import MOVE
 from paddle_reshard.pipeline.request.arguments import checked
 
-SHOWN_NAMES = 20
-"""Names that a message lists."""
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A box of values: where it lies in a target file, and where in a source file it comes from.
+
+    An element at index ``i`` of the tensor lies at byte ``target_byte + Σ (i - offset) · target_strides``, and the same
+    on the other side.
+    """
+
+    key: str
+    state: str
+    offset: Shape
+    """First element of the box in the tensor."""
+    extents: Shape
+    target_file: str
+    target_byte: int
+    """Byte of the first element in the target file."""
+    target_strides: Shape
+    """Bytes from one element to the next along each dim."""
+    target_dtype: str
+    source_file: str
+    source_byte: int
+    source_strides: Shape
+    source_dtype: str
+    source_state: str
+    """State of the tensor that is read: differs for parameters that are made from master weights, and reverse."""
+    rank: Mapping[str, int]
+    """Axis → coordinate of the rank that wrote the source file; empty if ranks have no files of their own."""
+    copied: bool
+    """Whether the storage copies it by itself."""
+
+    @property
+    def target_range(self) -> tuple[int, int]:
+        """First byte, and one past the last, in the target file."""
+        return _hull(self.target_byte, self.extents, self.target_strides, self.target_dtype)
+
+    @property
+    def source_range(self) -> tuple[int, int]:
+        """First byte, and one past the last, in the source file."""
+        return _hull(self.source_byte, self.extents, self.source_strides, self.source_dtype)
+
+    @property
+    def how(self) -> str:
+        """What happens to the values on the way; empty if their bytes stay as they are, in the same order."""
+        words = []
+        if self.source_state != self.state:
+            words.append(f"from {self.source_state}")
+        if self.source_dtype != self.target_dtype:
+            words.append(f"{self.source_dtype} → {self.target_dtype}")
+        source_order, target_order = (
+            [dim for dim in np.argsort([-step for step in strides], kind="stable") if self.extents[dim] > 1]
+            for strides in (self.source_strides, self.target_strides)
+        )
+        if source_order != target_order:
+            words.append("transposed")
+        return ", ".join(words)
+
+    def at(self, element: Sequence[int]) -> Origin | None:
+        """The same of a single element; ``None`` if it is not in the box."""
+        inside = [index - first for index, first in zip(element, self.offset, strict=True)]
+        if any(not 0 <= index < extent for index, extent in zip(inside, self.extents, strict=True)):
+            return None
+        steps = [
+            sum(index * step for index, step in zip(inside, strides, strict=True))
+            for strides in (self.target_strides, self.source_strides)
+        ]
+        return replace(
+            self,
+            offset=tuple(element),
+            extents=(1,) * len(self.extents),
+            target_byte=self.target_byte + steps[0],
+            source_byte=self.source_byte + steps[1],
+        )
+
+
+def _hull(byte: int, extents: Shape, strides: Shape, dtype: str) -> tuple[int, int]:
+    size = next(known.itemsize for known in DTYPES if known.name == dtype)
+    return byte, byte + sum((e - 1) * s for e, s in zip(extents, strides, strict=True)) + size
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedTensor:
+    """A tensor of the source or target, and what is known of it."""
+
+    key: str
+    state: str
+    dtype: str
+    shape: Shape
+    rules: tuple[str, ...]
+    """What said how it is cut, named and made: the row of the rule table, statements, definitions of the format."""
+    left_out: str = ""
+    """Why no target has it; empty if one does."""
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Result):
+    """A tensor on both sides."""
+
+    source: str
+    """Location of the source."""
+    source_in_words: str
+    target_in_words: str
+    tensors: tuple[ExplainedTensor, ...]
+    """The tensor in each of its states, also those that no target has."""
+    origins: tuple[Origin, ...]
+    """The boxes of its values, by file and first byte of the target."""
+
+    def _in_short(self) -> str:
+        what = ", ".join(dict.fromkeys(tensor.key for tensor in self.tensors))
+        return f"{what}: {len(self.origins)} boxes of values"
+
+    def facts(self) -> Facts:
+        """Source and target; tensors and their rules."""
+        facts = [("from", f"{self.source}: {self.source_in_words}"), ("to", self.target_in_words)]
+        for tensor in self.tensors:
+            shown = f"{tensor.key} ({tensor.state}), {tensor.dtype} {list(tensor.shape)}"
+            facts.append(("tensor", shown))
+            if tensor.left_out:
+                facts.append(("left out", f"{tensor.state}: {tensor.left_out}"))
+        rules = dict.fromkeys(rule for tensor in self.tensors for rule in tensor.rules)
+        return [*facts, *(("rule", rule) for rule in rules)]
 
 
 @checked
-def explain(
-    plan: ConversionPlan,
-    file: str | None = None,
-    key: str | None = None,
-    *,
-    element: Sequence[int] | None = None,
-) -> Explanation:
-    """Explain a file of a target, a tensor, or one element.
+def explain(plan: ConversionPlan, key: str, *, element: Sequence[int] | None = None) -> Explanation:
+    """Explain a tensor, or one element of it.
 
     Parameters
     ----------
     plan
         From :func:`plan`.
-    file
-        Path of a file as the plan names it. Without it, ``key`` is explained wherever it lies.
     key
-        Structured key of a tensor: only its values are explained, in all states.
+        Structured key of a tensor, which is explained in all states.
     element
         Index of an element of it, one number for each dim; states of another shape are left out.
 
     Raises
     ------
     UsageError
-        If there is no such file, key or element; with the closest names.
+        If there is no such key or element; with the closest names.
     PlanError
         If the plan was run before: its columns were released then.
     """
-    if file is None and key is None:
-        raise UsageError("name a file of the target or the key of a tensor")
-    if element is not None and key is None:
-        raise UsageError("an element belongs to a tensor; give its key too")
-    origins = Origins(plan)
-    if file is not None:
-        _check_file(file, origins)
-    if file is not None and key is None:
-        stretches: tuple[Stretch, ...] = tuple(origins.stretches(file))
-    else:
-        chosen = _boxes(origins, file, str(key), element)
-        stretches = tuple(of_values([origin]) for origin in chosen)
-    moved = {(origin.key, origin.state) for stretch in stretches for origin in stretch.origins}
+    plan.plan.check_not_run()
+    origins = list(_boxes(plan, _numbers_of(plan, key)))
+    if element is not None:
+        origins = _at(origins, element, key)
     return Explanation(
         plan.store.location,
         source_in_words(plan.source),
         "; ".join(target.spec.in_words() for target in plan.targets),
-        file,
-        None if file is None else origins.sizes()[file],
-        stretches,
-        tuple(_tensors(plan, key, moved, file is None)),
+        tuple(_tensors(plan, key, {(origin.key, origin.state) for origin in origins})),
+        tuple(origins),
     )
-
-
-def _check_file(file: str, origins: Origins) -> None:
-    """Refuse a file that the target has not."""
-    names = [*origins.sizes()]
-    if file not in names:
-        more = f", … ({len(names)})" if len(names) > SHOWN_NAMES else ""
-        listed = ", ".join(names[:SHOWN_NAMES]) + more
-        near = did_you_mean(file, names)
-        raise UsageError(f"the target has no file {file}; its files are {listed}{near}")
-
-
-def _boxes(origins: Origins, file: str | None, key: str, element: Sequence[int] | None) -> Sequence[Origin]:
-    """The boxes of a tensor, or those of one element of it."""
-    numbers = _numbers_of(origins.conversion, key)
-    boxes = list(origins.boxes(file, numbers))
-    if file is not None and not boxes:
-        held = sorted({origin.target_file for origin in origins.boxes(None, numbers)})
-        listed = ", ".join(held[:SHOWN_NAMES]) or "no file of the target"
-        raise UsageError(f"{file} holds no values of {key}; they go to {listed}")
-    return boxes if element is None else _at(boxes, element, key)
 
 
 def _numbers_of(conversion: ConversionPlan, key: str) -> list[int]:
@@ -126,17 +206,12 @@ def _at(origins: Sequence[Origin], element: Sequence[int], key: str) -> list[Ori
     return single
 
 
-# ------------------------------------------------------------------------------------------------- tensors
-
-
-def _tensors(
-    conversion: ConversionPlan, key: str | None, moved: set[tuple[str, str]], everywhere: bool
-) -> Iterator[ExplainedTensor]:
-    """The tensors whose values were found; of a key also those that no target has."""
+def _tensors(conversion: ConversionPlan, key: str, moved: set[tuple[str, str]]) -> Iterator[ExplainedTensor]:
+    """The tensors whose values were found, and those of the key that no target has."""
     source = conversion.source
     catalog, models = source.catalog, {tensor.key: tensor for tensor in source.model.tensors}
     for number, tensor in enumerate(catalog.tensors):
-        named = everywhere and key is not None and (key == tensor.key or key in tensor.aliases)
+        named = key == tensor.key or key in tensor.aliases
         is_moved = (tensor.key, tensor.state) in moved
         is_stored = named and np.any(catalog.fragments["tensor"] == number)
         if not is_moved and not is_stored:
@@ -155,20 +230,14 @@ def _rules_of_model(source: Checkpoint, tensor: ModelTensor | None) -> Iterator[
     if tensor is None:
         return
     table, rule = source.model.table, tensor.rule
-    yield f"{table.family} of {table.convention}: {rule.key}: {_cut_in_words(tensor)}"
+    fused = f", in each of {rule.fused_parts} fused parts" if rule.fused_parts > 1 else ""
+    cut = "every tp rank holds the whole" if rule.split is None else f"tp cuts dim {rule.split}{fused}"
+    yield f"{table.family} of {table.convention}: {rule.key}: {cut}"
     if rule.of_expert and source.job.expert_axis is not None:
         yield f"whole experts are distributed over {source.job.expert_axis}"
     if rule.huggingface is not None:
         turned = ", transposed" if rule.huggingface.transposed else ""
         yield f"{rule.key} is {', '.join(rule.huggingface.keys)} in transformers{turned}"
-
-
-def _cut_in_words(tensor: ModelTensor) -> str:
-    rule = tensor.rule
-    if rule.split is None:
-        return "every tp rank holds the whole"
-    fused = f", in each of {rule.fused_parts} fused parts" if rule.fused_parts > 1 else ""
-    return f"tp cuts dim {rule.split}{fused}"
 
 
 def _rules_of_values(catalog: Catalog, number: int) -> Iterator[str]:
@@ -182,36 +251,16 @@ def _rules_of_values(catalog: Catalog, number: int) -> Iterator[str]:
         yield f"mixed in {len(mixture.terms)} steps in float32{divided}"
 
 
-class Origins:
-    """The boxes of values of a plan, which was not run before: its columns were released then."""
-
-    def __init__(self, conversion: ConversionPlan) -> None:
-        conversion.plan.check_not_run()
-        self.conversion, self.plan = conversion, conversion.plan
-        self._numbers = {file.path: number for number, file in enumerate(self.plan.target_files)}
-        self._copied = Ops.empty()
-        if self.plan.copied_bytes:  # no op says which values these are, so the layout of the target has to
-            layout = layout_of(conversion)
-            self._copied = copied_values(self.plan, layout.catalog, layout.files)
-        self._rank = cache(lambda file: rank_of(conversion, conversion.plan.source_files[file].path))
-
-    def sizes(self) -> dict[str, int]:
-        """File → size in bytes, of all files of the target."""
-        stored = ((file.path, file.size_bytes) for file in self.plan.target_files)
-        carried = ((file.target_path, file.size_bytes) for file in self.plan.carried)
-        return dict([*stored, *carried])
-
-    def boxes(self, file: str | None, tensors: Sequence[int] | None) -> Iterator[Origin]:
-        """The boxes of values of a file, or of some tensors; by file and first byte."""
-        files = [*self._numbers.values()] if file is None else [self._numbers.get(file, -1)]
-        for ops, copied in ((self.plan.ops, False), (self._copied, True)):
-            chosen = (ops["kind"] == MOVE) & np.isin(ops["target_file"], files)
-            if tensors is not None:
-                chosen &= np.isin(ops["tensor"], tensors)
-            yield from self._described(ops[chosen], copied)
-
-    def _described(self, ops: Ops, copied: bool) -> Iterator[Origin]:
-        plan = self.plan
+def _boxes(conversion: ConversionPlan, tensors: Sequence[int]) -> Iterator[Origin]:
+    """The boxes of values of some tensors."""
+    plan = conversion.plan
+    kinds = [(plan.ops, False)]
+    if plan.copied_bytes:  # no op says which values these are, so the layout of the target has to
+        layout = layout_of(conversion)
+        kinds.append((copied_values(plan, layout.catalog, layout.files), True))
+    rank = cache(lambda file: _rank_of(conversion, plan.source_files[file].path))
+    for every, copied in kinds:
+        ops = every[(every["kind"] == MOVE) & np.isin(every["tensor"], tensors)]
         for row in ops.rows()[np.lexsort((ops["target_byte"], ops["target_file"]))]:
             tensor, read = (plan.tensors[int(row[name])] for name in ("tensor", "source_tensor"))
             dims = len(tensor.global_shape)
@@ -229,53 +278,12 @@ class Origins:
                 source_strides=_numbers(row["source_strides"], dims),
                 source_dtype=DTYPES[int(row["source_dtype"])].name,
                 source_state=read.state,
-                rank=self._rank(int(row["source_file"])),
+                rank=rank(int(row["source_file"])),
                 copied=copied,
             )
 
-    def stretches(self, file: str) -> Iterator[Stretch]:
-        """All stretches of a file, in order. What is neither a literal nor a value is padding."""
-        for carried in self.plan.carried:
-            if carried.target_path == file:
-                yield Stretch(0, carried.size_bytes, "file", source_file=carried.source_path)
-                return
-        size = self.sizes()[file]
-        written = sorted([*self._literals(file, size), *self._values(file)], key=lambda one: one.start)
-        reach = 0
-        for stretch in [*written, Stretch(size, size, "")]:
-            if reach < stretch.start:
-                yield Stretch(reach, stretch.start, "padding")
-            if stretch.kind:
-                yield stretch
-            reach = max(reach, stretch.stop)
 
-    def _literals(self, file: str, size: int) -> Iterator[Stretch]:
-        for _, offset, content in self.plan.literals.by_file().of_ranges([(self._numbers[file], 0, size)]):
-            yield Stretch(offset, offset + len(content), "literal", content)
-
-    def _values(self, file: str) -> Iterator[Stretch]:
-        """Boxes that interleave are one stretch."""
-        values: list[Origin] = []
-        reach = 0
-        for origin in sorted(self.boxes(file, None), key=lambda origin: origin.target_range):
-            start, stop = origin.target_range
-            if values and start >= reach:
-                yield of_values(values)
-                values = []
-            values.append(origin)
-            reach = max(reach, stop)
-        if values:
-            yield of_values(values)
-
-
-def of_values(origins: Sequence[Origin]) -> Stretch:
-    """The stretch of boxes of one file."""
-    ranges = [origin.target_range for origin in origins]
-    start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
-    return Stretch(start, stop, "value", origins=tuple(origins))
-
-
-def rank_of(conversion: ConversionPlan, path: str) -> Mapping[str, int]:
+def _rank_of(conversion: ConversionPlan, path: str) -> Mapping[str, int]:
     """Axis → coordinate of the rank that wrote a source file; where its name tells only a number, that as ``rank``."""
     source = conversion.source
     format = FORMATS[source.format]

@@ -37,12 +37,13 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
         TensorDifference as TensorDifference,
         diff as diff,
     )
-    from paddle_reshard.pipeline.examine.explain import explain as explain
-    from paddle_reshard.pipeline.examine.explanation import (
+    from paddle_reshard.pipeline.examine.explain import (
         ExplainedTensor as ExplainedTensor,
         Explanation as Explanation,
         Origin as Origin,
-        Stretch as Stretch,
+    )
+    from paddle_reshard.pipeline.examine.explain import (
+        explain as explain,
     )
     from paddle_reshard.pipeline.examine.fingerprint import (
         FingerprintReport as FingerprintReport,
@@ -203,8 +204,7 @@ _HOMES = {
     "pipeline.changes.change": ("LeftOut",),
     "pipeline.convert.plan": ("ConversionPlan", "PlannedTarget"),
     "pipeline.examine.coverage": ("Coverage", "prove"),
-    "pipeline.examine.explain": ("explain",),
-    "pipeline.examine.explanation": ("ExplainedTensor", "Explanation", "Origin", "Stretch"),
+    "pipeline.examine.explain": ("ExplainedTensor", "Explanation", "Origin", "explain"),
     "pipeline.planning.plan": ("CarriedFile", "Plan"),
     "pipeline.core.catalog": ("File",),
     "pipeline.convert.conversion": ("ConversionReport",),

@@ -25,26 +25,20 @@ from paddle_reshard.pipeline.core.shown import ToCopy
 from paddle_reshard.pipeline.request.options import flag_of
 
 if TYPE_CHECKING:
-    from paddle_reshard.pipeline.examine.explanation import Explanation, Origin
+    from paddle_reshard.pipeline.examine.explain import Explanation, Origin
 
 HEADINGS = ("bytes", "what", "box", "from", "bytes", "of rank", "how")
-SHOWN_BYTES = 40
-"""Bytes of a literal that are shown."""
 
 
 @click.command(
     cls=SectionedCommand,
     examples=(
-        "checkpoint-1000 optimizer.tp01.pdopt --to tp=2",
-        "checkpoint-1000 --tensor model.norm.weight --to tp=2",
+        "checkpoint-1000 model.norm.weight --to tp=2",
+        "checkpoint-1000 model.norm.weight --to tp=2 --element 20",
     ),
 )
 @click.argument("source", type=LOCATION, metavar="SRC")
-@click.argument("file", metavar="[FILE]", required=False)
-@click.argument("key", metavar="[KEY]", required=False)
-@click.option(
-    "--tensor", metavar="KEY", help="Explain this tensor in all files of the target, in place of FILE."
-)
+@click.argument("key", metavar="KEY")
 @click.option(
     "--element",
     metavar="INDEX",
@@ -56,24 +50,19 @@ def explain(
     context: click.Context,
     /,
     source: str,
-    file: str | None,
-    key: str | None,
-    tensor: str | None,
+    key: str,
     element: str | None,
     **_: Any,
 ) -> None:
-    """Explain where the bytes of a target come from. Nothing is converted.
+    """Explain where the values of a tensor come from. Nothing is converted.
 
-    FILE is a file of the target, as plan --json lists it, and KEY a tensor in it. For every range of bytes: whether it
-    is a literal, padding or values; for values the tensor, its box, and the file, bytes and rank that it comes from.
-    Give SRC and the options of the conversion, such as --to or --format.
+    For every box of the tensor KEY, in every state: its file and bytes in the target, the file, bytes and rank that it
+    comes from, and what happens on the way. Give SRC and the options of the conversion, such as --to or --format.
     """
-    if tensor is not None and (file is not None or key is not None):
-        raise UsageError("give FILE and KEY, or --tensor KEY, not both")
     chosen = None if element is None else _index(element)
     with running("reading headers and planning") as run:
         planned = paddle_reshard.plan(source, observe=run, **given(context))
-        found = paddle_reshard.explain(planned, file, key or tensor, element=chosen)
+        found = paddle_reshard.explain(planned, key, element=chosen)
     answer(found, lambda: _show(found, chosen is not None))
 
 
@@ -87,9 +76,7 @@ def _index(text: str) -> tuple[int, ...]:
 def _show(found: Explanation, by_hand: bool) -> None:
     print_facts(found.facts())
     click.echo()
-    several = found.file is None
-    rows = [row for stretch in found.stretches for row in _rows(stretch, several)]
-    print_table(HEADINGS, rows)
+    print_table(HEADINGS, [*map(_row, found.origins)])
     if not by_hand:
         return
     click.echo()
@@ -97,23 +84,16 @@ def _show(found: Explanation, by_hand: bool) -> None:
         say(ToCopy(line))
 
 
-def _rows(stretch: Any, several: bool) -> Iterator[tuple[str, ...]]:
-    if not stretch.origins:
-        text = repr(stretch.content[:SHOWN_BYTES]) + ("…" if len(stretch.content) > SHOWN_BYTES else "")
-        what = f"{stretch.kind} {text}" if stretch.content else stretch.kind
-        whole = _bytes(0, stretch.stop) if stretch.source_file else ""
-        yield _bytes(stretch.start, stretch.stop), what, "", stretch.source_file, whole, "", ""
-    for origin in stretch.origins:
-        where = f"{origin.target_file} " if several else ""
-        yield (
-            where + _bytes(*origin.target_range),
-            f"{origin.key} ({origin.state})",
-            _box(origin),
-            origin.source_file,
-            _bytes(*origin.source_range),
-            ", ".join(f"{axis} {rank}" for axis, rank in origin.rank.items()),
-            origin.how or ("copied by the storage" if origin.copied else "as it is"),
-        )
+def _row(origin: Origin) -> tuple[str, ...]:
+    return (
+        f"{origin.target_file} {_bytes(*origin.target_range)}",
+        f"{origin.key} ({origin.state})",
+        _box(origin),
+        origin.source_file,
+        _bytes(*origin.source_range),
+        ", ".join(f"{axis} {rank}" for axis, rank in origin.rank.items()),
+        origin.how or ("copied by the storage" if origin.copied else "as it is"),
+    )
 
 
 def _bytes(start: int, stop: int) -> str:
