@@ -92,7 +92,7 @@ def convert(
     target: Targets,
     *,
     observe: Observer = ignore_events,
-    progress: bool | None = None,
+    progress: bool = False,
     **options: Unpack[ConvertOptions],
 ) -> ConversionReport:
     """Convert a checkpoint. Afterwards the targets are complete, or nothing looks like a finished checkpoint.

@@ -256,7 +256,7 @@ def ema(
     weights: Sequence[float] | None = None,
     uniform: bool = False,
     observe: Observer = ignore_events,
-    progress: bool | None = None,
+    progress: bool = False,
     **options: Unpack[AverageOptions],
 ) -> ConversionReport:
     """Average the weights of a series of checkpoints, each in any topology.

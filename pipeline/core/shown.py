@@ -1,4 +1,4 @@
-"""The display of results: a line at a prompt, a table in a notebook, and the same facts on the command line."""
+"""The display of results: a line at a prompt, and facts on the command line."""
 
 from __future__ import annotations
 
@@ -29,17 +29,6 @@ class Result:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._in_short()}>"
-
-    def _repr_html_(self) -> str:
-        """A table, for notebooks. What comes of files is text in it, never markup."""
-        from html import escape
-
-        rows = "".join(
-            f'<tr><th style="text-align:left">{escape(name)}</th>'
-            f'<td style="text-align:left">{escape(value)}</td></tr>'
-            for name, value in self.facts()
-        )
-        return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
 
 
 def counted(number: int, word: str) -> str:

@@ -20,7 +20,7 @@ def check(
     *,
     source: PathLike | None = None,
     observe: Observer = ignore_events,
-    progress: bool | None = None,
+    progress: bool = False,
     **options: Unpack[CheckOptions],
 ) -> IntegrityReport:
     """Compare a target with its manifest: every file, every part, every byte.

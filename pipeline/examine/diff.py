@@ -200,7 +200,7 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
     observe: Observer = ignore_events,
-    progress: bool | None = None,
+    progress: bool = False,
     **options: Unpack[DiffOptions],
 ) -> DiffReport:
     """Measure how far two checkpoints of any topologies, formats and dtypes are apart.

@@ -55,7 +55,7 @@ def fingerprint(
     *,
     output: PathLike | None = None,
     observe: Observer = ignore_events,
-    progress: bool | None = None,
+    progress: bool = False,
     **options: Unpack[FingerprintOptions],
 ) -> FingerprintReport:
     """Compute the fingerprint of every tensor of a checkpoint, and the root over all of them.

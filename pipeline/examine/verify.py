@@ -141,7 +141,7 @@ def verify(
     recorded: bool = False,
     resume: PathLike | None = None,
     observe: Observer = ignore_events,
-    progress: bool | None = None,
+    progress: bool = False,
     **options: Unpack[VerifyOptions],
 ) -> VerifyReport:
     """Compare the logical content of two checkpoints of any topologies, bit for bit.

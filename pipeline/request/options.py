@@ -9,7 +9,6 @@ sessions, jobs and schedules. Nothing heavy is imported here, because help and c
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -429,8 +428,7 @@ CONVERSION_OPTIONS = tuple(ConversionOptions.__annotations__)
 
 _OF_PROGRESS = {
     "observe": "Called with events that report progress.",
-    "progress": "Show progress: below the cell of a notebook, elsewhere as lines on stderr. Default: in notebooks, "
-    "without ``observe``.",
+    "progress": "Show progress as lines on stderr.",
 }
 """What the parameters of functions that report progress are."""
 
@@ -456,7 +454,7 @@ def with_options(options: Any) -> Callable[[Function], Function]:
 
     def spell_out(function: Function) -> Function:
         signature = inspect.signature(function)
-        if "observe" in signature.parameters:
+        if "progress" in signature.parameters:
             function = _shows_progress(function)
         function = checked(function, options)
         *own, _ = signature.parameters.values()
@@ -480,22 +478,16 @@ def with_options(options: Any) -> Callable[[Function], Function]:
 
 
 def _shows_progress(function: Function) -> Function:
-    """The function, which shows its progress: in a notebook below the cell, elsewhere as lines on stderr.
-
-    ``progress`` says whether it does, if the function has it. By default it does so in notebooks, without an observer.
-    """
+    """The function, which prints its progress as lines on stderr if ``progress`` is true."""
 
     @wraps(function)
-    def observed(*args: Any, progress: bool | None = None, **kwargs: Any) -> Any:
-        wanted = progress or (progress is None and "observe" not in kwargs and "IPython" in sys.modules)
-        if not wanted:
+    def observed(*args: Any, progress: bool = False, **kwargs: Any) -> Any:
+        if not progress:
             return function(*args, **kwargs)
-        from paddle_reshard.pipeline.request.notebook import drawn, in_notebook, printed
+        from paddle_reshard.pipeline.request.progress_lines import printed
 
-        if not (progress or in_notebook()):
-            return function(*args, **kwargs)
         also = kwargs.pop("observe", None)
-        with drawn() if in_notebook() else printed() as show:
+        with printed() as show:
 
             def observe(event: Any) -> None:
                 show(event)

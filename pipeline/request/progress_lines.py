@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from paddle_reshard.pipeline.core.events import FilesRead, Progress, StepEnded, StepStarted
+from paddle_reshard.pipeline.core.events import Event, FilesRead, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.run_state import RunState
 from paddle_reshard.pipeline.core.shown import readable_bytes, readable_seconds
 
@@ -57,3 +59,20 @@ class ProgressLines:
             return ""
         rate = self.state.bytes_per_second()
         return f"; {readable_seconds(seconds)}" + ("" if rate is None else f", {readable_bytes(int(rate))}/s")
+
+
+@contextmanager
+def printed() -> Iterator[Callable[[Event], None]]:
+    """An observer that prints lines on stderr."""
+
+    def write(text: str) -> None:
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text), file=sys.stderr)  # noqa: T201
+
+    state = RunState()
+    lines = ProgressLines(state, write)
+
+    def observe(event: Event) -> None:
+        state(event)
+        lines(event)
+
+    yield observe
