@@ -13,6 +13,31 @@ from paddle_reshard.pipeline.core.file_names import LORA_CONFIG
 from paddle_reshard.pipeline.core.topology import Topology
 
 _TP_ENTRY: Final = "tensor_model_parallel_size"
+_KNOWN: Final = frozenset(
+    (
+        *(
+            "base_model_name_or_path",
+            "do_qat",
+            "dtype",
+            "enable_lora_list",
+            "head_dim",
+            "lora_alpha",
+            "lora_dropout",
+        ),
+        *(
+            "lora_plus_scale",
+            "loraga",
+            "merge_weights",
+            "r",
+            "rslora",
+            "scaling",
+            "target_modules",
+            _TP_ENTRY,
+        ),
+        *("tensor_parallel_degree", "trainable_bias", "trainable_modules", "use_quick_lora"),
+    )
+)
+"""Entries of ``LoRAConfig`` in PaddleFormers 1.2 and PaddleNLP 3.0 (the last is about speed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +86,7 @@ def parse_adapter(entries: Mapping[str, Any], where: str = LORA_CONFIG) -> Adapt
     CheckpointError
         If an entry is missing or invalid, or the scaling contradicts ``lora_alpha`` and ``r``.
     UnsupportedError
-        If the matrices have another meaning (LoRA-GA) or are quantised.
+        If the matrices have another meaning (LoRA-GA), or may have (an entry that is not known), or are quantised.
     """
     rank, alpha, rslora = entries.get("r"), entries.get("lora_alpha"), entries.get("rslora", False)
     base = entries.get("base_model_name_or_path")
@@ -84,6 +109,11 @@ def parse_adapter(entries: Mapping[str, Any], where: str = LORA_CONFIG) -> Adapt
         )
     if entries.get("do_qat"):
         raise UnsupportedError(f"{where}: do_qat is set: scales of quantisation are not supported")
+    if strange := sorted(name for name in entries.keys() - _KNOWN if entries[name]):
+        raise UnsupportedError(
+            f"{where}: {strange[0]} is set: whether it gives the matrices another meaning, as pissa does "
+            "(they are taken out of the base model), is not known; if it does not, remove the entry"
+        )
     adapter = Adapter(entries, rank, float(alpha), rslora, base)
     written = entries.get("scaling", adapter.scaling)
     if not _is_number(written) or not math.isclose(written, adapter.scaling, rel_tol=1e-9):

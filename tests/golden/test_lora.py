@@ -235,6 +235,11 @@ def test_what_it_cannot_become_is_refused(
         ),
         ({"r": 0}, "r is 0; a rank of 1 or more is expected"),
         ({"loraga": True}, "loraga is set"),
+        (
+            {"pissa": True},
+            r"pissa is set: .* remove the entry$",
+        ),  # its base is no longer the one that it names
+        ({"init_lora_weights": "olora"}, "init_lora_weights is set"),
         ({"do_qat": True}, "do_qat is set"),
         ({"scaling": 4.0}, "scaling is 4.0, but lora_alpha=8 and r=4 give 2.0"),
         ({"rslora": True}, "scaling is 2.0, but lora_alpha=8 and r=4 with rslora give 4.0"),
