@@ -53,6 +53,8 @@ class Build(NamedTuple):
     refused: str | None
     lost: str | None
     """The laboratory got no answer; this says nothing about the class."""
+    maps: list[list[str]] | None
+    """The AOA statements with which the class reads a Hugging Face checkpoint, and those with which it writes one."""
 
 
 @functools.cache
@@ -73,6 +75,7 @@ def builds() -> tuple[Build, ...]:
             [Sharded(*row) for row in table(part)] if isinstance(part, int) else part,
             one.get("refused"),
             one.get("lost"),
+            whole["maps"][one["maps"]] if "maps" in one else None,
         )
 
     return tuple(read(one) for one in whole["builds"])

@@ -702,6 +702,12 @@ def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_pa
     config = json.loads((folder / "config.json").read_text())
     of_class = {**config, "architectures": [f"LlamaFor{of}Classification"]}
     (folder / "config.json").write_text(json.dumps(of_class))
+    with pytest.raises(
+        ReshardError, match=rf"score\.weight: .* num_labels 2\) .* \({hidden}, 2\), .* \({hidden}, 3\)"
+    ):
+        paddle_reshard.plan(folder, to="tp=2", convention="paddleformers")
+    of_class["id2label"] = {str(n): f"LABEL_{n}" for n in range(3)}
+    (folder / "config.json").write_text(json.dumps(of_class))
     assert exported(folder, tmp_path) == held
     paddle_reshard.convert(folder, tmp_path / "two", to="tp=2", convention="paddleformers")
     ranks = sorted((tmp_path / "two").glob("model_state.*"))
@@ -717,8 +723,14 @@ def test_a_score_in_place_of_the_head_is_whole_on_every_rank(model: Path, tmp_pa
         paddle_reshard.convert(tmp_path / back, tmp_path / there, format=there, **cut)
     paddle_reshard.convert(tmp_path / "hybrid", tmp_path / "last", format="huggingface")
     assert tensors_of(tmp_path / "last") == held
-    with pytest.raises(ReshardError, match="no pipeline class"):
+    with pytest.raises(ReshardError, match=f"no pipeline class of LlamaFor{of}Classification"):
         paddle_reshard.plan(folder, to="pp=2", convention="paddleformers")
+    # as PaddleFormers exports it, whose maps say nothing of a score
+    held["score.weight"] = ("BF16", [hidden, 3], score.T.tobytes())
+    saved(tmp_path / "its own", held, folder)
+    (tmp_path / "its own/config.json").write_text(json.dumps(of_class))
+    paddle_reshard.convert(tmp_path / "its own", tmp_path / "read", to="tp=2", convention="paddleformers")
+    assert files_of(tmp_path / "read") == files_of(tmp_path / "two")
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ReshardError, match=r"score\.weight: only classifiers .* architectures"):
         paddle_reshard.plan(folder, to="tp=2")

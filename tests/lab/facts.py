@@ -40,6 +40,13 @@ TEXT = ("llama", "qwen2", "qwen3", "ernie4_5", "phi3", "gemma3_text")
 EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "qwen3_next")
 TIED = {"tie_word_embeddings": True}
 """Built in every topology without stages; with them, stages that share a parameter need both ranks to get so far."""
+HEADS = {
+    "qwen2": ("SequenceClassification", "TokenClassification", "SentenceEmbedding"),
+    "qwen3": ("SequenceClassification", "TokenClassification", "SentenceEmbedding"),
+    "deepseek_v3": ("SequenceClassification",),
+}
+"""Family → the heads of its classes with another than that for language models, or with none; none has a Pipe class."""
+LABELS: tuple[dict[str, Any], ...] = ({}, {"num_labels": 1}, {"num_labels": 3})
 RUN_DEPENDENT = ("tensor_parallel_rank", "moe_group", "pp_seg_method")
 """Entries that say where a rank is; no user sets them in a config."""
 
@@ -64,14 +71,16 @@ def arguments(options: Mapping[str, Any]) -> Any:
     return TrainingArguments(**(fixed | options))
 
 
-def build(family: str, model: Mapping[str, Any], args: Any, *, tied: bool, vpp: int = 1) -> Any:
+def build(
+    family: str, model: Mapping[str, Any], args: Any, *, tied: bool, vpp: int = 1, head: str = ""
+) -> Any:
     """Build one class as the laboratory's training scripts do, with names counted from zero."""
     import models
     from paddle.utils import unique_name
 
     with unique_name.guard():
         pipe = args.pipeline_model_parallel_size > 1
-        return models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe)[1:]
+        return models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe, head=head)[1:]
 
 
 def rows(model: Any) -> list[list[Any]]:
@@ -125,6 +134,8 @@ def words(error: BaseException) -> str:
 def attempt(family: str, model: Mapping[str, Any], args: Any, **options: Any) -> dict[str, Any]:
     try:
         config, built = build(family, model, args, **options)
+        if options.get("head"):
+            config.architectures = [type(built).__name__]  # as save_pretrained of the model has them
         entries = saved(config)
     except ImportError as error:
         # Two things look alike: a class of a library that is not public (paddlefleet), and a broken laboratory.
@@ -135,7 +146,18 @@ def attempt(family: str, model: Mapping[str, Any], args: Any, **options: Any) ->
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return {"refused": words(error), "where": f"{Path(frame.filename).name}:{frame.name}"}
     found = {"class": type(built).__name__, "saved": entries}
-    return {**found, "rows": rows(built), "sharded": sharded(built)}
+    return {**found, "rows": rows(built), "sharded": sharded(built), "maps": maps(built)}
+
+
+def maps(model: Any) -> list[list[str]] | str:
+    """What the class says of Hugging Face checkpoints: the statements that read one, and those that write one."""
+    try:
+        return [
+            [str(statement) for statement in getattr(type(model), name)(model.config)["aoa_statements"]]
+            for name in ("_gen_aoa_config", "_gen_inv_aoa_config")
+        ]
+    except Exception as error:
+        return words(error)
 
 
 def saved(config: Any) -> dict[str, Any]:
@@ -211,11 +233,15 @@ def facts_of(family: str, topology: str, variants: list[dict[str, Any]] | None) 
         one = attempt(family, model, args, tied=bool(change.get("tie_word_embeddings", False)))
         if _of_model(one) != _of_model(base):
             found.append({"config": change, **one})
+    for head in HEADS.get(family, ()) if topology != "pp2" else ():
+        for labels in LABELS if "Classification" in head else LABELS[:1]:
+            one = attempt(family, labels, args, tied=False, head=head)
+            found.append({"config": {"head": head, **labels}, **one})
     return found
 
 
 def _of_model(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name != "saved"}
+    return {name: value for name, value in one.items() if name not in ("saved", "maps")}
 
 
 def switches(builds: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
@@ -268,11 +294,14 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
     table_of_rows: dict[str, int] = {}
     tables: dict[str, int] = {}
     configs: dict[str, int] = {}
+    maps_of: dict[str, int] = {}
 
     def number(of: dict[str, int], value: Any) -> int:
         return of.setdefault(json.dumps(value, separators=(",", ":")), len(of))
 
     for one in builds:
+        if "maps" in one:
+            one["maps"] = number(maps_of, one["maps"])
         if "saved" in one:
             one["saved"] = number(configs, one["saved"])
         for part in ("rows", "sharded"):
@@ -284,6 +313,7 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
         "rows": [json.loads(row) for row in table_of_rows],
         "tables": [json.loads(table) for table in tables],
         "configs": [json.loads(config) for config in configs],
+        "maps": [json.loads(pair) for pair in maps_of],
         "builds": builds,
     }
     return lzma.compress(json.dumps(whole, separators=(",", ":")).encode(), preset=9)

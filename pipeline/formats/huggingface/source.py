@@ -36,9 +36,9 @@ from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.ernie import ernie_table, is_ernie_layout
 from paddle_reshard.pipeline.model.forms import Match, matches_of, parts_of_tensors
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, read_model
-from paddle_reshard.pipeline.model.rules.choose import of_another_model, tables_to_train_with
+from paddle_reshard.pipeline.model.rules.choose import SCORE, of_another_model, tables_to_train_with
 from paddle_reshard.pipeline.model.rules.entries import Config
-from paddle_reshard.pipeline.model.rules.rule import expected_shape
+from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable, renamed_prefix
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.model.weights import dtype_of_tag
@@ -357,7 +357,7 @@ def _models(
             table,
             ernie_table(table, config)
             if is_ernie_layout(stored)
-            else _swapped_experts(table, stored, config),
+            else _score_by_shape(_swapped_experts(table, stored, config), stored, config),
         )
         for table in tables_to_train_with(tables, config)
     ]
@@ -387,8 +387,11 @@ def _models(
         error.fitting = libraries
         raise error
     ((table, of_files, reading),) = fitting
-    if of_files.family in _SWAPPED and of_files is not table:
+    if of_files is not table and of_files.family in _SWAPPED:
         said = "the two dims of stacked experts read the other way round, as transformers 5 writes them"
+        reading = reading._replace(in_words="; ".join(filter(None, (reading.in_words, said))))
+    if of_files is not table and SCORE in stored:
+        said = f"{SCORE} read as [hidden, labels], as PaddleFormers' own exports have it"
         reading = reading._replace(in_words="; ".join(filter(None, (reading.in_words, said))))
     matches = matches_of(reading.names.values(), of_files, config)
     tensors = _logical(reading.renamed(stored), matches, config)
@@ -413,6 +416,19 @@ def _swapped_experts(table: RuleTable, stored: Mapping[str, StoredTensor], confi
         if expected is not None and expected != (other := swapped(expected)):
             ways |= {shape == other for shape in shapes}
     return replace(table, rules=tuple(rules)) if ways == {True} else table
+
+
+def _score_by_shape(table: RuleTable, stored: Mapping[str, StoredTensor], config: Config) -> RuleTable:
+    """The table for files whose score is ``[hidden, labels]``: what PaddleFormers exports a classifier as.
+
+    Everything else is there as ``transformers`` has it; of the score its maps say nothing (``tests/facts``).
+    """
+    rule = next((rule for rule in table.rules if rule.key == SCORE and rule.huggingface), None)
+    shape = None if rule is None or SCORE not in stored else expected_shape(rule, config)
+    if rule is None or shape is None or stored[SCORE].shape != shape or shape == swapped(shape):
+        return table
+    as_it_lies = replace(rule, huggingface=HuggingFaceForm((SCORE,)))
+    return replace(table, rules=tuple(as_it_lies if row is rule else row for row in table.rules))
 
 
 def _other_reading(

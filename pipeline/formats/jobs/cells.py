@@ -29,6 +29,7 @@ from paddle_reshard.pipeline.model.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.model.placement import TensorCut
+from paddle_reshard.pipeline.model.rules.choose import class_with_another_head
 from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry
 from paddle_reshard.pipeline.model.rules.items import LAYERS, Item, mtp_entry
 from paddle_reshard.pipeline.model.rules.table import renamed_prefix
@@ -239,9 +240,8 @@ class CellPlanner:
     def _check_mtp_stages(self, described: Mapping[str, Item]) -> None:
         table = self.model.table
         if not any(item.layer_class for item in table.items):
-            raise PlanError(
-                f"pp={self.topology.pp}: {table.library} has no pipeline class of {table.family}; use pp=1"
-            )
+            of = class_with_another_head(self.model.config) or table.family
+            raise PlanError(f"pp={self.topology.pp}: {table.library} has no pipeline class of {of}; use pp=1")
         if not any(item.mtp and not item.layer_class for item in described.values()):
             return
         tensors = self.model.as_built(self.topology.pp)

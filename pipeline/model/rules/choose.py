@@ -9,7 +9,7 @@ from typing import Final
 
 from paddle_reshard.pipeline.core.errors import RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.model.rules.entries import Config
+from paddle_reshard.pipeline.model.rules.entries import LABELS, Config
 from paddle_reshard.pipeline.model.rules.libraries import PADDLEFLEET, conventions_of, library_of
 from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -20,7 +20,7 @@ _CLASSIFIERS: Final = ("ForSequenceClassification", "ForTokenClassification")
 _HEADLESS: Final = ("Model", "SentenceEmbedding")
 """How the names of classes end that have ``score.weight``, and of those that have no head."""
 _HEAD: Final = "lm_head.weight"
-_SCORE: Final = "score.weight"
+SCORE: Final = "score.weight"
 _SCORE_BIAS: Final = "score.bias"
 
 
@@ -123,15 +123,15 @@ def of_another_model(
             f"{len(unknown)} of {len(keys)} tensors are none of {table.named}, which {CONFIG} names (model_type "
             f"{config.get('model_type')!r}): it must be that of the model in the files",
         )
-    if _SCORE in unknown and table.convention != _WITH_CLASSIFIERS:
+    if SCORE in unknown and table.convention != _WITH_CLASSIFIERS:
         return RuleError(
-            _SCORE,
+            SCORE,
             f"the classifiers of {table.convention} are not known, only those of {_WITH_CLASSIFIERS}: a model of the "
             f"hub is read as one of these with --convention {_WITH_CLASSIFIERS}",
         )
-    if _SCORE in unknown:
+    if SCORE in unknown:
         return RuleError(
-            _SCORE,
+            SCORE,
             f"only classifiers and reward models have it in place of {_HEAD}: {CONFIG} has to name their class in "
             f"architectures, as ...{_CLASSIFIERS[0]}, and says {config.get('architectures')}",
         )
@@ -194,18 +194,24 @@ def says_the_same(described: RuleTable, known: RuleTable, config: Config) -> boo
     return True
 
 
+def class_with_another_head(config: Config) -> str | None:
+    """The class in ``architectures``, if it has another head than that for language models, or need not have one."""
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    return name if name.endswith((*_CLASSIFIERS, *_HEADLESS)) else None
+
+
 def _with_its_head(table: RuleTable, config: Config) -> RuleTable:
     """The table with the head of the class in ``architectures``, if that is none that a pipeline can train.
 
     Classifiers and reward models have ``score.weight`` in place of the language head: ``nn.Linear`` without a split and
-    without a bias, whole on every rank, ``[hidden, labels]`` (PaddleFormers 1.2 qwen2, qwen3, deepseek_v3, gemma3_text
-    ``modeling.py``: ``...ForSequenceClassification``, ``...ForTokenClassification``). Embedding models, and what
-    ``AutoModel`` saves, need not have a head at all (``Qwen3SentenceEmbedding``, ``Qwen3Model``).
+    without a bias, whole on every rank, ``[hidden, labels]`` (``tests/facts``: ``Qwen3ForSequenceClassification`` and
+    others). Embedding models, and what ``AutoModel`` saves, need not have a head at all (``Qwen3SentenceEmbedding``,
+    ``Qwen3Model``).
     """
-    classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and classes else ""
+    name = class_with_another_head(config)
     if (
-        not name.endswith((*_CLASSIFIERS, *_HEADLESS))
+        name is None
         or table.convention != _WITH_CLASSIFIERS
         or not any(rule.key == _HEAD for rule in table.rules)
     ):
@@ -218,12 +224,14 @@ def _with_its_head(table: RuleTable, config: Config) -> RuleTable:
 
 
 def _score(head: Rule) -> Rule:
+    """``saved_transposed``: ``transpose_weight_keys`` of the classes, by which the trainer swaps dims, lack it."""
     return Rule(
-        key=_SCORE,
+        key=SCORE,
         item=head.item,
         name_class="linear",
+        shape=("hidden_size", LABELS),
         source="paddleformers 1.2.0 transformers/qwen3/modeling.py: Qwen3ForSequenceClassification",
-        huggingface=HuggingFaceForm((_SCORE,), transposed=True),
+        huggingface=HuggingFaceForm((SCORE,), transposed=True, saved_transposed=False),
     )
 
 

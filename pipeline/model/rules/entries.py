@@ -16,6 +16,9 @@ Config = Mapping[str, Any]
 
 TEXT = "text_config"
 TIED = "tie_word_embeddings"
+LABELS = "num_labels"
+"""How many classes a classifier tells apart, which configs say by the list of their names, ``id2label``."""
+_LABELS_UNSAID = 2
 
 
 def config_entry(config: Config, name: str, default: Any = None) -> Any:
@@ -70,9 +73,12 @@ def derived_sizes(config: Config) -> dict[str, int]:
     qwen3_moe and the latter of gpt_oss, PaddleFormers 1.2 the reverse (``qwen3_moe/configuration.py:150``,
     ``gpt_oss/configuration.py:59``); ``in_chans``, as the Qwen2.5-VL models are published with, of ``in_channels``.
     MiniMax-M2 is published with ``num_local_experts`` of the width ``intermediate_size``, which PaddleFormers 1.2 calls
-    ``n_routed_experts`` and ``moe_intermediate_size`` (``minimax_m2/configuration.py``).
+    ``n_routed_experts`` and ``moe_intermediate_size`` (``minimax_m2/configuration.py``). Both libraries count labels by
+    ``id2label``, and write neither that nor ``num_labels`` where there are two.
     """
     values = _sizes(config)
+    labels = config.get("id2label")
+    values[LABELS] = len(labels) if isinstance(labels, Mapping) else values.get(LABELS, _LABELS_UNSAID)
     sections = {name: entries for name, entries in config.items() if isinstance(entries, Mapping)}
     if TEXT in sections:
         values |= _sizes(sections[TEXT])
