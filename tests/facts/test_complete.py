@@ -19,9 +19,6 @@ from tests.sampling import exhaustive
 LISTED = {
     "{'shared_expert_intermediate_size': None} qwen2_moe": "the class has an empty expert; the shape is not said",
     "{'shared_expert_intermediate_size': None} qwen3_next": "the class has an empty expert; the shape is not said",
-    "{'fd_fallback': True} glm4_moe": "the table has no rows for stacked experts",
-    "{'fd_fallback': True} deepseek_v3": "the table has no rows for stacked experts",
-    "{'fd_fallback': True} qwen3_next": "the table has no rows for stacked experts",
     "{'num_nextn_predict_layers': 2} ernie4_5_moe": "the table has no rows for its experts",
     "{'num_nextn_predict_layers': 3} ernie4_5_moe": "the table has no rows for its experts",
 }

@@ -16,6 +16,7 @@ from paddle_reshard.pipeline.model.model import (
     order_routers,
     predict_parameter_names,
 )
+from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.rule import expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
@@ -27,9 +28,6 @@ TIED = {"tie_word_embeddings": True}
 LISTED: dict[str, str] = {
     'qwen2_moe {"shared_expert_intermediate_size": null}': "which is not there",
     'qwen3_next {"shared_expert_intermediate_size": null}': "which is not there",
-    'glm4_moe {"fd_fallback": true}': "experts.gate_up_proj: no row",
-    'deepseek_v3 {"fd_fallback": true}': "experts.gate_up_proj: no row",
-    'qwen3_next {"fd_fallback": true}': "experts.gate_up_proj: no row",
     'ernie4_5_moe {"num_nextn_predict_layers": 2}': "mtp_block.1.mlp.gate.weight: no row",
     'ernie4_5_moe {"num_nextn_predict_layers": 3}': "mtp_block.1.mlp.gate.weight: no row",
 }
@@ -59,6 +57,9 @@ def variants() -> dict[str, list[facts.Build]]:
 
 
 def table_of(build: facts.Build) -> RuleTable:
+    if "head" in build.config:
+        keys = [entry.key for entry in build.entries or ()]
+        return choose_table(shipped_tables("paddleformers"), keys, build.saved or {})
     return _table_of(build.family)
 
 

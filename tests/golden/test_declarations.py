@@ -28,22 +28,20 @@ TABLES = {
     if table.convention == "paddleformers" and table.version is None
 }
 DENSE = ("*.mlp.up_gate_proj.weight", "*.mlp.down_proj.weight")
+STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+"""Experts of a layer in one tensor (``fd_fallback``): no map knows them, and the tables have them from the class."""
 OTHERWISE = {
-    "deepseek_v3": ("*.eh_proj.weight",),  # save_to_hf transposes it; this map forgets to
+    "deepseek_v3": ("*.eh_proj.weight", *STACKED),  # save_to_hf transposes it; this map forgets to
+    "glm4_moe": STACKED,
     "ernie4_5_moe_vl": (
         "lm_head.weight",
     ),  # the row of a tied head; the statement is of one that is not tied
     "gemma3_text": ("lm_head.weight",),  # loaded from the word embedding, to which it is tied
     "phi3": ("*.self_attn.qkv_proj.weight",),  # interleaves what the class keeps as [q | k | v]
-    "qwen2_moe": (
-        *DENSE,
-        ".mlp.experts.gate_up_proj",
-        ".mlp.experts.down_proj",
-    ),  # the maps of these leave dense layers out
-    # Nor do they know stacked experts (fd_fallback), which the table has from the class itself.
-    "qwen3_moe": (*DENSE, ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"),
+    "qwen2_moe": (*DENSE, *STACKED),  # the maps of these leave dense layers out
+    "qwen3_moe": (*DENSE, *STACKED),
     # Its dense layers have gate and up apart, as the class builds them (tests/facts).
-    "qwen3_next": ("*.mlp.gate_proj.weight", "*.mlp.up_proj.weight", "*.mlp.down_proj.weight"),
+    "qwen3_next": ("*.mlp.gate_proj.weight", "*.mlp.up_proj.weight", "*.mlp.down_proj.weight", *STACKED),
     "qwen3_vl_moe": (*DENSE, "*.self_attn.qkv_proj.bias"),
 }
 """Family → endings of rows that are right, though the library declares something else or nothing."""
