@@ -28,10 +28,13 @@ from paddle_reshard.pipeline.model.model import (
 from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry, ties_words
 from paddle_reshard.pipeline.model.rules.items import LAYERS, mtp_entry
 from paddle_reshard.pipeline.model.rules.parse import typed_table
+from paddle_reshard.pipeline.model.rules.rule import form_of
 from paddle_reshard.pipeline.model.rules.table import Described, RuleTable
 
 Fused = Mapping[str, int | Sequence[int]]
 """Key of a row → how many equal parts are fused along the dim that tp cuts, or the extent of each."""
+Shares = tuple[int, tuple[int, ...]]
+"""A dim, and the extents of the parts that are fused along it, as a ratio; ``(0, (1,))``: one part."""
 
 _EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _NAME: Final = re.compile(r"(?P<cls>.+)_(?P<number>\d+)\.(?P<kind>[wb])_(?P<index>\d+)")
@@ -62,6 +65,8 @@ class Entry:
     same_as: str | None = None
     """An earlier key of the same tensor."""
     trained: bool = True
+    color: str | None = None
+    """``color``: the communication buffers of sharding stage 1 v2 in which it lies, apart from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,11 @@ class RankFacts:
     """Key → number of its pipeline item."""
     segments: tuple[int, ...] = ()
     """The number of the first item of every part of the pipeline, and of the end."""
-    statements: tuple[str, ...] | None = None
-    """The AOA statements with which the class reads a Hugging Face checkpoint, if it has any."""
+    maps: Mapping[str, tuple[str, ...] | str] = field(default_factory=dict)
+    """Method of the class → the AOA statements that it gives, with which the library reads or writes a Hugging Face
+    checkpoint; a text says why it gives none."""
+    transposed: tuple[str, ...] = ()
+    """Layers whose weights the trainer transposes where it saves with ``save_to_hf`` (``transpose_weight_keys``)."""
     shared: Mapping[str, str] = field(default_factory=dict)
     """Key → name of the weight that items of the pipeline share over stages, where each has a parameter of its own."""
 
@@ -102,7 +110,9 @@ class _Row:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def described_table(ranks: Sequence[RankFacts], fused: Fused | None = None) -> dict[str, Any]:
+def described_table(
+    ranks: Sequence[RankFacts], fused: Fused | None = None, said: Mapping[str, Shares] | None = None
+) -> dict[str, Any]:
     """The rule table, as ``--rules`` takes it, of a model that these ranks of a job hold.
 
     Parameters
@@ -111,6 +121,8 @@ def described_table(ranks: Sequence[RankFacts], fused: Fused | None = None) -> d
         At least one rank of every cell (tp, pp, ep) of the job.
     fused
         What is fused in tensors that tp cuts. ``None``: nobody has said it, and a conversion that needs it is refused.
+    said
+        The same as the class says it: form of the keys → shares of the parts; ``fused`` goes before it.
 
     Raises
     ------
@@ -121,7 +133,6 @@ def described_table(ranks: Sequence[RankFacts], fused: Fused | None = None) -> d
     _check_whole(ranks)
     prefix = _layer_prefix(ranks)
     rows = _rows(ranks, prefix)
-    said = parts_said(ranks[0].statements or ())
     for key in fused or ():
         if key not in rows:
             raise UsageError(f"fused: {key} is no key of the model; its keys are {', '.join(rows)}")
@@ -137,11 +148,12 @@ def described_table(ranks: Sequence[RankFacts], fused: Fused | None = None) -> d
         "experts": _experts_entry(rows, ranks),
         "segmentation": _segmentation(ranks),
         "alternatives": _alternatives(rows, config),
+        "described": [{**job.entries(), "names": False}],
     }
     table = {name: value for name, value in table.items() if value is not None}
     item_of = _item_of(rows, ranks)
     for row in rows.values():
-        row.fields |= {"item": item_of[row.key], **_shape_of(row), **_parts_of(row, fused, said)}
+        row.fields |= {"item": item_of[row.key], **_shape_of(row), **_parts_of(row, fused, said or {})}
     _tie(rows, ranks)
     _mark(rows, ranks, prefix, axis)
     unknown = _name(table, rows, ranks, prefix)
@@ -257,6 +269,11 @@ def _add(row: _Row, rank: RankFacts, layer: int | None, entry: Entry) -> None:
     if split is not None:
         shape[split] *= rank.job.tp
     row.shapes.add(tuple(shape))
+    apart = rank.job.ep > 1 and entry.of_expert  # in buffers of their own, whatever their color
+    if not apart and row.fields.setdefault("color", entry.color) != entry.color:
+        raise UsageError(
+            f"{entry.key}: its color is {entry.color!r}, that of another tensor of {row.key} {row.fields['color']!r}"
+        )
     if layer is not None:
         row.layers.add(layer)
 
@@ -292,34 +309,23 @@ def _shape_of(row: _Row) -> dict[str, Any]:
     return {"shape": [str(extent) for extent in min(row.shapes)], "source": SOURCE}
 
 
-def parts_said(statements: Iterable[str]) -> dict[str, int]:
-    """Key of a row → how many parts its class's AOA statements fuse in it, of which each rank of tp has its piece.
-
-    >>> parts_said(["a.$LAYER_ID.gate^T, a.$LAYER_ID.up^T -> a.$LAYER_ID.both, fused_ffn", "norm -> norm"])
-    {'a.{layer}.both': 2, 'norm': 1}
-    """
-    said = {}
-    for statement in statements:
-        made, _, attributes = statement.partition("->")[2].strip().partition(",")
-        key = (
-            made.strip().removesuffix("^T").replace("$LAYER_ID", "{layer}").replace("$EXPERT_ID", "{expert}")
-        )
-        said[key] = 2 if "fused_ffn" in attributes else 1
-    return said
-
-
-def _parts_of(row: _Row, fused: Fused | None, said: Mapping[str, int]) -> dict[str, Any]:
+def _parts_of(row: _Row, fused: Fused | None, said: Mapping[str, Shares]) -> dict[str, Any]:
     if row.split is None:
         return {}
     entries: dict[str, Any] = {"split": row.split}
-    parts = (fused or {}).get(row.key, said.get(row.key, 1))
+    extent, form = min(row.shapes)[row.split], form_of(row.key.format(layer=0, expert=0))
+    dim, shares = said.get(form, (0, (1,)))
+    if dim != row.split:
+        shares = (1,)
+    parts = (fused or {}).get(row.key, [extent * share // sum(shares) for share in shares])
     if isinstance(parts, int):
-        if parts > 1:
-            entries["parts"] = parts
-    else:
+        parts = [extent // parts] * parts
+    if len(set(parts)) > 1:
         entries["part_widths"] = [str(width) for width in parts]
+    elif len(parts) > 1:
+        entries["parts"] = len(parts)
     if (
-        fused is None and row.key not in said and row.split == len(min(row.shapes)) - 1
+        fused is None and form not in said and row.split == len(min(row.shapes)) - 1
     ):  # a row cut has nothing beside it that is fused
         entries["parts_unknown"] = True
     return entries
@@ -646,6 +652,8 @@ def _discard(table: Mapping[str, Any], rows: Mapping[str, _Row], rank: RankFacts
 
 def _json_of(row: _Row) -> dict[str, Any]:
     fields = {"key": row.key, "item": row.fields["item"], "name_class": row.name_class, **row.fields}
+    if fields.get("color") is None:
+        fields.pop("color", None)
     if row.discards:
         fields["discards"] = [{"name_class": name} for name in row.discards]
     return {**fields, "source": fields.pop("source")}
@@ -724,6 +732,8 @@ def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     whole["comment"] = " ".join(filter(None, [comment, *(words for words in said if words not in comment)]))
     whole["described"] = [{**job.entries(), "names": job.names} for job in described]
     del whole["rules"]
+    if all("huggingface" in row or "tied_to" in row for row in rules):
+        whole.pop("without_forms", None)
     whole["rules"] = rules
     typed_table(whole)
     return whole
@@ -804,7 +814,20 @@ def _joined_row(
         raise UsageError(
             f"{key}: of the shape {a.get('shape')} in one description, {b.get('shape')} in the other"
         )
-    joined = {name: value for name, value in b.items() if name not in (*_CLASSES, *_OF_CUTS, *_OF_TIES)}
+    forms = [row["huggingface"] for row in (a, b) if "huggingface" in row]
+    if len(forms) > 1 and forms[0] != forms[1]:
+        raise UsageError(
+            f"{key}: {forms[0]} in a Hugging Face checkpoint by one description, {forms[1]} by the other; describe all "
+            "jobs with the same class, into a new file"
+        )
+    joined = {
+        name: value for name, value in {**a, **b}.items() if name in b or name in ("huggingface", "color")
+    }
+    if "{expert}" not in key and a.get("color") != b.get("color"):
+        raise UsageError(
+            f"{key}: its color is {a.get('color')!r} in one description, {b.get('color')!r} in the other"
+        )
+    joined = {name: of for name, of in joined.items() if name not in (*_CLASSES, *_OF_CUTS, *_OF_TIES)}
     cuts = [{name: row[name] for name in _OF_CUTS if name in row} for row in (a, b)]
     cut_in = [any(job.tp > 1 for job in of) for of in jobs]
     if all(cut_in) and cuts[0] != cuts[1]:
@@ -848,6 +871,14 @@ def _class_fields(known: Sequence[tuple[Described, str]]) -> dict[str, str]:
 
 
 # ---- what a table gives back
+
+
+def whole_tensors(table: RuleTable, ranks: Sequence[RankFacts]) -> dict[str, ModelTensor]:
+    """Key → the whole tensor, of all that any of the ranks holds; ties over stages are ties."""
+    held = {tensor.key: tensor for rank in ranks for tensor in _built(table, rank)}
+    config, pp = ranks[0].config, ranks[0].job.pp
+    twins = {key: None if of.rule.is_own(pp) else of.rule.twin(config, key) for key, of in held.items()}
+    return {key: replace(of, tied_to=twins[key] if twins[key] in held else None) for key, of in held.items()}
 
 
 def _built(table: RuleTable, rank: RankFacts) -> list[ModelTensor]:

@@ -31,10 +31,11 @@ def form_of(tensor: ModelTensor, model: Model) -> HuggingFaceForm:
     form = tensor.rule.huggingface
     if form is None:
         model.table.check_known(model.config, "the form of its tensors in a Hugging Face checkpoint")
+        why = f" ({model.table.without_forms})" if model.table.without_forms else ""
         raise RuleError(
             tensor.key,
             f"the {model.table.convention} rule table {model.table.family!r} does not give its form in a "
-            "Hugging Face checkpoint; add 'huggingface' to its row in a copy of the table, and pass that with "
+            f"Hugging Face checkpoint{why}; add 'huggingface' to its row in a copy of the table, and pass that with "
             "--rules FILE, or map all tensors with --aoa FILE",
         )
     return form

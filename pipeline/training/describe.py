@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from paddle_reshard.pipeline.changes.aoa.forms import READS, WRITES, shares_said, with_forms
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.file_names import RULES
 from paddle_reshard.pipeline.core.limits import most_bytes
@@ -72,7 +73,8 @@ def describe(
         gathered: list[RankFacts] = []
         distributed.all_gather_object(gathered, facts[0])
         facts, first = gathered, distributed.get_rank() == 0
-    table = described_table(facts_of_job(facts), fused)
+    facts = facts_of_job(facts)
+    table = with_forms(described_table(facts, fused, shares_said(facts[0])), facts)
     if to is not None and first:
         path = Path(to)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,6 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
     entries = config if config is not None else _config(model)
     degrees, ranks = _place()
     in_sequence = degrees[0] > 1 and bool(entries.get("sequence_parallel") or _in_sequence(model))
-    statements, said = _statements(model)
     state = model.state_dict()
     places, shared = _places(model), _shared(model)
     return RankFacts(
@@ -158,7 +159,8 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
         tuple(_item_class(item) for item in getattr(model, "_layers_desc", ())),
         {key: places[id(tensor)] for key, tensor in state.items() if id(tensor) in places},
         tuple(int(first) for first in getattr(model, "segment_parts", ())),
-        statements if said else None,
+        dict(_maps(model)),
+        tuple(map(str, getattr(type(model), "transpose_weight_keys", None) or ())),
         {key: shared[id(tensor)] for key, tensor in state.items() if id(tensor) in shared},
     )
 
@@ -238,7 +240,28 @@ def _entries(model: Any, state: Mapping[str, Any]) -> Iterator[Entry]:
             whole.get(key),
             bool(getattr(tensor, "no_sync", False) or getattr(tensor, "expert", False)),
             None if same == key else same,
+            color=_color(key, tensor),
         )
+
+
+def _color(key: str, tensor: Any) -> str | None:
+    """The communication buffers of sharding that a parameter asks for: a name, or a name and a group of ranks."""
+    color = getattr(tensor, "color", None)
+    if not isinstance(color, dict):
+        return None if color in (None, -1) else str(color)
+    name, group = color.get("color", -1), color.get("group")
+    expert = getattr(tensor, "no_sync", False) or getattr(tensor, "expert", False)
+    if group is not None and not expert and group.nranks != _sharding_ranks():
+        raise UsageError(
+            f"{key}: its color is for {group.nranks} ranks, and sharding has {_sharding_ranks()}; such communication "
+            "buffers cannot be described"
+        )
+    return None if name == -1 else str(name)
+
+
+def _sharding_ranks() -> int:
+    group = import_module("paddle.distributed.fleet.base.topology")._HYBRID_PARALLEL_GROUP
+    return 1 if group is None else int(group.get_sharding_parallel_world_size())
 
 
 def _global_shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -250,15 +273,14 @@ def _global_shapes(model: Any) -> dict[str, tuple[int, ...]]:
         return {}
 
 
-def _statements(model: Any) -> tuple[tuple[str, ...], bool]:
-    """The AOA statements that make the model of a Hugging Face checkpoint, and whether the class has any."""
-    make = getattr(type(model), "_gen_aoa_config", None)
-    if make is None:
-        return (), False
-    try:
-        return tuple(map(str, make(model.config)["aoa_statements"])), True
-    except Exception:  # noqa: BLE001 - of a class that nobody has tried; then nobody says what is fused
-        return (), False
+def _maps(model: Any) -> Iterator[tuple[str, tuple[str, ...] | str]]:
+    """The AOA statements of the class, by the method that gives them, or why it gives none."""
+    for name in (READS, WRITES):
+        if (make := getattr(type(model), name, None)) is not None:
+            try:
+                yield name, tuple(map(str, make(model.config)["aoa_statements"]))
+            except Exception as error:  # noqa: BLE001 - of a class that nobody has tried
+                yield name, f"{type(error).__name__}: {error}"
 
 
 def _item_class(item: Any) -> str:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.changes.aoa.forms import READS, WRITES, shares_said, with_forms
 from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
 from paddle_reshard.pipeline.model.described import Entry, RankFacts, described_table, joined_tables
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.parse import typed_table
-from paddle_reshard.pipeline.model.rules.rule import evaluate_sizes, expected_shape
+from paddle_reshard.pipeline.model.rules.rule import Rule, evaluate_sizes, expected_shape
 from paddle_reshard.pipeline.model.rules.table import Described, RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.training.describe import written
@@ -25,6 +26,7 @@ from tests import facts
 from tests.conftest import case_directory, unpack
 from tests.facts.test_tables import EP, PP, SEQUENCE_PARALLEL, TP, differences, table_of
 from tests.oracle import assert_same_tensors, load_with_paddle, read_checkpoint, read_truth, shapes_of
+from tests.parity.tensors import read_tensors
 
 
 def rank_facts(build: facts.Build) -> RankFacts:
@@ -56,6 +58,7 @@ def rank_facts(build: facts.Build) -> RankFacts:
             )
             for e in build.entries or ()
         ),
+        maps={name: tuple(said) for name, said in zip((READS, WRITES), build.maps or (), strict=False)},
     )
 
 
@@ -127,6 +130,114 @@ def test_a_table_described_in_every_topology_says_what_the_shipped_one_says(fami
         [row] = [row for row in shipped.rules if row.key == rule.key and row.applies(config)]
         assert expected_shape(row, config) in (None, expected_shape(rule, config)), rule.key
         assert (rule.split, rule.shares(config)) == (row.split, row.shares(config)), rule.key
+
+
+NO_FORMS = {
+    # what is read is not what is written: the one swaps dims, the other forgets to, or interleaves heads with gates
+    "gemma3_text": {"model.layers.{layer}.mlp.up_gate_proj.weight", "lm_head.weight"},
+    "qwen3_next": {
+        "model.layers.{layer}.self_attn.qkv_proj.weight",
+        "model.layers.{layer}.mlp.experts.{expert}.up_gate_proj.weight",
+        "model.layers.{layer}.mlp.shared_expert.up_gate_proj.weight",
+    },
+}
+"""Family → the rows of which its maps contradict each other; of gemma3_text also that of a head that is always tied."""
+
+
+@pytest.mark.parametrize("family", sorted({build.family for build in facts.builds()}))
+def test_the_maps_of_a_class_give_rows_the_forms_of_the_shipped_table(family: str) -> None:
+    """Those of the table are held against exports of the library and logits of transformers."""
+    [build] = [build for build in bases(family) if build.topology == "tp1"]
+    shipped, config = table_of(build), build.saved or {}
+    told = with_forms(described_table([rank_facts(build)], {}), [rank_facts(build)])
+
+    made = typed_table(told)
+
+    assert bool(made.without_forms) == (family in NO_FORMS)
+    assert {rule.key for rule in made.rules if rule.huggingface is None} == NO_FORMS.get(family, set())
+    for rule in made.rules:
+        if rule.huggingface is not None:
+            [row] = [row for row in shipped.rules if row.key == rule.key and row.applies(config)]
+            assert as_numbers(rule, config) == as_numbers(row, config)
+
+
+def as_numbers(rule: Rule, config: Mapping[str, Any]) -> tuple[object, ...]:
+    """A form with its extents as numbers; of a vector, swapped dims are no other form."""
+    form, shape = rule.huggingface, expected_shape(rule, config)
+    assert form is not None
+    assert shape is not None
+    widths = form.widths and evaluate_sizes(form.widths, config, rule.key)
+    groups = form.groups and evaluate_sizes([form.groups], config, rule.key)[0]
+    return form.keys, form.transposed and len(shape) > 1, widths, groups
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4_moe"])
+def test_what_the_maps_of_a_class_fuse_is_what_a_rank_has_beside_each_other(family: str) -> None:
+    shipped = table_of(bases(family)[0])
+    ranks = [rank_facts(build) for build in bases(family) if build.topology == "tp2"]
+
+    made = typed_table(described_table(ranks, None, shares_said(ranks[0])))
+
+    config = ranks[0].config
+    assert not any(rule.parts_unknown for rule in made.rules if "proj" in rule.key)
+    for rule in made.rules:
+        [row] = [row for row in shipped.rules if row.key == rule.key and row.applies(config)]
+        assert (rule.split, rule.shares(config)) == (row.split, row.shares(config)), rule.key
+
+
+MAPS = {
+    "no statement": ("nonsense", "expected '->'"),
+    "a key that the model lacks": ("a.weight -> model.other.weight", r"model\.other\.weight is neither"),
+    "heads that do not divide": (
+        "q, k, v -> model.layers.0.self_attn.o_proj.weight, fused_qkv, num_heads=5, num_key_value_groups=5",
+        "cannot be divided",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", MAPS)
+def test_maps_that_do_not_fit_the_model_give_no_form_and_the_export_says_why(
+    wrong: str, tmp_path: Path
+) -> None:
+    statement, words = MAPS[wrong]
+    [build] = [build for build in bases("llama") if build.topology == "tp1"]
+    rank = replace(rank_facts(build), maps={READS: (statement,)})
+    told = with_forms(own_of("tp1", "tp2"), [rank])
+    source = own_checkpoint(tmp_path / "own", {**told, "model_types": ["own"]})
+
+    with pytest.raises(ReshardError, match=rf"maps of LlamaForCausalLM do not fit the model: .*{words}"):
+        paddle_reshard.convert(source, tmp_path / "model", format="huggingface", replicas="report")
+
+
+def test_a_row_has_no_form_where_two_maps_differ_or_none_can_be_said() -> None:
+    [build] = [build for build in bases("llama") if build.topology == "tp1"]
+    rank, key = rank_facts(build), "model.norm.weight"
+    part = "model.layers.$LAYER_ID.mlp.down_proj.weight"
+    for maps, row, words in (
+        ({READS: (f"a -> {key}",), WRITES: (f"{key} -> b",)}, key, "make different things"),
+        ({WRITES: (f"{part} -> {part}_a, {part}_b, axis=0",)}, part, "a row cannot say"),
+        ({READS: (f"x -> {key}",), WRITES: "KeyError: 1"}, key, "_gen_inv_aoa_config failed: KeyError: 1"),
+    ):
+        made = typed_table(with_forms(described_table([rank], {}), [replace(rank, maps=maps)]))
+        assert words in made.without_forms
+        row = row.replace("$LAYER_ID", "{layer}")
+        assert [rule.huggingface for rule in made.rules if rule.key == row] == [None]
+
+
+def test_descriptions_of_several_jobs_keep_forms_and_refuse_others() -> None:
+    """Stages have only some of the tensors, and a job whose class says nothing takes none away."""
+    tables = []
+    for job in ("tp1", "pp2"):
+        ranks = [rank_facts(build) for build in bases("llama") if build.topology == job]
+        tables.append(with_forms(described_table(ranks, {}), ranks))
+    silent = described_table([rank_facts(b) for b in bases("llama") if b.topology == "tp2"], {})
+    forms = {row["key"]: row["huggingface"] for row in tables[0]["rules"]}
+    for order in ([*tables, silent], [silent, *tables], [tables[1], silent, tables[0]]):
+        joined = reduce(joined_tables, order)
+        assert {row["key"]: row["huggingface"] for row in joined["rules"]} == forms
+    rows = [{**row, "huggingface": {"keys": ["other"]}} for row in silent["rules"][:1]]
+    with pytest.raises(UsageError, match=r"embed_tokens\.weight: .* by the other"):
+        joined_tables(tables[0], {**silent, "rules": [*rows, *silent["rules"][1:]]})
 
 
 def own_checkpoint(folder: Path, table: Mapping[str, Any], model_type: str = "own") -> Path:
@@ -299,6 +410,67 @@ def test_where_no_config_says_which_library_the_description_does(over: str, tmp_
             assert np.array_equal(value, flat(back)[key]), (name, key)
 
 
+HERE = {
+    "query": "attention.query",
+    "out": "attention.out",
+    "dense.up": "mlp.up",
+    "dense.down": "mlp.down",
+    "moe.router": "mlp.router",
+    **{f"moe.{n}.{part}": f"mlp.experts.{n}.{part}" for n in range(4) for part in ("up", "down")},
+}
+"""What the library's export of the class calls a layer's linear layers → what the trainer does."""
+
+
+def as_trained(there: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the library's export as the class holds them, by what its ``_gen_aoa_config`` says."""
+    held = {}
+    for key, value in there.items():
+        layer, _, rest = key.removeprefix("model.layers.").partition(".")
+        module, _, kind = rest.rpartition(".")
+        turned = value.T if value.ndim == 2 else value
+        if key == "embed_tokens.weight":
+            held[WORDS] = value
+        elif key.startswith("lm_head."):
+            held[key.replace("lm_head", "answer.proj")] = turned
+        elif rest == "attention.k.weight":
+            both = [turned, there[key.replace(".k.", ".v.")].T]
+            held[f"model.layers.{layer}.attention.keys_and_values.weight"] = np.concatenate(both, axis=1)
+        elif (name := HERE.get(module.removeprefix("attention."))) is not None:
+            held[f"model.layers.{layer}.{name}.{kind}"] = turned
+        elif rest != "attention.v.weight":
+            held[key] = value
+    return held
+
+
+def test_a_described_class_is_read_and_written_as_its_own_export(tmp_path: Path) -> None:
+    """What the library wrote by the maps of the class, on one card and over tp, pp and ep."""
+    unpack(Path(facts.__file__).with_name("own_export.tar.xz"), tmp_path)
+    real, rules = tmp_path / "own_export", tmp_path / "own_export/rules.json"
+    held = published(real)
+
+    paddle_reshard.convert(real, tmp_path / "one", to="tp=1", rules=rules)
+    of_stages = {"to": "tp=2,pp=2,ep=2", "layout": {"sequence_parallel": False}}
+    paddle_reshard.convert(real, tmp_path / "ranks", rules=rules, **of_stages)
+    paddle_reshard.convert(tmp_path / "ranks", tmp_path / "back", format="huggingface", rules=rules)
+
+    one = load_with_paddle(tmp_path / "one/model_state.pdparams")
+    assert as_trained(held).keys() == one.keys() - {"StructuredToParameterName@@"}
+    for key, value in as_trained(held).items():
+        assert np.array_equal(one[key], value), key
+    back = published(tmp_path / "back")
+    assert back.keys() == held.keys()
+    assert all(np.array_equal(back[key], value) for key, value in held.items())
+
+
+def published(folder: Path) -> dict[str, Any]:
+    """The bfloat16 tensors of a Hugging Face checkpoint as 16 bits each."""
+    [path] = folder.glob("*.safetensors")
+    return {
+        key: np.frombuffer(data, np.uint16).reshape(shape)
+        for key, (_, shape, data) in read_tensors(path).items()
+    }
+
+
 def flat(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a file, those of master weights among them."""
     return {
@@ -315,6 +487,48 @@ def test_a_tie_that_only_jobs_with_stages_have_shown_is_no_tie_of_files_for_any_
     (source / "paddle_reshard_rules.json").write_bytes(written(table))
     with pytest.raises(ReshardError, match=rf"{HEAD}: tied to {WORDS} in all jobs .* which have stages"):
         paddle_reshard.convert(source, tmp_path / "target", format="flex")
+
+
+def test_what_only_a_job_on_one_card_has_shown_as_tied_is_in_files_for_jobs_with_stages(
+    tmp_path: Path,
+) -> None:
+    """Both keys, and the states of both: what a job with stages asks for, whether it ties them or trains them apart."""
+    source = own_job(tmp_path)
+    for name, options in {"one": {"to": "tp=1"}, "flex": {"format": "flex"}}.items():
+        paddle_reshard.convert(source, tmp_path / name, **options)
+    table = described_table(of_own_class("one tied"), FUSED)
+    (tmp_path / "one/paddle_reshard_rules.json").write_bytes(written(table))
+
+    paddle_reshard.convert(tmp_path / "one", tmp_path / "target", format="flex")
+
+    of_stages = {path.relative_to(tmp_path / "flex"): path for path in (tmp_path / "flex").rglob("*.distcp")}
+    of_stages |= {
+        path.relative_to(tmp_path / "flex"): path for path in (tmp_path / "flex").rglob("*.metadata")
+    }
+    assert len(of_stages) == 6
+    for name, path in of_stages.items():
+        assert (tmp_path / "target" / name).read_bytes() == path.read_bytes(), name
+
+
+def test_the_color_of_a_parameter_is_that_of_its_row() -> None:
+    """Experts have buffers of their own under ep, whatever their color; in other jobs it is described, too."""
+    colored = {"color": "of the head"}
+    made = described_table(altered_ranks("one tied", same_as=None, name="linear_0.w_1", **colored), FUSED)
+    colors = {key: row["color"] for key, row in rows_of(made).items() if "color" in row}
+    queries = [f"{LAYER}attention.query.{part}" for part in ("weight", "bias")]
+    assert colors == {**dict.fromkeys(queries, "queries"), HEAD: "of the head"}
+    assert typed_table(made).colors == ()
+    plain = described_table(altered_ranks("one tied", same_as=None, name="linear_0.w_1"), FUSED)
+    with pytest.raises(UsageError, match=rf"{HEAD}: its color is 'of the head' .* None in the other"):
+        joined_tables(made, plain)
+    in_turns = [
+        replace(
+            rank, entries=tuple(replace(e, color=None if n % 2 else "x") for n, e in enumerate(rank.entries))
+        )
+        for rank in of_own_class("one tied")
+    ]
+    with pytest.raises(UsageError, match="that of another tensor of"):
+        described_table(in_turns, FUSED)
 
 
 def altered_ranks(job: str, **changes: Any) -> list[RankFacts]:

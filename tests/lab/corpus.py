@@ -76,7 +76,7 @@ def again(name: str, jobs: dict[str, Job], lab: Laboratory, out: Path) -> list[s
         return [f"made in {out}; the corpus has none"]
     case = case_directory(name)
     if name.startswith("exports/"):  # of these the corpus has no checkpoint
-        mine, real = (_tensors(folder / "hf-export") for folder in (out, case))
+        mine, real = (tensors_of_folder(folder / "hf-export") for folder in (out, case))
         equal, close, far = compared(mine, real)
         return [f"{equal} tensors of the library's export are equal, {close} close", *far]
     mine, real = (_checkpoint(folder) for folder in (out, case))
@@ -117,7 +117,8 @@ def _distance(mine: Tensor, real: Tensor) -> float:
     return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def tensors_of_folder(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all safetensors files of a folder."""
     return {
         key: one for path in sorted(folder.glob("*.safetensors")) for key, one in read_tensors(path).items()
     }

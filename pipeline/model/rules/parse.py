@@ -69,7 +69,8 @@ def _faults(table: RuleTable) -> Iterator[str]:
             re.compile(text)
         except re.error as error:
             yield f"'unsupported_keys': {text!r} is not a regular expression: {error}"
-    if unknown := {row.color for row in table.rules if row.color is not None} - set(table.colors):
+    colors = {row.color for row in table.rules if row.color is not None}
+    if unknown := colors - set(table.colors) if table.described is None else set():
         yield f"rules have the colors {sorted(unknown)}, which are not in 'colors'"
     for name, named in (("refused", ",".join(table.refused)), ("needed", ",".join(table.needed))):
         if unknown := {axis for axis in named.split(",") if axis} - _AXES:

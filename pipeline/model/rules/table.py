@@ -103,6 +103,7 @@ class RuleTable:
     proven: Proof | None = field(default=None, compare=False, repr=False)
     comment: str | tuple[str, ...] = field(default="", compare=False, repr=False)
     described: tuple[Described, ...] | None = None
+    without_forms: str = field(default="", compare=False, repr=False)
     # other keys of its tensors
     saved_prefixes: Mapping[str, str] = field(default_factory=dict)
     peft_prefixes: Mapping[str, str] = field(default_factory=dict)

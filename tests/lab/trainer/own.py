@@ -29,8 +29,15 @@ SIZES = {
     "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_experts": 4, "use_cache": False, "dtype": "bfloat16",
 }  # fmt: skip
-FUSED = {"model.layers.{layer}.attention.keys_and_values.weight": 2}
-"""What ``describe`` is told: a rank of tp has its keys beside its values."""
+LAYER = "model.layers.$LAYER_ID"
+SAME = (
+    *(f"{LAYER}.{norm}.{part}" for norm in ("before", "after") for part in ("weight", "bias")),
+    f"{LAYER}.attention.temperature",
+    f"{LAYER}.attention.query.bias",
+    f"{LAYER}.attention.out.bias",
+)
+"""What a Hugging Face checkpoint has as the trainer has it, under the same key."""
+EXPERT, EXPERT_THERE = f"{LAYER}.mlp.experts.$EXPERT_ID", f"{LAYER}.moe.$EXPERT_ID"
 
 
 class OwnConfig(PretrainedConfig):
@@ -68,6 +75,8 @@ class OwnAttention(nn.Layer):
         if tp > 1:
             self.temperature.split_axis = 0
         self.out = row(config, hidden, hidden, bias=True)
+        for parameter in self.query.parameters():
+            parameter.color = "queries"  # buffers of their own under stage 1 v2
 
     def sharded_state_dict(self, structured_name_prefix=""):
         held = super().sharded_state_dict(structured_name_prefix)
@@ -222,7 +231,37 @@ class OwnBody(nn.Layer):
         return x
 
 
-class OwnForCausalLM(OwnPretrained):
+class OwnMaps:
+    """Maps of Hugging Face checkpoints, which say what is fused: a rank of tp has its keys beside its values."""
+
+    transpose_weight_keys = ("query", "out", "up", "down", "proj")
+
+    @classmethod
+    def _gen_aoa_config(cls, config):
+        made = f"{LAYER}.attention.keys_and_values.weight"
+        return {
+            "aoa_statements": [
+                "embed_tokens.weight -> model.embed.words.weight",
+                *(f"{key} -> {key}" for key in SAME),
+                *(
+                    f"{LAYER}.attention.{name}.weight^T -> {LAYER}.attention.{name}.weight"
+                    for name in ("query", "out")
+                ),
+                f"{LAYER}.attention.k.weight^T, {LAYER}.attention.v.weight^T -> {made}, fused_ffn",
+                *(f"{LAYER}.dense.{name}.weight^T -> {LAYER}.mlp.{name}.weight" for name in ("up", "down")),
+                *(f"{EXPERT_THERE}.{name}.weight^T -> {EXPERT}.{name}.weight" for name in ("up", "down")),
+                f"{EXPERT_THERE}.up.bias -> {EXPERT}.up.bias",
+                f"{LAYER}.moe.router.weight^T -> {LAYER}.mlp.router.weight",
+                *(
+                    ["embed_tokens.weight -> answer.words.weight"]
+                    if config.tie_word_embeddings
+                    else ["lm_head.weight^T -> answer.proj.weight", "lm_head.bias -> answer.proj.bias"]
+                ),
+            ]
+        }
+
+
+class OwnForCausalLM(OwnMaps, OwnPretrained):
     def __init__(self, config):
         super().__init__(config)
         self.model = OwnBody(config)
@@ -233,7 +272,7 @@ class OwnForCausalLM(OwnPretrained):
         return (loss_of(logits, labels), logits) if labels is not None else logits
 
 
-class OwnForCausalLMPipe(PipelinePretrainedModel, PipelineLayer):
+class OwnForCausalLMPipe(OwnMaps, PipelinePretrainedModel, PipelineLayer):
     config_class = OwnConfig
     base_model_prefix = "model"
     _init_weights = OwnPretrained._init_weights
@@ -267,6 +306,6 @@ def describe(trainer, out):
     from paddle_reshard.pipeline.training.describe import facts_of
 
     beside = out.parents[1] / "rules.json"
-    trainer.add_callback(paddle_reshard.describe_callback(trainer, to=beside, fused=FUSED))
+    trainer.add_callback(paddle_reshard.describe_callback(trainer, to=beside))
     facts = json.dumps(dataclasses.asdict(facts_of(trainer.model)))
     (out / f"facts_{paddle.distributed.get_rank()}.json").write_text(facts)
