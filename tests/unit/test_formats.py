@@ -51,6 +51,7 @@ ABOUT_SOMETHING_ELSE = {
     "pipeline/core/suggest.py": "words of other tools, and which of ours they may mean",
     "pipeline/core/errors.py": "the command that goes on from a refusal that concerns nothing but the optimizer",
     "pipeline/model/forms.py": "the entry of a rule that says what a tensor is in transformers",
+    "pipeline/checkpoint/training_job.py": "the format that a job needs, in what is said of it",
     "pipeline/model/described.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/changes/aoa/forms.py": "the entry of a rule that says what a tensor is in transformers",
     "pipeline/model/ernie.py": "the entry of a rule that says what a tensor is called where the recipe publishes it",
