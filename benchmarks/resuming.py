@@ -34,8 +34,7 @@ from typing import Any
 from benchmarks.measure import end_cleanly, run
 from tests.conftest import case_directory
 from tests.lab.job import Job, Topology
-from tests.parity.lab import PARITY, Lab, open_lab, run_trainer, say
-from tests.parity.run import alone
+from tests.parity.lab import PARITY, Lab, alone, open_lab, run_trainer, say
 
 DRIVER = Path(__file__).with_name("resuming_driver.py")
 TIMEOUT_SECONDS = 1800

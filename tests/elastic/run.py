@@ -28,13 +28,14 @@ from tests.parity.lab import (
     REPO,
     Lab,
     LabError,
+    alone,
     free_ports,
     mailbox,
     open_lab,
     say,
     shared_environment,
 )
-from tests.parity.run import EMA_STATES, alone, differences_of_reports
+from tests.parity.run import EMA_STATES, differences_of_reports
 from tests.parity.tensors import Tensor, differences, read_tensors
 from tests.storage.servers import Store, running_store
 

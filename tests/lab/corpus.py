@@ -18,8 +18,7 @@ from tests.conftest import COMMITTED, CORPUS, REPO, case_directory
 from tests.lab.draws import files
 from tests.lab.job import BY_KEY, LIBRARY, OWN, UNKNOWN, Job, described
 from tests.lab.laboratory import Laboratory
-from tests.parity.lab import LabError, say
-from tests.parity.run import alone
+from tests.parity.lab import LabError, alone, say
 from tests.parity.tensors import Tensor, read_tensors
 
 FOLDER = REPO / ".again"

@@ -19,8 +19,7 @@ from tests.lab.draws.keep import keep
 from tests.lab.job import Job, Topology
 from tests.lab.laboratory import Laboratory
 from tests.lab.pack import pack
-from tests.parity.lab import LabError, say
-from tests.parity.run import alone
+from tests.parity.lab import LabError, alone, say
 from tests.parity.tensors import differences
 
 FOLDER = REPO / ".own"

@@ -11,7 +11,6 @@ import json
 import pickle
 import re
 import shutil
-import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +23,8 @@ import numpy as np
 import paddle_reshard
 from tests.conftest import case_directory
 from tests.lab.job import FILES_OF_RANKS, FLEX, Job, Topology
-from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
-from tests.parity.run import TIMEOUT_SECONDS, alone
+from tests.parity.lab import PARITY, REPO, Lab, check_all, run_trainer
+from tests.parity.run import TIMEOUT_SECONDS
 from tests.parity.tensors import read_ema_file, read_flex_ema
 
 DRIVER = Path(__file__).resolve().parent / "ema_driver.py"
@@ -82,26 +81,10 @@ RUNS = {
 
 def main(wanted: list[str]) -> int:
     """Check the runs asked for, or all; the result is the exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    failed = 0
-    try:
-        with alone():
-            for name in wanted or RUNS:
-                lab = open_lab()
-                found = _check(lab, name, RUNS[name])
-                say(
-                    f"{'FAILED' if found else 'passed'}  {name}"
-                    + "".join(f"\n        {line}" for line in found[:8])
-                )
-                failed += bool(found)
-    except LabError as error:
-        say(f"parity: {error}")
-        return 2
-    say(f"{len(wanted or RUNS) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    return check_all(wanted or RUNS, lambda lab, name: _check(lab, name, RUNS[name]))
 
 
-def _check(lab: Lab, name: str, run: Run) -> list[str]:
+def _check(lab: Lab, name: str, run: Run) -> tuple[str, list[str]]:
     work = PARITY / "work" / f"ema-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -135,7 +118,7 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
         found.append(
             f"ema.json counts {progress['updates']} updates up to step {progress['step']}, not 6 and 6"
         )
-    return found
+    return f"averages of {run.first.topology.ranks} and {run.second.topology.ranks} ranks", found
 
 
 def _train(lab: Lab, name: str, work: Path, job: Job, steps: int, environment: dict[str, str]) -> None:

@@ -6,19 +6,17 @@
 
 import json
 import re
-import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import paddle_reshard
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests.families import families
-from tests.parity.lab import PARITY, REPO, LabError, open_lab, say
-from tests.parity.run import Row, alone, check
+from tests.parity.lab import PARITY, REPO, Lab, LabError, check_all, say
+from tests.parity.run import Row, check
 
 RESULTS = PARITY / "families"
 DOCUMENT = REPO / "tests" / "parity" / "families.md"
@@ -116,14 +114,6 @@ def rows() -> dict[str, Row]:
     }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of a row."""
-
-    compared: int
-    found: tuple[str, ...]
-
-
 def table() -> str:
     """The results as Markdown, and what there is to say of some of them."""
     names = sorted({name.partition(":")[0] for name in [*rows(), *REMARKS]})
@@ -164,33 +154,21 @@ def main(wanted: list[str]) -> int:
     if not names:
         say(f"unknown: {', '.join(wanted)}; the rows are {', '.join(every)}")
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     RESULTS.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    try:
-        with alone(RESULTS):
-            lab = open_lab()
-            for name in names:
-                result = _result(lab, name, every[name])
-                (RESULTS / f"{name.replace(':', '-')}.json").write_text(json.dumps(result.__dict__))
-                failed += bool(result.found)
-                say(f"{'FAILED' if result.found else 'passed'}  {name}: {result.compared} tensors compared")
-                for line in result.found[:8]:
-                    say(f"        {line}")
-    except LabError as error:
-        say(f"parity: {error}")
-        return 2
-    say(f"{len(names) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    return check_all(names, lambda lab, name: _checked(lab, name, every[name]))
 
 
-def _result(lab: Any, name: str, row: Row) -> Result:
+def _checked(lab: Lab, name: str, row: Row) -> tuple[str, list[str]]:
+    """Check a row, and keep for the report what came of it."""
+    compared, found = 0, ["the check did not end"]
     try:
         compared, found = check(lab, name.replace(":", "-"), row)
-    except (LabError, paddle_reshard.ReshardError) as error:
-        return Result(0, (str(error),))
-    known = OF_THE_LIBRARY.get(name)
-    return Result(compared, tuple(line for line in found if known is None or not re.fullmatch(known, line)))
+    finally:
+        known = OF_THE_LIBRARY.get(name)
+        found = [line for line in found if known is None or not re.fullmatch(known, line)]
+        path = RESULTS / f"{name.replace(':', '-')}.json"
+        path.write_text(json.dumps({"compared": compared, "found": found}))
+    return f"{compared} tensors", found
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The script that starts it makes the corpus too: ``tests/lab/trainer``.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from paddle_reshard import ReshardError
 
 REPO = Path(__file__).resolve().parents[2]
 PARITY = REPO / ".parity"
@@ -91,6 +94,44 @@ def _python_of_the_lock() -> str:
         f"{sys.version_info.major}.{sys.version_info.minor} and there is no python{PYTHON} on the path. "
         f"Install it, or set PARITY_LAB to a folder whose venv-pf holds the trainer"
     )
+
+
+@contextlib.contextmanager
+def alone(folder: Path = PARITY) -> Iterator[None]:
+    """Keep a second run away from the files of this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LabError("another parity check is running in this checkout") from None
+        yield
+
+
+def check_all(names: Collection[str], check: Callable[[Lab, str], tuple[str, list[str]]]) -> int:
+    """Let ``check`` tell of each name what was compared and what is wrong; the result is the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    failed = 0
+    try:
+        with alone():
+            lab = open_lab()
+            for name in names:
+                began = time.monotonic()
+                try:
+                    told, found = check(lab, name)
+                except (LabError, ReshardError) as error:
+                    told, found = "not compared", [str(error)]
+                failed += bool(found)
+                say(f"{'FAILED' if found else 'passed'}  {name} ({time.monotonic() - began:.1f} s): {told}")
+                for difference in found[:8]:
+                    say(f"        {difference}")
+                if len(found) > 8:
+                    say(f"        and {len(found) - 8} more")
+    except LabError as error:
+        say(f"parity: {error}")
+        return 2
+    say(f"{len(names) - failed} passed, {failed} failed")
+    return 1 if failed else 0
 
 
 def say(line: str) -> None:

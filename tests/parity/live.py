@@ -6,7 +6,6 @@ topology, and where it would load, ours does.
 
 import json
 import shutil
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.conftest import case_directory
 from tests.lab.job import Job, Topology
-from tests.parity.lab import PARITY, REPO, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.lab import PARITY, REPO, Lab, check_all, run_trainer
 from tests.parity.run import (
     ALL_AXES,
     CHECKPOINT,
     EMA_STATES,
     STEP_IS_READ,
     TIMEOUT_SECONDS,
-    alone,
     differences_of_reports,
 )
 from tests.parity.tensors import differences, read_tensors
@@ -51,23 +49,10 @@ RUNS = {
 
 def main(wanted: list[str]) -> int:
     """Check the runs asked for, or all; the result is the exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    failed = 0
-    try:
-        with alone():
-            lab = open_lab()
-            for name in wanted or RUNS:
-                found = _check(lab, name, RUNS[name])
-                say("\n        ".join([f"{'FAILED' if found else 'passed'}  {name}", *found[:8]]))
-                failed += bool(found)
-    except LabError as error:
-        say(f"parity: {error}")
-        return 2
-    say(f"{len(wanted or RUNS) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    return check_all(wanted or RUNS, lambda lab, name: _check(lab, name, RUNS[name]))
 
 
-def _check(lab: Lab, name: str, run: Run) -> list[str]:
+def _check(lab: Lab, name: str, run: Run) -> tuple[str, list[str]]:
     source, work = case_directory(run.source), PARITY / "work" / f"live-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -94,7 +79,7 @@ def _check(lab: Lab, name: str, run: Run) -> list[str]:
             for line in (STEP_IS_READ, LIGHT)
             if line not in log
         ]
-    return found
+    return f"{len(wanted)} tensors", found
 
 
 if __name__ == "__main__":

@@ -3,15 +3,11 @@
 ``python -m tests.parity.run [row ...]``; the README beside this file says what it proves.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +21,7 @@ import paddle_reshard
 from tests.conftest import REPO, case_directory
 from tests.deepseek_names import named
 from tests.lab.job import FILES_OF_RANKS, Job, Topology, described
-from tests.parity.lab import PARITY, Lab, LabError, open_lab, resume, say
+from tests.parity.lab import PARITY, Lab, check_all, resume, say
 from tests.parity.tensors import ITEM_BYTES, Tensor, differences, read_tensors, write_tensors
 
 TIMEOUT_SECONDS = 300
@@ -355,51 +351,16 @@ def main(wanted: list[str]) -> int:
     without_muon = "MUON_OVERLAY" not in os.environ
     omitted = [name for name in wanted or ROWS if ROWS[name].needs_muon and without_muon]
     rows = [name for name in wanted or ROWS if name not in omitted]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with alone():
-            lab = open_lab()
-            failed = [name for name in rows if not _report(lab, name, ROWS[name])]
-    except LabError as error:
-        say(f"parity: {error}")
-        return 2
     for name in omitted:
         say(f"omitted {name}: Paddle 3.3.1 has no Muon; MUON_OVERLAY=DIR adds it (see the README)")
-    say(f"{len(rows) - len(failed)} passed, {len(failed)} failed, {len(omitted)} omitted")
-    return 1 if failed else 2 if wanted and omitted else 0
+    return check_all(rows, _checked) or (2 if wanted and omitted else 0)
 
 
-@contextlib.contextmanager
-def alone(folder: Path = PARITY) -> Iterator[None]:
-    """Keep a second run away from the files of this one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LabError("another parity check is running in this checkout") from None
-        yield
-
-
-def _report(lab: Lab, name: str, row: Row) -> bool:
-    started = time.monotonic()
-    try:
-        compared, found = check(lab, name, row)
-    except (LabError, paddle_reshard.ReshardError) as error:
-        compared, found = 0, [str(error)]
-    seconds = time.monotonic() - started
+def _checked(lab: Lab, name: str) -> tuple[str, list[str]]:
+    row = ROWS[name]
     asked = ", ".join(filter(None, (row.to, row.strategy, row.format, "cold start" if row.cold else "")))
-    if found:
-        say(f"FAILED  {name} ({seconds:.1f} s): {row.source} -> {asked}")
-        for difference in found[:8]:
-            say(f"        {difference}")
-        if len(found) > 8:
-            say(f"        and {len(found) - 8} more")
-        return False
-    say(
-        f"passed  {name} ({seconds:.1f} s): {row.source} -> {asked}: {compared} tensors equal on {row.ranks} rank(s)"
-    )
-    return True
+    compared, found = check(lab, name, row)
+    return f"{row.source} -> {asked}: {compared} tensors on {row.ranks} rank(s)", found
 
 
 def check(lab: Lab, name: str, row: Row) -> tuple[int, list[str]]:

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from tests.lab.job import FILES_OF_RANKS, Job
-from tests.parity.lab import PARITY, Lab, LabError, open_lab, run_trainer, say
+from tests.parity.lab import PARITY, Lab, LabError, alone, open_lab, run_trainer, say
 from tests.parity.measure import drift, largest_ulps
-from tests.parity.run import TIMEOUT_SECONDS, alone
+from tests.parity.run import TIMEOUT_SECONDS
 from tests.parity.table_report import is_exact, write_report
 from tests.parity.table_rows import (
     DRIFT_ROWS,

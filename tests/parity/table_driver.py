@@ -6,7 +6,6 @@ Right after loading (and overwriting), the live state is gathered into the folde
 last step the script gathers it as it always does.
 """
 
-import functools
 import json
 import os
 import runpy
@@ -20,18 +19,16 @@ from driver import copy_to_host
 def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.parent)
+    sys.path[:1] = [str(script.parent), str(script.parents[1])]
 
     # The order in which the script imports them: the shim patches what the rest then uses.
     import paddle
 
     paddle.set_device("cpu")
     import cpu_gloo_shim  # noqa: F401
-    import models
     import truth
     from paddleformers.trainer import Trainer
 
-    models.get = functools.partial(_model, models.get)
     copy_to_host()
     train = Trainer.train
 
@@ -41,30 +38,6 @@ def main() -> None:
 
     Trainer.train = go_on
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _model(known, family, sequence):
-    """The models of the laboratory and two more: Llama, and Qwen3 with fused qkv and gate-up."""
-    base, *_ = known("qwen3_moe", sequence)
-    small = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    small += ("num_key_value_heads", "max_position_embeddings", "use_cache", "dtype")
-    base_of_dense = {key: base[key] for key in small}
-    if family == "llama":
-        from paddleformers.transformers import LlamaConfig, LlamaForCausalLM, LlamaForCausalLMPipe
-
-        return base_of_dense, LlamaConfig, LlamaForCausalLM, LlamaForCausalLMPipe
-    if family == "qwen3":
-        from paddleformers.transformers.qwen3 import modeling
-        from paddleformers.transformers.qwen3.configuration import Qwen3Config
-
-        dense = base_of_dense | {"head_dim": 16}
-        return (
-            dense,
-            Qwen3Config,
-            modeling.Qwen3ForCausalLMDeprecated,
-            modeling.Qwen3ForCausalLMPipeDeprecated,
-        )
-    return known(family, sequence)
 
 
 def _witness(trainer, truth):
@@ -108,8 +81,9 @@ def _overwrite(trainer, truth, args) -> int:
     """
     import numpy as np
     import paddle
+    from reader import load
 
-    wanted = _read_tensors(np, os.environ["TABLE_TRUTH"])
+    wanted = {key: one.astype("float32") for key, one in load(os.environ["TABLE_TRUTH"]).items()}
     live, look = {}, truth._np
 
     def look_and_keep(tensor):
@@ -171,31 +145,13 @@ def _value(np, truth, wanted, piece, coordinate, degree):
     value = wanted[key + ending]
     if piece["tpd"] and "pow_acc" not in piece["kind"]:
         axis, rank = piece["axis"], coordinate["tp"]
-        parts = np.split(value, 2, axis) if any(name in key for name in truth.FUSED) else [value]
-        value = np.concatenate([np.split(part, degree, axis)[rank] for part in parts], axis)
+        value = truth.cut(value, key, axis, degree, rank)
     if piece["flat"] is not None:
         start, stop = piece["flat"]
         flat = np.zeros(max(value.size, stop), "float32")
         flat[: value.size] = value.reshape(-1)
         value = flat[start:stop]
     return value
-
-
-def _read_tensors(np, path):
-    """The tensors of a safetensors file, as float32."""
-    content = Path(path).read_bytes()
-    header_bytes = int.from_bytes(content[:8], "little")
-    header, payload = json.loads(content[8 : 8 + header_bytes]), memoryview(content)[8 + header_bytes :]
-    tensors = {}
-    for key, entry in header.items():
-        if key != "__metadata__":
-            data = payload[slice(*entry["data_offsets"])]
-            if entry["dtype"] == "BF16":
-                array = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-            else:
-                array = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]]).astype("float32")
-            tensors[key] = array.reshape(entry["shape"])
-    return tensors
 
 
 if __name__ == "__main__":

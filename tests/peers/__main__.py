@@ -16,8 +16,7 @@ from dataclasses import asdict
 
 from tests.lab.job import Topology
 from tests.lab.laboratory import Laboratory
-from tests.parity.lab import LabError, say
-from tests.parity.run import alone
+from tests.parity.lab import LabError, alone, say
 from tests.parity.tensors import Tensor, differences
 from tests.peers.cases import CASES, Case, case_of
 from tests.peers.converters import OURS, Brought, Converter, Refused, converters_of

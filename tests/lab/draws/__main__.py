@@ -17,8 +17,7 @@ from tests.lab.draws.chance import EVERY_FAMILY, draw
 from tests.lab.draws.check import WRONG, Draw, Outcome, check, draw_of, shrink
 from tests.lab.draws.keep import keep
 from tests.lab.laboratory import Laboratory
-from tests.parity.lab import LabError, say
-from tests.parity.run import alone
+from tests.parity.lab import LabError, alone, say
 
 FOLDER = REPO / ".draws"
 SHOWN = 6

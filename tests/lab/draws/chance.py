@@ -83,6 +83,8 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         common = replace(
             common, head=chance.choice(CLASSES_WITH_HEADS), model={**model, **labels}, tied=False
         )
+    if common.tied and common.frozen == "embed_tokens":  # the last stage would train its copy, the head
+        common = replace(common, frozen="norm")
     # The trainer averages master weights, which float32 lacks, and of float16 jobs what the truth does not have.
     with_average = chance.random() < 0.25 and not common.lora and precision == "bfloat16"
     source, target = (placed(common, chance, with_average) for _ in range(2))
