@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError
@@ -23,7 +24,8 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import DType, dtype_of_meta, phi_code
 from paddle_reshard.pipeline.core.topology import Topology
 
-LARGEST_EXTENT = 1 << 40
+MOST_ELEMENTS = 1 << 38
+"""Of a rank's piece of a parameter, which has 2**32 at most: the sums of all in a file have 64 bits."""
 PARAMETER_COLUMNS = ["shape", "dtype", "is_distributed", "no_sync"]
 """What ``param_meta`` lists of a parameter; PaddleNLP writes the first three, and no ``param_meta_keys``."""
 DEGREES = frozenset({"mp_degree", "pp_degree", "sharding_degree"})
@@ -163,7 +165,8 @@ def _check_written(entries: Mapping[str, Any], expected: Set[str], where: str) -
 def _parse_parameter(described: object, where: str) -> ParameterMeta:
     if isinstance(described, list) and len(described) >= 3:
         shape, code, distributed = described[:3]
-        sizes = isinstance(shape, list) and all(_is_int(n) and 0 <= n < LARGEST_EXTENT for n in shape)
+        sizes = isinstance(shape, list) and all(_is_int(n) and 0 <= n < MOST_ELEMENTS for n in shape)
+        sizes = sizes and prod(shape) < MOST_ELEMENTS
         no_sync = described[3] if len(described) > 3 else None
         if sizes and _is_int(code) and isinstance(distributed, bool) and isinstance(no_sync, bool | None):
             return ParameterMeta(tuple(shape), dtype_of_meta(code, where), distributed, no_sync)

@@ -20,10 +20,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from paddle_reshard.pipeline.core.geometry import Shape
-from paddle_reshard.pipeline.core.tensors import DType
+from paddle_reshard.pipeline.core.numbers import Ints
+from paddle_reshard.pipeline.core.sorting import distinct
+from paddle_reshard.pipeline.core.tensors import DTYPES, DType, dtype_number
+
+Count = TypeVar("Count", int, Ints)
 
 ALIGNMENT_BYTES = 256  # of gpu, xpu and npu alike: tensor_fusion_helper.alignment
 DEFAULT_BUFFER_BYTES = 256 << 20
@@ -69,6 +75,10 @@ class ShardingOptions:
     segment_elements: int = DEFAULT_SEGMENT_ELEMENTS
     """Stage 3: parameters with more elements are cut."""
 
+    def cuts(self, elements: int) -> bool:
+        """Whether stage 3 cuts a parameter with so many elements."""
+        return elements > self.segment_elements
+
 
 def partition_parameters(
     strategy: str, parameters: Sequence[Parameter], degree: int, options: ShardingOptions
@@ -78,11 +88,12 @@ def partition_parameters(
         slices = stage1_v2_slices(parameters, degree, options.buffer_bytes, options.comm_overlap)
         return {key: dict(ranks) for key, ranks in slices.items()}
     if strategy == "stage3":
-        return {p.key: _stage3_share(p, degree, options.segment_elements) for p in parameters}
+        return {p.key: _stage3_share(p, degree, options) for p in parameters}
     if strategy == "stage1v1":
         owners = stage1_v1_owners(parameters, degree, options.sort_parameters)
     elif strategy == "stage2":
-        owners = _hand_out(parameters, degree)
+        ranks = hand_out([p.elements for p in parameters], degree)
+        owners = {p.key: rank for p, rank in zip(parameters, ranks, strict=True)}
     else:
         owners = {p.key: 0 for p in parameters}
     return {key: {rank: None} for key, rank in owners.items()}
@@ -93,32 +104,29 @@ def stage1_v1_owners(parameters: Sequence[Parameter], degree: int, sort: bool = 
 
     ``sort`` mirrors the environment variable ``FLAGS_sharding_sort_parameters``, on by default.
     """
-    owner = _hand_out(sorted(parameters, key=lambda p: -p.elements) if sort else parameters, degree)
-    return {key: rank for r in range(degree) for key, rank in owner.items() if rank == r}
+    ranks = hand_out([p.elements for p in parameters], degree, largest_first=sort)
+    owner = {p: rank for p, rank in zip(parameters, ranks, strict=True)}
+    in_turn = sorted(owner, key=lambda p: (owner[p], -p.elements if sort else 0))
+    return {p.key: owner[p] for p in in_turn}
 
 
-def _hand_out(parameters: Iterable[Parameter], degree: int) -> dict[str, int]:
-    listed = list(parameters)
-    return dict(zip((p.key for p in listed), hand_out([p.elements for p in listed], degree), strict=True))
-
-
-def hand_out(elements: Iterable[int], degree: int) -> list[int]:
+def hand_out(elements: Sequence[int], degree: int, largest_first: bool = False) -> list[int]:
     """The rank of each of several parameters, which go in turn to the first rank with the fewest elements so far.
 
-    >>> hand_out([6, 4, 3, 1], 2)
-    [0, 1, 1, 0]
+    >>> hand_out([1, 6, 4, 3], 2), hand_out([1, 6, 4, 3], 2, largest_first=True)
+    ([0, 1, 0, 0], [0, 0, 1, 1])
     """
+    order = range(len(elements))
     loads = [(0, rank) for rank in range(degree)]
-    owners = []
-    for count in elements:
-        load, rank = loads[0]
-        owners.append(rank)
-        heapreplace(loads, (load + count, rank))
+    owners = [0] * len(elements)
+    for number in sorted(order, key=elements.__getitem__, reverse=True) if largest_first else order:
+        load, owners[number] = loads[0]
+        heapreplace(loads, (load + elements[number], owners[number]))
     return owners
 
 
-def _stage3_share(parameter: Parameter, degree: int, segment_elements: int) -> dict[int, FlatSlice | None]:
-    if parameter.elements <= segment_elements:
+def _stage3_share(parameter: Parameter, degree: int, options: ShardingOptions) -> dict[int, FlatSlice | None]:
+    if not options.cuts(parameter.elements):
         return dict.fromkeys(range(degree))
     length = stage3_slice_elements(parameter.elements, parameter.dtype, degree)
     return {rank: FlatSlice(rank * length, (rank + 1) * length) for rank in range(degree)}
@@ -133,15 +141,29 @@ def stage1_v2_slices(
     them from all parameters. (It sorts them by dtype first, which changes nothing: a buffer has one dtype.)
     """
     slices: dict[str, dict[int, FlatSlice]] = {}
-    if comm_overlap:
-        chunks = sorted({p.chunk for p in parameters})
-        runs = [[p for p in parameters if p.chunk == chunk] for chunk in chunks]
-    else:
-        runs = [list(parameters)]
-    for run in runs:
-        for buffer in _buffers(run, buffer_bytes):
-            slices.update(cut_buffer(buffer, degree))
+    sizes = np.array([p.elements * p.dtype.itemsize for p in parameters], dtype=np.int64)
+    dtypes = np.array([dtype_number(p.dtype) for p in parameters], dtype=np.int64)
+    chunks = np.array([p.chunk if comm_overlap else 0 for p in parameters], dtype=np.int64)
+    for buffer in buffers_of(sizes, dtypes, chunks, buffer_bytes):
+        slices.update(cut_buffer([parameters[number] for number in buffer.tolist()], degree))
     return slices
+
+
+def buffers_of(sizes: Ints, dtypes: Ints, chunks: Ints, limit_bytes: int) -> list[Ints]:
+    """The parameters of each communication buffer of stage 1 v2, given by bytes, number of the dtype and chunk.
+
+    A chunk has a buffer for each dtype. It is closed after the parameter that reaches the limit, and another is opened.
+    """
+    buffers: list[Ints] = []
+    apart = chunks * len(DTYPES) + dtypes
+    for one in distinct(apart).tolist():
+        alike = np.flatnonzero(apart == one)
+        filled, first, before = np.cumsum(sizes[alike]), 0, 0
+        while first < len(alike):
+            last = max(first, int(np.searchsorted(filled, before + limit_bytes)))
+            buffers.append(alike[first : last + 1])
+            first, before = last + 1, int(filled[min(last, len(alike) - 1)])
+    return sorted(buffers, key=lambda buffer: (chunks[buffer[0]], buffer[0]))
 
 
 def read_buffers(
@@ -195,39 +217,33 @@ def not_of_these_ranks(held: Mapping[int, Shape], wanted: Mapping[int, Shape]) -
     )
 
 
-def _buffers(parameters: Iterable[Parameter], limit_bytes: int) -> list[list[Parameter]]:
-    """Fill one bucket per dtype; a bucket is closed after the parameter that reaches the limit."""
-    open_buffers: dict[DType, tuple[list[Parameter], int]] = {}
-    buffers: list[list[Parameter]] = []
-    for parameter in parameters:
-        if parameter.dtype not in open_buffers:
-            buffers.append([])
-        bucket, filled_bytes = open_buffers.pop(parameter.dtype, (buffers[-1], 0))
-        bucket.append(parameter)
-        filled_bytes += parameter.elements * parameter.dtype.itemsize
-        if filled_bytes < limit_bytes:
-            open_buffers[parameter.dtype] = (bucket, filled_bytes)
-    return buffers
-
-
 def cut_buffer(buffer: Sequence[Parameter], degree: int) -> dict[str, dict[int, FlatSlice]]:
     """Key → rank → slice of a parameter in one communication buffer, of which every rank stores an equal part."""
-    # Two ranks, a and b padded to 256 and 768 elements: the parts are [0, 512) and [512, 1024) of the buffer. Rank 0
-    # stores [0, 256) of a and [0, 256) of b, rank 1 stores [256, 768) of b.
-    padded = [padded_elements(p.elements, p.dtype, degree) for p in buffer]
-    part = sum(padded) // degree
-    if not part:  # only parameters without elements: no rank stores any of them
-        return {p.key: {} for p in buffer}
-    slices: dict[str, dict[int, FlatSlice]] = {}
-    first = 0
-    for parameter, length in zip(buffer, padded, strict=True):
-        stop = first + length
-        slices[parameter.key] = {
-            rank: FlatSlice(max(first, rank * part) - first, min(stop, (rank + 1) * part) - first)
-            for rank in range(first // part, -(-stop // part))
-        }
-        first = stop
-    return slices
+    padded = np.array([padded_elements(p.elements, p.dtype, degree) for p in buffer], dtype=np.int64)
+    slices: list[dict[int, FlatSlice]] = [{} for _ in buffer]
+    for number, rank, start, stop in np.stack(pieces_of_buffer(padded, degree), axis=1).tolist():
+        slices[number][rank] = FlatSlice(start, stop)
+    return {
+        p.key: of_ranks for p, of_ranks in zip(buffer, slices, strict=True)
+    }  # of one listed twice, the last
+
+
+def pieces_of_buffer(padded: Ints, degree: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Number of the parameter, rank, and ``[start, stop)`` of it, of every piece of a buffer; rank by rank.
+
+    Two ranks, and two parameters of 256 and 768 elements: rank 0 stores all of the first and 256 elements of the other.
+
+    >>> [column.tolist() for column in pieces_of_buffer(np.array([256, 768]), 2)]
+    [[0, 1, 1], [0, 0, 1], [0, 0, 256], [256, 256, 768]]
+    """
+    stops = np.cumsum(padded)
+    starts, part = stops - padded, max(1, int(padded.sum()) // degree)
+    first = starts // part
+    counts = -(-stops // part) - first
+    number = np.repeat(np.arange(len(padded)), counts)
+    rank = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    begin = np.maximum(starts[number], rank * part) - starts[number]
+    return number, rank, begin, np.minimum(stops[number], (rank + 1) * part) - starts[number]
 
 
 def stage3_slice_elements(elements: int, dtype: DType, degree: int) -> int:
@@ -235,7 +251,7 @@ def stage3_slice_elements(elements: int, dtype: DType, degree: int) -> int:
     return -(-padded_elements(elements, dtype, 1) // degree)
 
 
-def padded_elements(elements: int, dtype: DType, degree: int) -> int:
-    """Elements that a parameter occupies in a v2 buffer, padding included."""
+def padded_elements(elements: Count, dtype: DType, degree: int) -> Count:
+    """Elements that a parameter, or each of several, occupies in a v2 buffer, padding included."""
     unit = ALIGNMENT_BYTES // dtype.itemsize * degree
     return -(-elements // unit) * unit

@@ -106,6 +106,13 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
         lambda meta: [cell["param_meta"][KEY].pop() for cell in _cells(meta)],
         rf"tp00_pp00: {KEY}: .* are not values of the columns",
     ),
+    "more elements than 64 bits count": (
+        "sh2_s1v2_meta",
+        lambda meta: [
+            cell["param_meta"][KEY][0].__setitem__(slice(None), [1 << 36] * 2) for cell in _cells(meta)
+        ],
+        rf"tp00_pp00: {KEY}: .* is not \[local shape",
+    ),
     "no owners": (
         "sh2_s1v2_meta",
         lambda meta: [cell.pop("param2rank") for cell in _cells(meta)],

@@ -18,7 +18,13 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.jobs.cells import CellPlanner, PipelineItem, optimizer_list
 from paddle_reshard.pipeline.formats.jobs.job import HybridJob
 from paddle_reshard.pipeline.formats.jobs.keys import first_keys
-from paddle_reshard.pipeline.formats.sharding import ALIGNMENT_BYTES, hand_out, stage3_slice_elements
+from paddle_reshard.pipeline.formats.sharding import (
+    buffers_of,
+    hand_out,
+    padded_elements,
+    pieces_of_buffer,
+    stage3_slice_elements,
+)
 from paddle_reshard.pipeline.model.model import ModelTensor, order_routers
 
 
@@ -227,10 +233,10 @@ class _Sizes:
 
     def _slices(self) -> Ints:
         """Elements of a rank's slice under stage 3, for each kind."""
-        limit, degree = self.target.sharding.segment_elements, self.topology.sharding
+        options, degree = self.target.sharding, self.topology.sharding
         return np.array(
             [
-                elements if elements <= limit else stage3_slice_elements(elements, tensor.dtype, degree)
+                stage3_slice_elements(elements, tensor.dtype, degree) if options.cuts(elements) else elements
                 for elements, tensor in zip(self.elements.tolist(), self.all.first, strict=True)
             ],
             dtype=np.int64,
@@ -248,40 +254,24 @@ class _Sizes:
         held = np.zeros((degree, 3), dtype=np.int64)
         owners = np.zeros(len(kinds), dtype=np.int64)
         if strategy == "stage1v2":
-            runs = [np.arange(len(kinds))]
-            if options.comm_overlap:
-                runs = [np.flatnonzero(chunks == chunk) for chunk in np.unique(chunks)]
-            for run in runs:
-                for buffer in self._buffers(kinds, run):
-                    unit = ALIGNMENT_BYTES // int(of.itemsize[kinds[buffer[0]]]) * degree
-                    lengths = -(-elements[buffer] // unit) * unit
-                    _add_buffer(held, lengths, rates[buffer], numbers[buffer])
+            sizes = elements * of.itemsize[kinds]
+            together = chunks if options.comm_overlap else np.zeros_like(chunks)
+            for buffer in buffers_of(sizes, of.dtypes[kinds], together, options.buffer_bytes):
+                padded = padded_elements(elements[buffer], of.first[kinds[buffer[0]]].dtype, degree)
+                number, rank, start, stop = pieces_of_buffer(padded, degree)
+                pieces = rates[buffer][number] * (stop - start)[:, None]
+                pieces[:, 0] += numbers[buffer][number]
+                np.add.at(held, rank, pieces)
         elif strategy == "stage3":
             held += (rates * self._slices()[kinds][:, None]).sum(axis=0)
             held[:, 0] += numbers.sum()
         else:
-            if strategy == "stage1v1" and options.sort_parameters:
-                order = np.argsort(-elements, kind="stable")
-                owners[order] = hand_out(elements[order].tolist(), degree)
-            elif strategy != "none":
-                owners[:] = hand_out(elements.tolist(), degree)
+            if strategy != "none":
+                by_size = strategy == "stage1v1" and options.sort_parameters
+                owners[:] = hand_out(elements.tolist(), degree, largest_first=by_size)
             np.add.at(held, owners, rates * elements[:, None])
             np.add.at(held[:, 0], owners, numbers)
         return held, owners
-
-    def _buffers(self, kinds: Ints, run: Ints) -> list[Ints]:
-        """The communication buffers of stage 1 v2; the order of those of different dtypes does not matter here."""
-        limit, of_run = self.target.sharding.buffer_bytes, kinds[run]
-        buffers = []
-        for dtype in np.flatnonzero(np.bincount(self.all.dtypes[of_run])):
-            same = run[self.all.dtypes[of_run] == dtype]
-            filled = np.cumsum(self.elements[kinds[same]] * self.all.itemsize[kinds[same]])
-            start, before = 0, 0
-            while start < len(same):
-                stop = max(start, int(np.searchsorted(filled, before + limit))) + 1
-                buffers.append(same[start:stop])
-                start, before = stop, int(filled[min(stop, len(same)) - 1])
-        return buffers
 
     def _model_state(self, cell: _Cell, owner: Ints, offset: int) -> tuple[Ints, Ints]:
         """Tensors in the model_state files of a cell, and the rank with each among those of the cell."""
@@ -315,21 +305,3 @@ class _Sizes:
 
 def _positions(tensors: list[ModelTensor], position: dict[str, int]) -> Ints:
     return np.array([position[tensor.key] for tensor in tensors], dtype=np.int64)
-
-
-def _add_buffer(held: Ints, lengths: Ints, rates: Ints, numbers: Ints) -> None:
-    """Add what the ranks hold of a buffer, of which every one stores an equal part; see ``cut_buffer``."""
-    stops = np.cumsum(lengths)
-    part = int(stops[-1]) // len(held)
-    if not part:
-        return
-    starts = stops - lengths
-    before = np.concatenate([np.zeros((1, 3), dtype=np.int64), np.cumsum(rates * lengths[:, None], axis=0)])
-    bounds = np.arange(len(held) + 1) * part
-    at = np.minimum(np.searchsorted(stops, bounds, side="right"), len(stops) - 1)
-    up_to = before[at] + rates[at] * (bounds - starts[at])[:, None]
-    held += np.diff(up_to, axis=0)
-    changes = np.zeros(len(held) + 1, dtype=np.int64)
-    np.add.at(changes, starts // part, numbers)
-    np.subtract.at(changes, -(-stops // part), numbers)
-    held[:, 0] += np.cumsum(changes)[:-1]
