@@ -9,8 +9,11 @@ hold little but names and shapes. Every contender is a process of its own; secon
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,9 @@ from benchmarks.many import SINGLE_CARD, many, write_many
 from benchmarks.measure import Verdict, alternate, median, print_result, ratio_of_rounds, run, spread, table
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
+from tests.storage.servers import running_store
 
+BUCKET = "checkpoints"
 MIB = 1 << 20
 QUICK = 0.05
 
@@ -35,13 +40,17 @@ class Case:
     goal_seconds: float | None = None
     limit_seconds: float | None = None
     """The most that has been measured, where the goal is not reached."""
+    on_s3: bool = False
+    """Whether it is read from an S3 server on this machine (moto); ``pickle.load`` reads files all the same."""
 
 
 SHARDED = HybridTarget(Topology(sharding=512), "stage1v1", sharded_saving=False)
 CASES = (
     Case("one card, 60 layers: `inspect`", 60, SINGLE_CARD, goal_seconds=3, limit_seconds=6),
-    Case("the same: `plan --cards 4`", 60, SINGLE_CARD, ("plan", "--cards", "4")),
+    Case("the same: `plan --cards 64`", 60, SINGLE_CARD, ("plan", "--cards", "64")),
     Case("512 files of 2,000 arrays, and the parameters: `inspect`", 400, SHARDED),
+    Case("the same: `plan --cards 512`", 400, SHARDED, ("plan", "--cards", "512")),
+    Case("the same on S3: `inspect`", 400, SHARDED, on_s3=True),
 )
 
 
@@ -54,6 +63,19 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*.pd*")):
 """All files, one after the other, as Paddle loads them, and nothing else."""
 
 
+@contextlib.contextmanager
+def stored(place: Path, *, on_s3: bool) -> Iterator[tuple[str, list[str]]]:
+    """Where a checkpoint is read, and the options with which."""
+    if not on_s3:
+        yield str(place), []
+        return
+    with running_store() as store:
+        store.client.create_bucket(Bucket=BUCKET)
+        for path in place.iterdir():
+            store.client.upload_file(str(path), BUCKET, path.name)
+        yield f"s3://{BUCKET}", ["--storage-options", json.dumps(store.options)]
+
+
 def row(case: Case, share: float, rounds: int, folder: Path, verdicts: list[Verdict]) -> tuple[str, ...]:
     """Write the checkpoint of one case with a share of its layers, let it be read in turns, and judge the whole one."""
     layers = max(1, round(case.layers * share))
@@ -61,14 +83,16 @@ def row(case: Case, share: float, rounds: int, folder: Path, verdicts: list[Verd
     if not place.exists():
         write_many(many(layers), place, case.job)
     command, *options = case.arguments
-    found = alternate(
-        {
-            "ours": partial(run, [sys.executable, "-m", "paddle_reshard", command, str(place), *options]),
-            "pickle": partial(run, [sys.executable, "-c", UNPICKLE, str(place)]),
-        },
-        rounds,
-        partial(print, file=sys.stderr),
-    )
+    with stored(place, on_s3=case.on_s3) as (location, access):
+        ours = [sys.executable, "-m", "paddle_reshard", command, location, *options, *access]
+        found = alternate(
+            {
+                "ours": partial(run, ours),
+                "pickle": partial(run, [sys.executable, "-c", UNPICKLE, str(place)]),
+            },
+            rounds,
+            partial(print, file=sys.stderr),
+        )
     ours, theirs = found["ours"], found["pickle"]
     if case.goal_seconds and share == 1:
         what = f"many tensors, {case.name}: seconds"
