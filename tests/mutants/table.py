@@ -233,16 +233,26 @@ MUTANTS = (
     Mutant(
         "Stage 1 v2: a buffer is closed one parameter later where it is exactly full.",
         "pipeline/formats/sharding.py",
-        "if filled_bytes < limit_bytes:",
-        "if filled_bytes <= limit_bytes:",
+        "np.searchsorted(filled, before + limit_bytes)",
+        'np.searchsorted(filled, before + limit_bytes, side="right")',
         ("tests/unit/test_sharding_rules.py::test_a_buffer_is_full_when_it_reaches_the_limit",),
     ),
     Mutant(
         "Stage 1 v1: parameters of one size are handed out last first.",
         "pipeline/formats/sharding.py",
-        "sorted(parameters, key=lambda p: -p.elements)",
-        "sorted(parameters, key=lambda p: p.elements)[::-1]",
+        "sorted(order, key=elements.__getitem__, reverse=True)",
+        "sorted(order, key=elements.__getitem__)[::-1]",
         ("tests/unit/test_sharding_rules.py::test_equal_sizes_keep_their_order",),
+    ),
+    Mutant(
+        "States follow each other as those of the first accumulator do, whatever they are called.",
+        "pipeline/formats/hybrid/ranks.py",
+        "while again < stop and entries[at + again] == first[again] + ending:",
+        "while again < stop:",
+        (
+            "tests/golden/test_parameter_names.py::"
+            "test_a_state_is_that_of_the_parameter_that_it_names_wherever_it_stands",
+        ),
     ),
     Mutant(
         "Stage 3: slices are not padded.",
