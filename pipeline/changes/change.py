@@ -97,7 +97,7 @@ class Change(ABC):
     """The option that asks for it; empty if the targets do."""
 
     @classmethod
-    def asked(cls, value: Any, targets: Sequence[Request]) -> Self | None:
+    def from_option(cls, value: Any, targets: Sequence[Request]) -> Self | None:
         """The change, if a conversion to these ``targets`` asks for it.
 
         Parameters

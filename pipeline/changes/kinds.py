@@ -85,7 +85,9 @@ class Rewrite(OwnChange):
     """Whether the targets need a rule table for the result."""
 
     @classmethod
-    def asked(cls, value: tuple[AoaProgram, str | None] | None, targets: Sequence[Request]) -> Self | None:
+    def from_option(
+        cls, value: tuple[AoaProgram, str | None] | None, targets: Sequence[Request]
+    ) -> Self | None:
         """The change, if statements are given."""
         return None if value is None else cls(*value, needs_rule_table(targets))
 
@@ -123,7 +125,7 @@ class DivideAverage(OwnChange):
     targets: int
 
     @classmethod
-    def asked(cls, value: None, targets: Sequence[Request]) -> Self | None:
+    def from_option(cls, value: None, targets: Sequence[Request]) -> Self | None:
         """The change, if a target is a model made of the average."""
         return cls(len(targets)) if any(asked.of_average for asked in targets) else None
 
@@ -158,7 +160,7 @@ class MakeMasterWeights(OwnChange):
     option: ClassVar[str] = "master_weights"
 
     @classmethod
-    def asked(cls, value: MasterWeights | None, targets: Sequence[Request]) -> Self | None:
+    def from_option(cls, value: MasterWeights | None, targets: Sequence[Request]) -> Self | None:
         """The change, if they are not to be those that are stored."""
         return None if value in (None, MASTER_WEIGHTS[0]) else cls()
 
@@ -197,9 +199,9 @@ class Like(LocatedChange):
     option: ClassVar[str] = "like"
 
     @classmethod
-    def asked(cls, value: str | None, targets: Sequence[Request]) -> Self | None:
+    def from_option(cls, value: str | None, targets: Sequence[Request]) -> Self | None:
         """The change, if a model is given."""
-        change = super().asked(value, targets)
+        change = super().from_option(value, targets)
         formats = formats_to_complete()
         if change is not None and any(FORMATS[asked.format] not in formats for asked in targets):
             raise UsageError(f"--like applies only to --format {names_of(formats, 'or')}")
@@ -231,7 +233,7 @@ KINDS: Final[tuple[type[Change], ...]] = (
 
 def changes_of(given: Mapping[str, Any], targets: Sequence[Request]) -> tuple[Change, ...]:
     """What a conversion with these options to these targets changes; small files among the options are parsed."""
-    asked = (kind.asked(given.get(kind.option), targets) for kind in KINDS)
+    asked = (kind.from_option(given.get(kind.option), targets) for kind in KINDS)
     return tuple(change for change in asked if change is not None)
 
 

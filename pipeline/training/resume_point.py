@@ -61,7 +61,7 @@ Check = Callable[[Arguments, Topology, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CompleteCheckpoint:
     """A complete checkpoint of a run."""
 
     name: str
@@ -121,7 +121,7 @@ class Start:
         access = source_access(self.options)
         return open_root(self.run, access.options, access.schemes)
 
-    def find(self) -> Found | None:
+    def find(self) -> CompleteCheckpoint | None:
         """The newest complete checkpoint; ``None`` if the trainer has not finished any yet.
 
         Raises
@@ -138,7 +138,7 @@ class Start:
                 continue
             seen = look_at(here, name, files, _before(here, steps[:number]), self._reading(), self.observe)
             if seen.problem is None and seen.described is not None:
-                return Found(name, files, seen.described)
+                return CompleteCheckpoint(name, files, seen.described)
             self.say(f"{name} is passed over: {seen.problem}")
             if not seen.unfinished:
                 damaged.append(f"{name}: {seen.problem}")
@@ -148,7 +148,7 @@ class Start:
             )
         return None
 
-    def make_ready(self, found: Found | None, agree: Callable[[str], object]) -> ResumePoint:
+    def make_ready(self, found: CompleteCheckpoint | None, agree: Callable[[str], object]) -> ResumePoint:
         """Have everything in place from which the ranks of this node resume.
 
         ``agree`` is called with the digest of the whole before anything is moved; an error refuses it.
@@ -184,7 +184,7 @@ class Start:
         return found.nearest.topology
 
     def _as_it_is(
-        self, found: Found, location: str, topology: Topology, agree: Callable[[str], object]
+        self, found: CompleteCheckpoint, location: str, topology: Topology, agree: Callable[[str], object]
     ) -> ResumePoint:
         made = launch(location, to=topology, observe=self.observe, **self._reading())
         how = {name: value for name, value in made.arguments.items() if name != "resume_from_checkpoint"}
@@ -198,7 +198,7 @@ class Start:
         return point
 
     def _converted(
-        self, found: Found, location: str, topology: Topology, agree: Callable[[str], object]
+        self, found: CompleteCheckpoint, location: str, topology: Topology, agree: Callable[[str], object]
     ) -> ResumePoint:
         ranks = tuple(self.node.ranks_of(topology))
         local = LocalRoot(local_path(self.local))
@@ -329,7 +329,7 @@ def _format_for(found: Inspection) -> str:
     return "flex" if found.convention == "paddleformers" else "hybrid"
 
 
-def files_digest(found: Found) -> str:
+def files_digest(found: CompleteCheckpoint) -> str:
     """A digest of the listing of a checkpoint: equal where nodes see the same files in the same state."""
     return _digest(sorted(found.files.items()))
 

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, argumen
 from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import ResumeOptions
 from paddle_reshard.pipeline.training.launcher import Node
-from paddle_reshard.pipeline.training.resume_point import Found, Say, Start, files_digest
+from paddle_reshard.pipeline.training.resume_point import CompleteCheckpoint, Say, Start, files_digest
 
 Gather = Callable[[tuple[str, str]], Sequence[tuple[str, str]]]
 """Gathers a value of every rank, on every rank, in order."""
@@ -177,7 +177,7 @@ def _first(args: Any, names: Sequence[str]) -> int | None:
     return next((getattr(args, name) for name in names if getattr(args, name, None) is not None), None)
 
 
-def _reading(options: ResumeOptions, args: Any, found: Found) -> ResumeOptions:
+def _reading(options: ResumeOptions, args: Any, found: CompleteCheckpoint) -> ResumeOptions:
     """The options with the format that the trainer reads and its sharding strategy, where a checkpoint has another."""
     chosen = cast(dict[str, Any], dict(options))
     strategy = strategy_of(args)

@@ -35,7 +35,7 @@ class Inspector:
             missing,
             index_here,
         )
-        fill = Fill.asked(options.get("fill"), ())
+        fill = Fill.from_option(options.get("fill"), ())
         self.changes = OpenChanges.open((fill,) if fill else (), self.access)
         self._complete: dict[str, tuple[str, str | None]] = {}
         """Checkpoint → its state when it was indexed, and why its signals may be of an earlier save, if they may."""

@@ -54,7 +54,7 @@ class Client:
         self._connections = Connections(self.botocore, verify)
         self._reads = Reads(self.botocore, credentials, self._connections)
         self._reads.is_usable &= not self._of_every_request("get_object")
-        self.found: dict[str, dict[Any, Any]] = {}
+        self.trial_results: dict[str, dict[Any, Any]] = {}
         """Bucket → what trials have found about it."""
         self._altering: dict[str, bytes] = {}
 

@@ -220,7 +220,7 @@ class S3Folder(FsspecFolder):
         Creating and aborting an upload needs the same permissions as the real uploads, and it is never visible. Once is
         enough: a target is opened before its plan is made, and again when it is written.
         """
-        known = self.found
+        known = self.trial_results
         if (which := ("writable", self._place[1], deleting)) in known:
             return
         upload_id = self.attempt("", self.create_upload, name, policy=retry.HURRIED)
@@ -234,9 +234,9 @@ class S3Folder(FsspecFolder):
         return self.client.endpoint
 
     @property
-    def found(self) -> dict[Any, Any]:
+    def trial_results(self) -> dict[Any, Any]:
         """What trials of this process have found about the bucket."""
-        return self.client.found.setdefault(self._place[0], {})
+        return self.client.trial_results.setdefault(self._place[0], {})
 
 
 def md5_of(content: bytes | memoryview) -> bytes:

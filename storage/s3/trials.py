@@ -25,7 +25,7 @@ def part_check(folder: S3Folder, name: str, with_checksums: bool) -> PartCheck:
     Checksums count only if the store refuses a part with a wrong one, and completes uploads of a part that has one and
     of a part that it copies; so a file of a few bytes exists for a moment, under a ``name`` that no other has.
     """
-    known = folder.found
+    known = folder.trial_results
     if with_checksums not in known:
         found = None
         if with_checksums and folder.client.leaves_bytes_to_checksums:

@@ -16,7 +16,7 @@ from paddle_reshard.clusters.ray import jobs
 from paddle_reshard.clusters.ray.environment import chosen_variables
 from paddle_reshard.clusters.ray.jobs import ConversionJob, entrypoint_of, metadata_of
 from paddle_reshard.pipeline.cli.commands import conversion
-from paddle_reshard.pipeline.cli.commands.elsewhere import OF_ONE_PROCESS, ConvertArguments
+from paddle_reshard.pipeline.cli.commands.forwarded import OF_ONE_PROCESS, ConvertArguments
 from paddle_reshard.pipeline.cli.options import Option
 from paddle_reshard.pipeline.core.errors import JobError, ReshardError, StaleSessionError, UsageError
 from paddle_reshard.pipeline.request.options import Decides

@@ -11,7 +11,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.commands.conversion import convert
-from paddle_reshard.pipeline.cli.commands.elsewhere import ConvertArguments
+from paddle_reshard.pipeline.cli.commands.forwarded import ConvertArguments
 from paddle_reshard.pipeline.core.errors import (
     CheckpointError,
     CoverageError,

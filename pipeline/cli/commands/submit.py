@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paddle_reshard.pipeline.cli.commands.conversion import convert
-from paddle_reshard.pipeline.cli.commands.elsewhere import ConvertArguments, ForConvert, job_options
+from paddle_reshard.pipeline.cli.commands.forwarded import ConvertArguments, ForConvert, job_options
 from paddle_reshard.pipeline.cli.options import LOCATION
 from paddle_reshard.pipeline.cli.signals import exit_status
 from paddle_reshard.pipeline.cli.terminal import print_answer, print_object, relay, say

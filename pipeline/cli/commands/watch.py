@@ -16,7 +16,7 @@ import click
 
 from paddle_reshard.pipeline.cli.command import command_of, running
 from paddle_reshard.pipeline.cli.commands.conversion import convert
-from paddle_reshard.pipeline.cli.commands.elsewhere import (
+from paddle_reshard.pipeline.cli.commands.forwarded import (
     REPORT,
     ConvertArguments,
     ForConvert,

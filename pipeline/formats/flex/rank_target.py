@@ -136,14 +136,14 @@ def check_strategy(job: HybridJob) -> None:
 def check_by_rank(checkpoint: Checkpoint, target: RankFlexTarget) -> None:
     """Refuse a job that the trainer cannot train, and files that are not known well enough to be written."""
     model = checkpoint.model
-    _check_asked(model.table, target)
+    _check_supported(model.table, target)
     check_flex(model)
     check_strategy(target)
     check_job(checkpoint, target)
     _check_tensors(model, target)
 
 
-def _check_asked(table: RuleTable, target: RankFlexTarget) -> None:
+def _check_supported(table: RuleTable, target: RankFlexTarget) -> None:
     """Refuse names, versions and settings with which what the ranks ask for is not known."""
     topology = target.topology
     if table.library != LIBRARY:

@@ -195,7 +195,7 @@ def index_huggingface(files: SourceFiles, tables: RuleTables, missing: MissingPo
     sizes = {**files.safetensors, **({_SINGLE: files.sizes[_SINGLE]} if copies else {})}
     catalog = read_huggingface(stored, sizes, held, copies=copies)
     if MANIFEST not in files.sizes:
-        _check_told(model)
+        _check_headers_tell(model)
     own_index = [WEIGHT_INDEX] if index is not None else []
     return Checkpoint(
         format=HUGGINGFACE,
@@ -270,7 +270,7 @@ def _copies_of(
     return there
 
 
-def _check_told(model: Model) -> None:
+def _check_headers_tell(model: Model) -> None:
     """Refuse a model of which the library's own exports hold something else than their headers say."""
     for tensor in model.tensors:
         form = tensor.rule.huggingface

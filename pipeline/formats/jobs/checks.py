@@ -218,7 +218,9 @@ def _check_family(table: RuleTable, topology: Topology) -> None:
             )
 
 
-def _check_told(table: RuleTable, config: Mapping[str, Any], target: HybridJob, marked: str | None) -> None:
+def _check_determined(
+    table: RuleTable, config: Mapping[str, Any], target: HybridJob, marked: str | None
+) -> None:
     """Refuse what the files of a model without a rule table do not determine."""
     topology = target.topology
     degrees = {"tp": topology.tp, "pp": topology.pp, "vpp": topology.vpp, "ep": topology.ep}
@@ -237,7 +239,7 @@ def check_job(checkpoint: Checkpoint, target: HybridJob, marked: str | None = No
     model, table = checkpoint.model, checkpoint.model.table
     check_target(target)
     _check_router(table, target)
-    _check_told(table, model.config, target, marked)
+    _check_determined(table, model.config, target, marked)
     _check_family(table, target.topology)
     if refused := table.unsupported_option(model.config, stages_known=True):
         raise refused

@@ -57,13 +57,15 @@ class StoredRule(Rule):
     def split_dim(self, config: Config, tp: int, key: str | None = None) -> int | None:
         """The first dim in a job with as many tp ranks; in any other, no file says which dim is cut."""
         if tp != self.job.tp:
-            raise RuleError(self.key, _not_told(self.known, f"which dim tp={tp} cuts, and what is fused"))
+            raise RuleError(
+                self.key, _not_described(self.known, f"which dim tp={tp} cuts, and what is fused")
+            )
         return self.split
 
     def class_for(self, pp: int, tp: int, sequence_parallel: bool, ep: int = 1) -> str:
         """An empty class, because the files give the whole parameter name; refused if they do not give this job's."""
         if self.parameter_name is None or StoredJob(tp, pp, ep) != self.job:
-            raise RuleError(self.key, _not_told(self.known, "its parameter name in such a job"))
+            raise RuleError(self.key, _not_described(self.known, "its parameter name in such a job"))
         return self.name_class
 
 
@@ -144,10 +146,10 @@ class StoredTable(RuleTable):
             raise PlanError(
                 f"{CONFIG} is missing, and the other files do not tell {missing}; pass the model's with --config FILE"
             )
-        raise RuleError(f"model type {config.get('model_type')!r}", _not_told(self.known, missing))
+        raise RuleError(f"model type {config.get('model_type')!r}", _not_described(self.known, missing))
 
 
-def _not_told(known: str, missing: str) -> str:
+def _not_described(known: str, missing: str) -> str:
     return (
         f"{known}, and the source's files do not tell {missing}. Write a table and pass it with --rules FILE"
     )
