@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "qwen3_vl": ("families/qwen3_vl_single", "families/qwen3_vl_sh2_s1v2_meta"),
     "qwen3_vl_moe": ("families/qwen3_vl_moe_single",),
     "glm4v_moe": ("families/glm4v_moe_single",),
-    "glm4v_moe, trained on text": ("families/glm4v_moe_mp2",),
+    "glm4v_moe over tp": ("families/glm4v_moe_mp2",),
     "glm_ocr": ("families/glm_ocr_single",),
     "paddleocr_vl": ("families/paddleocr_vl_single",),
     "paddleocr_vl, with states of what has no gradient": ("families/paddleocr_vl_sh2_s1v2_meta",),

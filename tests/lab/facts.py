@@ -38,6 +38,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 TEXT = ("llama", "qwen2", "qwen3", "ernie4_5", "phi3", "gemma3_text")
 EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "qwen3_next")
+IMAGES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr", "paddleocr_vl")
 TIED = {"tie_word_embeddings": True}
 """Built in every topology without stages; with them, stages that share a parameter need both ranks to get so far."""
 HEADS = {
@@ -53,6 +54,8 @@ RUN_DEPENDENT = ("tensor_parallel_rank", "moe_group", "pp_seg_method")
 
 def topologies_of(family: str) -> list[str]:
     """Name the topologies to try: those of Pipe classes only where the library has one."""
+    if family in IMAGES:
+        return ["tp1", "tp2", "tp2sp"]
     return [name for name in TOPOLOGIES if name != "ep2" or family in EXPERTS]
 
 
@@ -328,7 +331,7 @@ def main(families: list[str]) -> int:
     import paddle.distributed.fleet
     import paddleformers.trainer  # noqa: F401
 
-    jobs: list[Any] = [*cases(), *(families or [*TEXT, *EXPERTS])]
+    jobs: list[Any] = [*cases(), *(families or [*TEXT, *EXPERTS, *IMAGES])]
     for job in jobs:
         if isinstance(job, str):
             models.get(job, SEQUENCE)  # imports its module once, for all ranks

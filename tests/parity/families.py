@@ -53,7 +53,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "ernie4_5_moe:ep": {"to": "tp=2", "strategy": None, "model": {"moe_group": "mp"}},
     "ernie4_5_moe:tp": {"layout": {"experts_over_tp": False}},
     "glm4_moe:pp": {"to": "pp=3"},
-    "glm4v_moe:tp": {"environment": {"TEXT_ONLY": "1"}},
     "gpt_oss:pp": {"layout": {"segmentation": EVENLY}, "model": {"pp_seg_method": EVENLY}},
     "paddleocr_vl:sharding": {
         "source": "families/paddleocr_vl_sh2_s1v2_meta",

@@ -73,6 +73,7 @@ from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRe
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
 _SIGNAL = re.compile(r"save(?:d_signal|_signal_TMP)_(\d+)")
+_NUMBERED = re.compile(r"model\.\d+(?=\.)")
 """Signals of ranks; the second while the trainer merges an EMA, or for ever if it was interrupted then."""
 
 
@@ -601,7 +602,11 @@ def _adapter_meta(described: CellMeta, cell: StoredCell, where: str, in_model: M
     of the base model too, and a class that renames keys in files of weights does not rename these.
     """
     written = {key: f"{LORA_PREFIX}{in_model.get(key, key)}" for key in cell.names}
+    # The wrapper of a class with stages numbers the items of the pipeline: "model.3.self_attn.q_proj.lora_A".
+    numbered = {name: key for key, name in described.names.items() if _NUMBERED.match(key)}
     for key, name in cell.names.items():
+        if name in numbered and written[key].endswith(_NUMBERED.sub("", numbered[name])):
+            written[key] = numbered[name]
         listed = described.names.get(written[key])
         if listed != name:
             raise CheckpointError(

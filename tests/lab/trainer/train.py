@@ -280,7 +280,7 @@ def qkv_places(config: Any) -> list[int]:
 
 def samples(asked: Asked, entries: dict[str, Any], pipe: bool) -> Any:
     """The data of a job, the same in every topology, and what makes a batch of it."""
-    has_images = asked.family in models.VISION and not models.text_only()
+    has_images = asked.family in models.VISION
     words = WORDS_OF_IMAGES if has_images else entries.get("vocab_size", WORDS_OF_IMAGES)
     tokens = np.random.RandomState(7).randint(
         3, words, (asked.global_batch * (asked.steps + 1), asked.seq + 1)
