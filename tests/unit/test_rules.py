@@ -370,7 +370,8 @@ def test_an_unknown_model_type(config: dict[str, Any], said: str) -> None:
 
 def test_sizes_that_the_config_leaves_out() -> None:
     sizes = derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "use_cache": True, "rope_theta": 1e4})
-    assert sizes == {"hidden_size": 12, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 3}
+    derived = {"num_key_value_heads": 4, "head_dim": 3, "num_labels": 2}
+    assert sizes == {"hidden_size": 12, "num_attention_heads": 4, **derived}
     assert derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "head_dim": 8})["head_dim"] == 8
 
 

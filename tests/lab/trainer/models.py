@@ -3,7 +3,6 @@
 import copy
 import functools
 import importlib
-import os
 import sys
 import types
 
@@ -177,7 +176,10 @@ def build(family, model, args, sequence, tied, vpp=1, pipe=False, dtype=None, he
     entries, config_class, one_class, pipe_class = get(family, sequence)
     entries |= {"tie_word_embeddings": tied or family == "gemma3_text", **model}
     if "text_config" in entries:
-        entries["text_config"] = {**entries["text_config"], "tie_word_embeddings": entries["tie_word_embeddings"]}
+        entries["text_config"] = {
+            **entries["text_config"],
+            "tie_word_embeddings": entries["tie_word_embeddings"],
+        }
     if head:
         # Without the first the class asks for one sample; the second is an argument of the library's workflow.
         entries |= {"pad_token_id": 0, "embedding_negatives_cross_device": False}
