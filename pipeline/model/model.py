@@ -300,8 +300,7 @@ def _model_tensor(
         lost = f"; {rule.saved_in_part}" if rule.saved_in_part else ""
         raise RuleError(
             key,
-            f"config.json ({rule.sizes_in_words(config)}) and the rule table expect the shape {expected}, the files "
-            f"hold {whole.global_shape}{lost}",
+            f"{rule.who_expects(config)} the shape {expected}, the files hold {whole.global_shape}{lost}",
         )
     return ModelTensor(
         key=key,

@@ -457,6 +457,19 @@ def test_a_described_class_is_read_and_written_as_its_own_export(tmp_path: Path)
     assert as_trained(held).keys() == one.keys() - {"StructuredToParameterName@@"}
     for key, value in as_trained(held).items():
         assert np.array_equal(one[key], value), key
+    # held against the files like any table
+    told = json.loads(rules.read_text())
+    fused = next(row for row in told["rules"] if row["key"].endswith("keys_and_values.weight"))
+    fused["shape"] = ["8", "18"]
+    (tmp_path / "wrong.json").write_bytes(written(told))
+    with pytest.raises(ReshardError, match=r"keys_and_values\.weight: the rule table expects .* \(8, 18\)"):
+        paddle_reshard.plan(real, to="tp=1", rules=tmp_path / "wrong.json")
+    unsaid = {**told, "without_forms": "nobody said", "rules": [{**row} for row in told["rules"]]}
+    for row in unsaid["rules"]:
+        row.pop("huggingface", None)
+    (tmp_path / "wrong.json").write_bytes(written(unsaid))
+    with pytest.raises(ReshardError, match=r"no row .* has this key .* \(nobody said\)"):
+        paddle_reshard.plan(real, to="tp=1", rules=tmp_path / "wrong.json")
     back = published(tmp_path / "back")
     assert back.keys() == held.keys()
     assert all(np.array_equal(back[key], value) for key, value in held.items())

@@ -450,10 +450,11 @@ def _no_row(key: str, table: RuleTable, config: Config, keys: Collection[str]) -
             f"{table.convention}'s {table.family} has no such tensor in its layers of multi-token prediction; "
             f"convert without them with --drop {MTP}",
         )
+    why = f" ({table.without_forms})" if table.without_forms else ""
     return RuleError(
         key,
-        f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face checkpoint; add "
-        "one to a copy of the table and pass it with --rules FILE",
+        f"no row of the {table.convention} rule table {table.family!r} has this key in a Hugging Face checkpoint{why}; "
+        "add one to a copy of the table and pass it with --rules FILE",
     )
 
 

@@ -373,9 +373,8 @@ class _Source:
         if expected is not None and expected != shape:
             raise RuleError(
                 key,
-                f"config.json ({rule.sizes_in_words(self.config)}) and the rule table expect the shape {expected}, but "
-                f"the files of tp={topology.tp} ranks add up to {shape} (a rank holds {cell.shapes[key]}, cut along "
-                f"dim {cut.dim})",
+                f"{rule.who_expects(self.config)} the shape {expected}, but the files of tp={topology.tp} ranks add up "
+                f"to {shape} (a rank holds {cell.shapes[key]}, cut along dim {cut.dim})",
             )
         self._check_marks(cell, key, rule, cut)
         holder, name = cell.holders[key], cell.names[key]

@@ -117,7 +117,7 @@ def of_another_model(
 
     A head of another class is one key, and its refusal says which class.
     """
-    if len(unknown) > len(keys) / 2 and len(keys) > 1:
+    if len(unknown) > len(keys) / 2 and len(keys) > 1 and not table.without_forms:
         return RuleError(
             unknown[0],
             f"{len(unknown)} of {len(keys)} tensors are none of {table.named}, which {CONFIG} names (model_type "

@@ -195,10 +195,11 @@ class Rule:
         """The entries of the config in its shape, each once."""
         return tuple(dict.fromkeys(_ENTRY.findall(" ".join(self.shape or ()))))
 
-    def sizes_in_words(self, config: Config) -> str:
-        """The entries of the config in its shape with their values: ``vocab_size 24, hidden_size 16``."""
+    def who_expects(self, config: Config) -> str:
+        """Who says its shape: ``config.json (vocab_size 24) and the rule table expect``; a described table alone."""
         values = derived_sizes(config)
-        return ", ".join(f"{name} {values[name]}" for name in self.sizes if name in values)
+        sizes = ", ".join(f"{name} {values[name]}" for name in self.sizes if name in values)
+        return f"config.json ({sizes}) and the rule table expect" if sizes else "the rule table expects"
 
     def stays_whole(self, config: Config, tp: int, key: str) -> bool:
         """Whether each of ``tp`` ranks holds the whole tensor because they do not divide ``split_if_divisible``."""
