@@ -372,6 +372,9 @@ def test_sizes_that_the_config_leaves_out() -> None:
     sizes = derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "use_cache": True, "rope_theta": 1e4})
     derived = {"num_key_value_heads": 4, "head_dim": 3, "num_labels": 2}
     assert sizes == {"hidden_size": 12, "num_attention_heads": 4, **derived}
+    labels = {str(n): f"LABEL_{n}" for n in range(5)}
+    assert derived_sizes({"num_labels": 3, "id2label": labels})["num_labels"] == 5
+    assert derived_sizes({"num_labels": 3})["num_labels"] == 3
     assert derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "head_dim": 8})["head_dim"] == 8
 
 
