@@ -58,6 +58,7 @@ def completed(
     if table.counts_layers:
         if layers_counted:
             check_layers(model.tensors, table, config)
+            check_experts(model)
         layers = _names_of_layers(model.tensors)
         if table.alternatives is None:
             lacking += _lacking_beside_others(model, layers)
@@ -347,6 +348,56 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
                 continue  # all that it has is missed by key
             first = table.first_mtp_layer(item, config)
             _check_numbers(f"layers of multi-token prediction ({entry})", apart[name], first, config, entry)
+
+
+_BY_STEP: Final = frozenset(("qwen3_moe", "qwen3_next", "qwen3_vl_moe"))
+_FROM_A_LAYER_ON: Final = frozenset(("deepseek_v3", "glm4_moe", "glm4v_moe"))
+_DENSE: Final = "mlp.down_proj.weight"
+"""A tensor that only dense layers of these families have."""
+
+
+def check_experts(model: Model) -> None:
+    """Refuse layers with experts that the config makes dense, or dense ones that it gives experts.
+
+    A job builds the layers by its config, and transformers too: they would begin with other values there, which the
+    latter only warns of. Of families whose classes say it by these entries, in PaddleFormers 1.2 and in transformers.
+    """
+    counted = {item.name for item in model.table.items if not item.mtp and item.count is None}
+    dense, sparse = set[int](), set[int]()
+    for tensor in model.tensors:
+        if tensor.layer is not None and tensor.rule.item in counted:
+            if tensor.rule.of_expert or tensor.rule.of_experts:
+                sparse.add(tensor.layer)
+            elif tensor.rule.key.endswith(f"{{layer}}.{_DENSE}"):
+                dense.add(tensor.layer)
+    if not sparse or (said := _layers_with_experts(model)) is None:
+        return
+    entries, has_experts = said
+    for layer in sorted(dense ^ sparse):
+        if has_experts(layer) is not (layer in sparse):
+            kinds = ("experts", "one dense MLP") if layer in sparse else ("one dense MLP", "experts")
+            raise CheckpointError(
+                f"config.json says {entries}, by which layer {layer} has {kinds[1]}, and the files hold {kinds[0]}: "
+                "it is not the config of this model"
+            )
+
+
+def _layers_with_experts(model: Model) -> tuple[str, Callable[[int], bool]] | None:
+    """The entries that say which layers have experts, and what they say; ``None`` if the config leaves it open."""
+    family, config = model.table.family, model.config
+    if family in _BY_STEP:
+        step, only = (
+            config_entry(config, "decoder_sparse_step"),
+            config_entry(config, "mlp_only_layers") or [],
+        )
+        if type(step) is int and step > 0 and isinstance(only, list):
+            said = f"decoder_sparse_step {step}, mlp_only_layers {only}"
+            return said, lambda layer: layer not in only and (layer + 1) % step == 0
+    first = config_entry(config, "first_k_dense_replace")
+    every = config_entry(config, "moe_layer_freq", 1)
+    if family in _FROM_A_LAYER_ON and type(first) is int and every == 1:
+        return f"first_k_dense_replace {first}", lambda layer: layer >= first
+    return None
 
 
 def _not_announced(layers: Sequence[int], entry: str, config: Mapping[str, Any]) -> CheckpointError:

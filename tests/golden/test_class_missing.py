@@ -1,6 +1,7 @@
 """A class of tensors that no file holds is missed, and the ways out that the refusal names work."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,33 @@ def test_biases_and_shared_experts_that_the_config_announces_are_missed(
 
     with pytest.raises(CoverageError, match=rf"model\.layers\.0\.\S*{named}"):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
+
+
+@pytest.mark.parametrize(
+    ("case", "entries", "words"),
+    [
+        ("moe/moe_single", {"mlp_only_layers": [1]}, "layer 1 has one dense MLP, and the files hold experts"),
+        (
+            "moe/glm4moe_single",
+            {"first_k_dense_replace": 0},
+            "layer 0 has experts, and the files hold one dense",
+        ),
+        (
+            "moe/dsv3_single",
+            {"first_k_dense_replace": 2},
+            "layer 1 has one dense MLP, and the files hold experts",
+        ),
+    ],
+)
+def test_experts_are_in_the_layers_in_which_the_class_builds_them(
+    case: str, entries: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    """transformers, too, would begin with other values there, and only warns."""
+    [checkpoint] = case_directory(case).glob("checkpoint-*")
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source, copy_function=shutil.copyfile)
+    paddle_reshard.inspect(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **entries}))
+    with pytest.raises(paddle_reshard.CheckpointError, match=words):
+        paddle_reshard.convert(source, tmp_path / "refused", format="huggingface")
