@@ -167,6 +167,8 @@ class Job:
         layout: dict[str, Any] = {}
         if self.topology.tp > 1:
             layout["sequence_parallel"] = bool(self.arguments.get("sequence_parallel"))
+        if self.topology.tp > 1 and self.model.get("moe_group") == "dummy":
+            layout["experts_over_tp"] = False
         if self.topology.ep > 1 and self.model.get("use_unified_moe"):
             layout["use_unified_moe"] = True
         if self.topology.pp > 1 and (pattern := self.model.get("pp_seg_method")):

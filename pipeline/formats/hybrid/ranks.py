@@ -480,10 +480,15 @@ class _CellReader:
             self._describe(cell, self.meta, with_lora)
         for file in model_files:
             entries = self.entries[file.path].drained([STRUCTURED_NAMES])
-            for key in entries.names:
+            held = entries.names
+            if self.meta is not None and not with_lora:
+                # A class renames keys as it saves weights, and not in model_meta.json.
+                in_model = keys_in_model(self.tables, held, self.config)
+                held = [in_model.get(key, key) for key in held]
+            for key, written in zip(held, entries.names, strict=True):
                 if key not in cell.names:
-                    raise CheckpointError(f"{file.path}: {key} is not in {MODEL_META}")
-            _add(cell, file, entries.names, PARAM, entries.values)
+                    raise CheckpointError(f"{file.path}: {written} is not in {MODEL_META}")
+            _add(cell, file, held, PARAM, entries.values)
         keys = first_keys(cell.names)
         cell.holders = {key: keys[name] for key, name in cell.names.items()}
         for file in optimizers:

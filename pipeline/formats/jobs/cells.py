@@ -119,6 +119,8 @@ class CellPlanner:
     @cached_property
     def saved(self) -> dict[str, str]:
         """The same for files of weights, which a class can rename as it saves them."""
+        # From shares that the class itself has renamed the trainer of PaddleFormers 1.2.0 does not resume ("cannot find
+        # visual.patch_embed.proj.weight", sharding_io.py); from these it does.
         renames = {} if self.shares_parameters else self.model.table.saved_prefixes
         if not renames:
             return self.written
