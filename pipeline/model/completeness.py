@@ -58,7 +58,7 @@ def completed(
     if table.counts_layers:
         if layers_counted:
             check_layers(model.tensors, table, config)
-            check_experts(model)
+            check_kinds_of_layers(model)
         layers = _names_of_layers(model.tensors)
         if table.alternatives is None:
             lacking += _lacking_beside_others(model, layers)
@@ -352,52 +352,51 @@ def check_layers(tensors: Iterable[ModelTensor], table: RuleTable, config: Mappi
 
 _BY_STEP: Final = frozenset(("qwen3_moe", "qwen3_next", "qwen3_vl_moe"))
 _FROM_A_LAYER_ON: Final = frozenset(("deepseek_v3", "glm4_moe", "glm4v_moe"))
-_DENSE: Final = "mlp.down_proj.weight"
-"""A tensor that only dense layers of these families have."""
+_Kind = tuple[str, str]
+"""What a layer has, in words, and the end of the key of a tensor that tells it."""
+_EXPERTS: Final[_Kind] = "experts", "mlp.gate.weight"
+_DENSE: Final[_Kind] = "one dense MLP", "mlp.down_proj.weight"
+_LINEAR: Final[_Kind] = "linear attention", "linear_attn.out_proj.weight"
+_FULL: Final[_Kind] = "full attention", "self_attn.o_proj.weight"
 
 
-def check_experts(model: Model) -> None:
-    """Refuse layers with experts that the config makes dense, or dense ones that it gives experts.
+def check_kinds_of_layers(model: Model) -> None:
+    """Refuse layers with experts that the config makes dense, and other layers of another kind than it says.
 
     A job builds the layers by its config, and transformers too: they would begin with other values there, which the
     latter only warns of. Of families whose classes say it by these entries, in PaddleFormers 1.2 and in transformers.
     """
     counted = {item.name for item in model.table.items if not item.mtp and item.count is None}
-    dense, sparse = set[int](), set[int]()
-    for tensor in model.tensors:
-        if tensor.layer is not None and tensor.rule.item in counted:
-            if tensor.rule.of_expert or tensor.rule.of_experts:
-                sparse.add(tensor.layer)
-            elif tensor.rule.key.endswith(f"{{layer}}.{_DENSE}"):
-                dense.add(tensor.layer)
-    if not sparse or (said := _layers_with_experts(model)) is None:
-        return
-    entries, has_experts = said
-    for layer in sorted(dense ^ sparse):
-        if has_experts(layer) is not (layer in sparse):
-            kinds = ("experts", "one dense MLP") if layer in sparse else ("one dense MLP", "experts")
-            raise CheckpointError(
-                f"config.json says {entries}, by which layer {layer} has {kinds[1]}, and the files hold {kinds[0]}: "
-                "it is not the config of this model"
-            )
+    for yes, no, entries, is_yes in _said_of_layers(model):
+        held: dict[_Kind, set[int]] = {yes: set(), no: set()}
+        for tensor in model.tensors:
+            for kind, layers in held.items():
+                if tensor.layer is not None and tensor.rule.key.endswith(f"layers.{{layer}}.{kind[1]}"):
+                    layers.update([tensor.layer] if tensor.rule.item in counted else [])
+        for layer in sorted(held[yes] ^ held[no]):
+            here, said = (yes if layer in held[yes] else no), (yes if is_yes(layer) else no)
+            if here != said:
+                raise CheckpointError(
+                    f"config.json says {entries}, by which layer {layer} has {said[0]}, and the files hold {here[0]}: "
+                    "it is not the config of this model"
+                )
 
 
-def _layers_with_experts(model: Model) -> tuple[str, Callable[[int], bool]] | None:
-    """The entries that say which layers have experts, and what they say; ``None`` if the config leaves it open."""
+def _said_of_layers(model: Model) -> Iterator[tuple[_Kind, _Kind, str, Callable[[int], bool]]]:
+    """Two kinds of layers, the entries that say which is which, and whether a layer is of the first; as far as the
+    config says it."""
     family, config = model.table.family, model.config
-    if family in _BY_STEP:
-        step, only = (
-            config_entry(config, "decoder_sparse_step"),
-            config_entry(config, "mlp_only_layers") or [],
-        )
-        if type(step) is int and step > 0 and isinstance(only, list):
-            said = f"decoder_sparse_step {step}, mlp_only_layers {only}"
-            return said, lambda layer: layer not in only and (layer + 1) % step == 0
-    first = config_entry(config, "first_k_dense_replace")
-    every = config_entry(config, "moe_layer_freq", 1)
+    step, only = config_entry(config, "decoder_sparse_step"), config_entry(config, "mlp_only_layers") or []
+    if family in _BY_STEP and type(step) is int and step > 0 and isinstance(only, list):
+        entries = f"decoder_sparse_step {step}, mlp_only_layers {only}"
+        yield _EXPERTS, _DENSE, entries, lambda layer: layer not in only and (layer + 1) % step == 0
+    first, every = config_entry(config, "first_k_dense_replace"), config_entry(config, "moe_layer_freq", 1)
     if family in _FROM_A_LAYER_ON and type(first) is int and every == 1:
-        return f"first_k_dense_replace {first}", lambda layer: layer >= first
-    return None
+        yield _EXPERTS, _DENSE, f"first_k_dense_replace {first}", lambda layer: layer >= first
+    types = config_entry(config, "layer_types")
+    if family == "qwen3_next" and isinstance(types, list):
+        linear = {layer for layer, of in enumerate(types) if of == "linear_attention"}
+        yield _LINEAR, _FULL, "layer_types", linear.__contains__
 
 
 def _not_announced(layers: Sequence[int], entry: str, config: Mapping[str, Any]) -> CheckpointError:

@@ -90,9 +90,14 @@ def test_biases_and_shared_experts_that_the_config_announces_are_missed(
             {"first_k_dense_replace": 2},
             "layer 1 has one dense MLP, and the files hold experts",
         ),
+        (
+            "families/qwen3_next_single",
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer 0 has full attention, and the files hold linear attention",
+        ),
     ],
 )
-def test_experts_are_in_the_layers_in_which_the_class_builds_them(
+def test_layers_are_of_the_kind_that_the_class_builds(
     case: str, entries: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     """transformers, too, would begin with other values there, and only warns."""
