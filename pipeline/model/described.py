@@ -845,7 +845,9 @@ def _joined_row(
             if rule.key == key and job.names and rule.name_class != TIED
         ]
     joined |= (
-        _class_fields(sorted(known, key=lambda of: of[0].kind)) if known else {"name_class": b["name_class"]}
+        _class_fields(key, sorted(known, key=lambda of: of[0].kind))
+        if known
+        else {"name_class": b["name_class"]}
     )
     config_ties = not any(row.get("always_tied") for row in (a, b))
     joined |= _ties_of(key, list(zip((a, b), jobs, strict=True)), config_ties)
@@ -853,21 +855,42 @@ def _joined_row(
     return joined, alike
 
 
-def _class_fields(known: Sequence[tuple[Described, str]]) -> dict[str, str]:
-    """The class and its exceptions, so that each job has the class that was seen in it."""
+def _class_fields(key: str, known: Sequence[tuple[Described, str]]) -> dict[str, str]:
+    """The class and its exceptions, so that each job has the class that was seen in it.
+
+    With ``lm_head`` in jobs without stages and ``lm_head_pipe`` with tp=2, pp=2, the exception is of stages, not of tp.
+    """
     fields = {"name_class": known[0][1]}
-    for job, name in known:
+    for number, (job, name) in enumerate(known):
+        if _class_in(fields, job) == name:
+            continue
         axes = (
             ("name_class_tp", job.tp > 1 and not job.sequence_parallel),
             ("name_class_sp", job.sequence_parallel),
             ("name_class_ep", job.ep > 1),
             ("name_class_pp", job.pp > 1),
         )
-        if name != fields["name_class"]:
-            axis = next((axis for axis, has in axes if has and fields.get(axis, name) == name), None)
-            if axis is not None:
-                fields[axis] = name
+        tried = ({**fields, axis: name} for axis, has in axes if has)
+        so_far = known[: number + 1]
+        found = next((one for one in tried if all(_class_in(one, of) == seen for of, seen in so_far)), None)
+        if found is None:
+            raise UsageError(
+                f"{key}: named by {name} with {job.words}, which a row cannot say beside the names of the other jobs; "
+                "describe fewer topologies in one file"
+            )
+        fields = found
     return fields
+
+
+def _class_in(fields: Mapping[str, str], job: Described) -> str:
+    """As :meth:`Rule.class_for` has it."""
+    axes = (
+        ("name_class_pp", job.pp > 1),
+        ("name_class_ep", job.ep > 1),
+        ("name_class_sp", job.sequence_parallel),
+        ("name_class_tp", job.tp > 1),
+    )
+    return next((fields[axis] for axis, has in axes if has and axis in fields), fields["name_class"])
 
 
 # ---- what a table gives back

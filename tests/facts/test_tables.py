@@ -23,7 +23,8 @@ from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import facts
 from tests.sampling import exhaustive
 
-TP, SEQUENCE_PARALLEL, PP, EP = {"tp2", "tp2sp"}, {"tp2sp"}, {"pp2"}, {"ep2"}
+TP, SEQUENCE_PARALLEL = {"tp2", "tp2sp", "tp2pp2", "tp2pp2sp"}, {"tp2sp", "tp2pp2sp"}
+PP, EP = {"pp2", "tp2pp2", "tp2pp2sp"}, {"ep2"}
 TIED = {"tie_word_embeddings": True}
 LISTED: dict[str, str] = {
     'qwen2_moe {"shared_expert_intermediate_size": null}': "which is not there",
