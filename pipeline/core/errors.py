@@ -71,7 +71,7 @@ def unfinished(message: str) -> CheckpointError:
 
 
 class FormatError(CheckpointError):
-    """A file violates its format. ``reason`` is a short code for programs, and no part of the message."""
+    """A file violates its format. ``reason`` is a short code for programs."""
 
     def __init__(self, reason: str, path: str, byte_offset: int | None, detail: str) -> None:
         super().__init__(reason, path, byte_offset, detail)
@@ -79,7 +79,7 @@ class FormatError(CheckpointError):
 
     def __str__(self) -> str:
         where = "" if self.byte_offset is None else f" at byte {self.byte_offset}"
-        return f"{self.path}{where}: {self.detail}"
+        return f"{self.path}{where}: {self.detail} [{self.reason}]"
 
 
 class UnsafePickleError(FormatError):

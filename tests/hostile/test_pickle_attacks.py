@@ -167,7 +167,8 @@ def test_a_refusal_names_the_global_the_file_and_the_byte():
     with pytest.raises(UnsafePickleError) as caught:
         parse(call("os", "system"))
     assert str(caught.value) == (
-        "attack.pdopt at byte 2: asks for the global 'os.system', which is not allowed; nothing was executed"
+        "attack.pdopt at byte 2: asks for the global 'os.system', which is not allowed; "
+        "nothing was executed [forbidden_global]"
     )
 
 

@@ -129,7 +129,7 @@ def test_every_attack_is_stopped_for_its_reason(idea):
 
 def test_a_refusal_names_the_tensor_the_file_and_both_numbers():
     assert str(refusal(changed(shape=[3]))) == (
-        "a.safetensors at byte 8: 'w' of shape (3,) F32 holds 4 bytes, expected 12"
+        "a.safetensors at byte 8: 'w' of shape (3,) F32 holds 4 bytes, expected 12 [size_mismatch]"
     )
 
 

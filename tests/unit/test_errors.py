@@ -39,13 +39,13 @@ EXAMPLES = [
     (CheckpointError("config.json is missing"), "config.json is missing", 1),
     (
         FormatError("truncated", "a.pdopt", 17, "ends inside a payload"),
-        "a.pdopt at byte 17: ends inside a payload",
+        "a.pdopt at byte 17: ends inside a payload [truncated]",
         1,
     ),
-    (FormatError("not_json", "a.json", None, "is no JSON"), "a.json: is no JSON", 1),
+    (FormatError("not_json", "a.json", None, "is no JSON"), "a.json: is no JSON [not_json]", 1),
     (
         UnsafePickleError("forbidden_global", "a.pdopt", 0, "asks for os.system"),
-        "a.pdopt at byte 0: asks for os.system",
+        "a.pdopt at byte 0: asks for os.system [forbidden_global]",
         1,
     ),
     (CoverageError("w (param)", "is not whole"), "w (param): is not whole", 1),
