@@ -307,7 +307,7 @@ def test_biases_follow_their_weights(name: str) -> None:
         (
             "families/paddleocr_vl_single",
             "tp=2",
-            "^tp=2: paddleformers cannot train paddleocr_vl with it: its vision",
+            "^tp=2: paddleformers cannot train paddleocr_vl with it: its projector",
         ),
         (
             "moe/gptoss_single",
