@@ -391,7 +391,7 @@ def _said_of_layers(model: Model) -> Iterator[tuple[_Kind, _Kind, str, Callable[
         entries = f"decoder_sparse_step {step}, mlp_only_layers {only}"
         yield _EXPERTS, _DENSE, entries, lambda layer: layer not in only and (layer + 1) % step == 0
     first, every = config_entry(config, "first_k_dense_replace"), config_entry(config, "moe_layer_freq", 1)
-    has_experts = config_entry(config, "n_routed_experts", 1) is not None  # the class of deepseek_v3 may have none
+    has_experts = config_entry(config, "n_routed_experts", 1) is not None  # deepseek_v3 may have none
     if family in _FROM_A_LAYER_ON and type(first) is int and every == 1 and has_experts:
         yield _EXPERTS, _DENSE, f"first_k_dense_replace {first}", lambda layer: layer >= first
     types = config_entry(config, "layer_types")
