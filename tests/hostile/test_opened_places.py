@@ -44,8 +44,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "storage/remote/folder.py FsspecFolder.read_object",
     ),
     "the user names the file, which may be a pipe: <(command), /dev/stdin, /dev/stdout": (
-        "pipeline/cli/commands/elsewhere.py ConvertArguments.files",
-        "pipeline/cli/commands/elsewhere.py ConvertArguments.identify",
+        "pipeline/cli/commands/forwarded.py ConvertArguments.files",
+        "pipeline/cli/commands/forwarded.py ConvertArguments.identify",
         "pipeline/cli/options.py read_object",
         "pipeline/convert/plan_file.py _opened",
         "pipeline/examine/comparing.py _finished_earlier",
