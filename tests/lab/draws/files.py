@@ -86,7 +86,16 @@ def _whole_tensors(checkpoint: Path) -> dict[str, bytes]:
     pieces = sorted(checkpoint.rglob("*.distcp"))
     if not pieces:
         return read_one_card(checkpoint)
-    return {key: array.tobytes() for path in pieces for key, array in load(path).items() if key != NAMES}
+    return {
+        _averaged(key) if path.parent.name == "ema_state" else key: array.tobytes()
+        for path in pieces
+        for key, array in load(path).items()
+        if key != NAMES
+    }
+
+
+def _averaged(key: str) -> str:
+    return f"{key.removesuffix('.w_0')}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema"
 
 
 def of_words(key: str) -> str:
