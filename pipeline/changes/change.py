@@ -93,6 +93,8 @@ class Change(ABC):
     """Whether every tensor that remains has the values of the source's tensor of that name."""
     needs_whole: ClassVar[bool] = False
     """Whether it needs whole tensors: pieces of tp ranks are not enough."""
+    reads_config: ClassVar[bool] = False
+    """Whether ``--config`` is for what it brings or makes, so that it may differ from the source's own."""
     option: ClassVar[str] = ""
     """The option that asks for it; empty if the targets do."""
 

@@ -62,6 +62,7 @@ class MergeInto(LocatedChange):
 
     option: ClassVar[str] = "merge_into"
     needs_whole: ClassVar[bool] = True
+    reads_config: ClassVar[bool] = True
 
     def opened(self, access: Access) -> Step:
         """The change, with the base open."""
@@ -78,6 +79,7 @@ class Rewrite(OwnChange):
     option: ClassVar[str] = "aoa"
     keeps_values: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = True
+    reads_config: ClassVar[bool] = True
     program: AoaProgram
     library: str | None
     """``--convention``: the library whose rule tables describe the source and the result; ``None``: files tell it."""
@@ -110,6 +112,7 @@ class ToConvention(OwnChange):
 
     option: ClassVar[str] = "convention"
     keeps_values: ClassVar[bool] = False
+    reads_config: ClassVar[bool] = True
     library: str
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:

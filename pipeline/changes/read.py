@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from paddle_reshard.pipeline.changes.change import Altered, Change, Reading, Step
+from paddle_reshard.pipeline.checkpoint.reading import check_given_config
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.indexing.finished import check_signals
 from paddle_reshard.storage.locate import Access
@@ -29,6 +30,8 @@ class OpenChanges:
         """Index the checkpoint in a store, which may lack what the changes let it lack, and apply them."""
         lenient = reduce(lambda missing, change: change.lets_lack(missing), self.changes, reading.missing)
         pieces = reading.pieces and not any(change.needs_whole for change in self.changes)
+        if not any(change.reads_config for change in self.changes):
+            check_given_config(store, reading.config)
         checkpoint = index_checkpoint(
             store, reading.tables, reading.config, lenient, reading.index_files, pieces
         )

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import checked_schedule
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError
+from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, ReshardError, UsageError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_META, SCHEDULER, WEIGHT_INDEX
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES, too_large
 from paddle_reshard.pipeline.core.trainer_files import kind_of
@@ -195,3 +195,37 @@ class SourceFiles:
     def lr_scheduler(self) -> Any:
         """The result of :func:`read_lr_scheduler`."""
         return read_lr_scheduler(self.store, self.sizes)
+
+
+_OF_A_RUN = frozenset(
+    (
+        *("dtype", "torch_dtype", "source", "use_cache", "_name_or_path"),
+        *("tensor_model_parallel_size", "tensor_parallel_degree"),
+        *("paddleformers_version", "paddlenlp_version", "transformers_version"),
+    )
+)
+"""Entries of ``config.json`` that say how and by what a model was saved; no rule reads them."""
+
+
+def check_given_config(store: Source, given: Mapping[str, Any] | None) -> None:
+    """Refuse the config that a user passes for a checkpoint whose own says something else of the model.
+
+    An entry that only the checkpoint has is no contradiction: libraries add theirs as they save.
+
+    Raises
+    ------
+    UsageError
+        Names the first entry in which they differ.
+    """
+    sizes = store.sizes()
+    if given is None or CONFIG not in sizes:
+        return
+    own = read_json(store, CONFIG, sizes)
+    differing = sorted(entry for entry in given.keys() - _OF_A_RUN if own.get(entry) != given[entry])
+    if differing:
+        entry, more = differing[0], len(differing) - 1
+        raise UsageError(
+            f"{store.location}: its own {CONFIG} has {own.get(entry)!r} for {entry}, that of --config "
+            f"{given[entry]!r}{f', and {more} more differ' if more else ''}. The checkpoint's own says what its "
+            f"files hold: leave --config out, or correct {CONFIG} in the checkpoint"
+        )

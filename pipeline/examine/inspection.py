@@ -11,7 +11,7 @@ from functools import partial
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.format import LOADED, NotLoaded
 from paddle_reshard.pipeline.checkpoint.parameter_names import in_words, misnamed
-from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, check_given_config
 from paddle_reshard.pipeline.checkpoint.sidecars import STRAY, lacking_files
 from paddle_reshard.pipeline.checkpoint.training_job import naming_arguments
 from paddle_reshard.pipeline.core.backports import Unpack
@@ -210,6 +210,7 @@ def inspect_store(
     """:func:`inspect` of a checkpoint that is open; a damaged file is an error, unless the rest is to be described."""
     index_files = partial(index_here, observe=observe)
     tables, config = given_inputs(options.get("rules"), options.get("config"), options.get("convention"))
+    check_given_config(store, config)
     files = SourceFiles(store, config, index_here, index_files)
     try:
         checkpoint = index_source(files, tables, _REPORTED)

@@ -9,6 +9,7 @@ from typing import Any
 from paddle_reshard.clusters.choose import choose_engine
 from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
+from paddle_reshard.pipeline.checkpoint.reading import check_given_config
 from paddle_reshard.pipeline.core.choices import READ_REPLICAS, parse_choice
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer
@@ -69,7 +70,9 @@ class Reader:
     def index(self, store: Source, pieces: bool = False) -> Checkpoint:
         """Index a checkpoint, see :func:`index_checkpoint`."""
         indexing = self.engine.indexing(self.observe)
-        checkpoint = index_checkpoint(store, *self._inputs(), self.missing, indexing, pieces)
+        tables, config = self._inputs()
+        check_given_config(store, config)
+        checkpoint = index_checkpoint(store, tables, config, self.missing, indexing, pieces)
         check_convention(self.convention, store.location, checkpoint.model.table)
         return checkpoint
 

@@ -217,7 +217,7 @@ class ConversionOptions(TargetOptions, total=False):
         PathLike | None,
         Option(
             kind=Kind.FILE,
-            help="The model's config.json, for a checkpoint without one; one of its own is read instead.",
+            help="The model's config.json, for a checkpoint without one; refused where its own says otherwise.",
         ),
     ]
     allow_missing: Annotated[

@@ -21,7 +21,7 @@ import pytest
 import safetensors
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import ReshardError
+from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
 from tests.conftest import case_directory
 from tests.golden.unified_cases import write_safetensors
 
@@ -773,3 +773,17 @@ def test_an_adapter_of_peft_is_no_source_and_the_sentence_says_what_to_do(
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(ReshardError, match=r"an adapter as PEFT saves it.*merge_and_unload"):
         paddle_reshard.plan(folder, to="tp=1")
+
+
+def test_a_config_that_is_given_does_not_contradict_the_checkpoints_own(tmp_path: Path) -> None:
+    checkpoint = case_directory("dense/single") / "checkpoint-3"
+    own = json.loads((checkpoint / "config.json").read_text())
+    given = tmp_path / "config.json"
+    given.write_text(json.dumps(own | {"vocab_size": 7}))
+    for call in (paddle_reshard.plan, paddle_reshard.inspect):
+        with pytest.raises(UsageError, match=rf"has {own['vocab_size']} for vocab_size, that of --config 7"):
+            call(checkpoint, config=given, **({"to": "tp=2"} if call is paddle_reshard.plan else {}))
+    given.write_text(json.dumps(own))
+    assert (
+        paddle_reshard.inspect(checkpoint, config=given).tensors == paddle_reshard.inspect(checkpoint).tensors
+    )

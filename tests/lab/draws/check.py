@@ -31,6 +31,7 @@ DOCUMENTED = (
     r"stage 2.*flex|flex.*stage 2|FlexCheckpoint.*stage2",
     r"--drop head",
     r"takes \S+sinks, which its class cuts",  # gpt_oss, from a FlexCheckpoint over tp
+    r"the trainer's router asserts sequence_parallel",
     r"amp_master_grad, and sharded saving would lose it",  # frozen experts
     r"whether the target job counts frozen parameters when it distributes parameters is not known",  # SGD
     r"model_meta\.json of a LoRA job also lists the tensors of the base model",  # with a head for labels
