@@ -95,8 +95,10 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         target = placed(common, chance, with_average)
     # From its own files of one card in `hybrid` the trainer does not resume: it asks for a model_meta.json.
     # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's; and from a
-    # FlexCheckpoint it leaves the averages of tied words without values.
+    # FlexCheckpoint it leaves the averages of tied words without values, and under stage 3 it stops at a unified one.
     resumes = number % 5 == 0 and not (target.format == "flex" and tied and with_average)
+    if target.format == "unified":
+        resumes = resumes and target.strategy != "stage3"
     if target.format == "hybrid":
         resumes = resumes and target.topology.ranks > 1 and not common.optimizer
     return Draw(number, source, target, replace(third, arguments={}), resumes)
