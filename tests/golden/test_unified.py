@@ -229,3 +229,14 @@ def test_weights_alone(tmp_path: Path) -> None:
         assert "--ignore_load_lr_and_optim true" in dict(plan.facts())["optimizer"]
         with pytest.raises(PlanError, match="sharding=2: the source holds parameters only"):
             paddle_reshard.plan(holds_no_states, tmp_path / "hybrid", to="sharding=2")
+
+
+def test_a_buffer_that_sharded_saving_lost_stays_away(tmp_path: Path) -> None:
+    source = case_directory("moe/glm4moe_ep2_sh2_s1v2_meta_ema") / "checkpoint-3"
+    lost = "*e_score_correction_bias"
+    paddle_reshard.convert(source, tmp_path / "made", format="unified", allow_missing=[lost], drop=["ema"])
+    assert paddle_reshard.verify(source, tmp_path / "made", allow_missing=[lost], subset=True).equal
+    paddle_reshard.convert(source, tmp_path / "direct", to="tp=1", allow_missing=[lost], drop=["ema"])
+    paddle_reshard.convert(tmp_path / "made", tmp_path / "back", to="tp=1", allow_missing=[lost])
+    for name in ("model_state.pdparams", "optimizer.pdopt"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes(), name

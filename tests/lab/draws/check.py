@@ -184,9 +184,8 @@ def _config(folder: Path, job: Job) -> dict[str, Any]:
     """The model's config where the checkpoint, a FlexCheckpoint, has none, or lacks what the library does not keep."""
     beside, config = checkpoint_in(folder / "source") / "config.json", folder / "source" / "config.json"
     if job.model.get("moe_use_aux_free") is False:
-        entries = json.loads(config.read_text()) | {"moe_use_aux_free": False}
-        (folder / "config.json").write_text(json.dumps(entries))
-        return {"config": folder / "config.json"}
+        corrected = beside if beside.exists() else config
+        corrected.write_text(json.dumps(json.loads(corrected.read_text()) | {"moe_use_aux_free": False}))
     return {} if beside.exists() else {"config": config}
 
 
