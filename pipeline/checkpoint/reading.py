@@ -14,6 +14,7 @@ from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_M
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES, too_large
 from paddle_reshard.pipeline.core.trainer_files import kind_of
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
+from paddle_reshard.pipeline.model.transformers_config import DTYPE_ENTRIES, OF_PADDLE
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, in_place_of
 from paddle_reshard.storage.files.paddle_pickle import parse_pickle
@@ -197,20 +198,15 @@ class SourceFiles:
         return read_lr_scheduler(self.store, self.sizes)
 
 
-_OF_A_RUN = frozenset(
-    (
-        *("dtype", "torch_dtype", "source", "use_cache", "_name_or_path"),
-        *("tensor_model_parallel_size", "tensor_parallel_degree"),
-        *("paddleformers_version", "paddlenlp_version", "transformers_version"),
-    )
-)
-"""Entries of ``config.json`` that say how and by what a model was saved; no rule reads them."""
+_OF_A_RUN = frozenset((*OF_PADDLE, *DTYPE_ENTRIES, "use_cache", "_name_or_path", "transformers_version"))
+"""Entries of ``config.json`` that say how a model was saved, and nothing of what it is."""
 
 
 def check_given_config(store: Source, given: Mapping[str, Any] | None) -> None:
     """Refuse the config that a user passes for a checkpoint whose own says something else of the model.
 
-    An entry that only the checkpoint has is no contradiction: libraries add theirs as they save.
+    An entry that only the checkpoint has is no contradiction: libraries add theirs as they save. Of libraries the name
+    counts, which is that of the entry (``paddleformers_version``), and not the version.
 
     Raises
     ------
@@ -221,7 +217,11 @@ def check_given_config(store: Source, given: Mapping[str, Any] | None) -> None:
     if given is None or CONFIG not in sizes:
         return
     own = read_json(store, CONFIG, sizes)
-    differing = sorted(entry for entry in given.keys() - _OF_A_RUN if own.get(entry) != given[entry])
+    differing = sorted(
+        entry
+        for entry in given.keys() - _OF_A_RUN
+        if own.get(entry) != given[entry] and not (entry.endswith("_version") and entry in own)
+    )
     if differing:
         entry, more = differing[0], len(differing) - 1
         raise UsageError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,12 @@ def taken_for_copies(tensors: Iterable[ModelTensor]) -> str | None:
         f"in a job with tp the trainer takes {cut}, which its class cuts and does not mark, for the same on all ranks: "
         "they would hold the first rank's part, without an error"
     )
+
+
+def not_read_by_part(arguments: Collection[str], library: str, kinds: Iterable[Iterable[str]]) -> str:
+    """:func:`beyond_adam`, if the trainer reads the states by ``load_sharded_model``, as these arguments tell."""
+    by_part = "load_sharded_model" in arguments and library != "paddlenlp"
+    return beyond_adam(kinds) if by_part else ""
 
 
 def beyond_adam(kinds: Iterable[Iterable[str]]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from paddle_reshard.pipeline.changes.change import Altered, Reading
 from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
-from paddle_reshard.pipeline.checkpoint.reading import IndexFiles
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, check_given_config
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, run_request
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
@@ -318,6 +318,8 @@ def read_series(
     missing = MissingPolicy(allowed=request.allow_missing)
     reading = Reading(load_tables(request.rules), load_config(request.config), missing, index_files)
     check_one_model(stores)
+    for store in stores:
+        check_given_config(store, reading.config)
     checkpoints = [
         index_checkpoint(store, reading.tables, reading.config, missing, index_files, True)
         for store in stores

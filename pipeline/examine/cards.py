@@ -19,7 +19,7 @@ from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import SourceListing
 from paddle_reshard.pipeline.checkpoint.format import LOADED, JobTarget, NotLoaded, RankBytes
-from paddle_reshard.pipeline.checkpoint.training_job import beyond_adam
+from paddle_reshard.pipeline.checkpoint.training_job import not_read_by_part
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import source_in_words
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, volumes
@@ -458,8 +458,8 @@ class _Offer:
             return {}, str(error)
         arguments = {"resume_from_checkpoint": self.altered.store.location if is_already else TARGET, **known}
         if not anew:
-            by_part = "load_sharded_model" in arguments and job.library != "paddlenlp"
-            return arguments, beyond_adam(self.altered.wanted.model.kinds_of_states) if by_part else ""
+            kinds = self.altered.wanted.model.kinds_of_states
+            return arguments, not_read_by_part(arguments, job.library, kinds)
         return arguments | {"ignore_load_lr_and_optim": True}, "the source has no optimizer states"
 
     def _command(self, topology: Topology) -> str:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from paddle_reshard.pipeline.core.tensors import DType
 from paddle_reshard.pipeline.model.rules.entries import TEXT, Config
 
-_DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
+DTYPE_ENTRIES = _DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
 """If ``config.json`` has ``dtype``, FastDeploy reads weights as ``[in, out]``, as Paddle has them, and it refuses both
 entries together (``fastdeploy/config.py`` at 0009064, ``read_model_config``). ``transformers`` reads either."""
-_OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
+OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
 """Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
 OWN_CODE = frozenset({"auto_map", "custom_pipelines", "custom_generate"})
 """Entries that name code, beside the weights or in another repository, in ``config.json`` and in small files of a
@@ -44,7 +44,7 @@ _Agree = Callable[[Config], _Agreement]
 
 def exported_config(config: Config, dtype: DType | None) -> ExportedConfig:
     """``config.json`` of an export: model, dtype and entries for ``transformers``; ``dtype`` is the requested one."""
-    exported = _with_one_dtype({key: value for key, value in config.items() if key not in _OF_PADDLE}, dtype)
+    exported = _with_one_dtype({key: value for key, value in config.items() if key not in OF_PADDLE}, dtype)
     exported |= {
         section: _with_one_dtype(entries, dtype)
         for section, entries in exported.items()
@@ -90,8 +90,8 @@ def without_own_classes(classes: Any) -> Any:
 
 def _with_one_dtype(entries: Config, dtype: DType | None) -> dict[str, Any]:
     """Give the dtype a single name, and the requested value if any; without an entry for it, none is added."""
-    dtypes = [entries[name] for name in (_DTYPE, _OTHER_DTYPE) if name in entries]
-    kept = {key: value for key, value in entries.items() if key not in (_DTYPE, _OTHER_DTYPE)}
+    dtypes = [entries[name] for name in DTYPE_ENTRIES if name in entries]
+    kept = {key: value for key, value in entries.items() if key not in DTYPE_ENTRIES}
     return kept | ({_DTYPE: dtypes[0] if dtype is None else dtype.name} if dtypes else {})
 
 

@@ -486,15 +486,14 @@ def _shows_progress(function: Function) -> Function:
             return function(*args, **kwargs)
         from paddle_reshard.pipeline.request.progress_lines import printed
 
-        also = kwargs.pop("observe", None)
-        with printed() as show:
+        show, also = printed(), kwargs.pop("observe", None)
 
-            def observe(event: Any) -> None:
-                show(event)
-                if also is not None:
-                    also(event)
+        def observe(event: Any) -> None:
+            show(event)
+            if also is not None:
+                also(event)
 
-            return function(*args, observe=observe, **kwargs)
+        return function(*args, observe=observe, **kwargs)
 
     return cast(Function, observed)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from paddle_reshard.pipeline.core.events import Event, FilesRead, Progress, StepEnded, StepStarted
@@ -61,8 +60,7 @@ class ProgressLines:
         return f"; {readable_seconds(seconds)}" + ("" if rate is None else f", {readable_bytes(int(rate))}/s")
 
 
-@contextmanager
-def printed() -> Iterator[Callable[[Event], None]]:
+def printed() -> Callable[[Event], None]:
     """An observer that prints lines on stderr."""
 
     def write(text: str) -> None:
@@ -75,4 +73,4 @@ def printed() -> Iterator[Callable[[Event], None]]:
         state(event)
         lines(event)
 
-    yield observe
+    return observe

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from paddle_reshard.pipeline.api import clean
-from paddle_reshard.pipeline.checkpoint.training_job import beyond_adam
+from paddle_reshard.pipeline.checkpoint.training_job import not_read_by_part
 from paddle_reshard.pipeline.convert.conversion import ConversionReport, convert_with
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.plan import ConversionPlan
@@ -315,11 +315,9 @@ def _without_dp(topology: Topology, found: Inspection) -> tuple[int, ...]:
 def parts_not_read(found: Inspection, format: str, strategy: str | None) -> str:
     """Why the trainer does not read the parts of ranks by ``load_sharded_model``; empty: it does, or whole files."""
     reads = FORMATS[format].loaded_with(found.convention, strategy or "none") or {}
-    if "load_sharded_model" not in reads:
-        return ""
-    if found.adapter is not None:  # docs/lora.md
+    if found.adapter is not None and "load_sharded_model" in reads:  # docs/lora.md
         return "with load_sharded_model the trainer gives LoRA adapters to the first rank alone"
-    return "" if found.convention == "paddlenlp" else beyond_adam(t.accumulators for t in found.tensors)
+    return not_read_by_part(reads, found.convention, (t.accumulators for t in found.tensors))
 
 
 def _format_for(found: Inspection) -> str:

@@ -783,7 +783,11 @@ def test_a_config_that_is_given_does_not_contradict_the_checkpoints_own(tmp_path
     for call in (paddle_reshard.plan, paddle_reshard.inspect):
         with pytest.raises(UsageError, match=rf"has {own['vocab_size']} for vocab_size, that of --config 7"):
             call(checkpoint, config=given, **({"to": "tp=2"} if call is paddle_reshard.plan else {}))
-    given.write_text(json.dumps(own))
+    as_saved_elsewhere = {"dtype": "float32", "tensor_model_parallel_size": 8, "paddleformers_version": "0.9"}
+    given.write_text(json.dumps(own | as_saved_elsewhere))
     assert (
         paddle_reshard.inspect(checkpoint, config=given).tensors == paddle_reshard.inspect(checkpoint).tensors
     )
+    given.write_text(json.dumps(own | {"paddlenlp_version": "3.0"}))
+    with pytest.raises(UsageError, match="for paddlenlp_version"):
+        paddle_reshard.plan(checkpoint, to="tp=2", config=given)

@@ -390,7 +390,7 @@ def _models(
     if of_files is not table and of_files.family in _SWAPPED:
         said = "the two dims of stacked experts read the other way round, as transformers 5 writes them"
         reading = reading._replace(in_words="; ".join(filter(None, (reading.in_words, said))))
-    if of_files is not table and SCORE in stored:
+    if SCORE in stored and any(row.key == SCORE and row not in table.rules for row in of_files.rules):
         said = f"{SCORE} read as [hidden, labels], as PaddleFormers' own exports have it"
         reading = reading._replace(in_words="; ".join(filter(None, (reading.in_words, said))))
     matches = matches_of(reading.names.values(), of_files, config)

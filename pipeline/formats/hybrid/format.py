@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.format import (
     LAYOUT,
-    LOADED,
     PADDLE_VERSION,
     SHARDING_STRATEGY,
     TARGET_META,
@@ -58,15 +57,14 @@ def _not_loaded(sharded_saving: bool, checkpoint: Checkpoint) -> NotLoaded:
 
     ``_load_from_checkpoint`` in PaddleFormers' ``trainer/trainer.py``: "do not support safetensors".
     """
-    from paddle_reshard.pipeline.checkpoint.training_job import beyond_adam
+    from paddle_reshard.pipeline.checkpoint.training_job import not_read_by_part
     from paddle_reshard.pipeline.formats.hybrid.names import WEIGHTS_OF_RANK, hybrid_name
 
     own = min(filter(WEIGHTS_OF_RANK.fullmatch, checkpoint.own_files), default=None)
     if own is None:
         library, strategy = checkpoint.model.table.convention, checkpoint.job.strategy or "none"
-        by_part = "load_sharded_model" in (_loaded_with(sharded_saving, library, strategy) or {})
-        of_formers = by_part and library != "paddlenlp"
-        return NotLoaded(beyond_adam(checkpoint.model.kinds_of_states)) if of_formers else LOADED
+        arguments = _loaded_with(sharded_saving, library, strategy) or {}
+        return NotLoaded(not_read_by_part(arguments, library, checkpoint.model.kinds_of_states))
     return NotLoaded(
         f"the trainer looks for {hybrid_name(own)} and loads no {own}, which it writes with save_to_hf, its default; "
         "convert it, also to its own topology: paddle-reshard convert … --to, or resume"

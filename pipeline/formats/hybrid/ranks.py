@@ -73,8 +73,9 @@ from paddle_reshard.storage.files.paddle_pickle import STRUCTURED_NAMES, ArrayRe
 _META_AXES = {"tp": "mp_degree", "pp": "pp_degree", "shard": "sharding_degree", "ep": "ep_degree"}
 _MOMENT1, _MOMENT2 = "moment1", written_name(MEAN_MOMENT2)
 _SIGNAL = re.compile(r"save(?:d_signal|_signal_TMP)_(\d+)")
-_NUMBERED = re.compile(r"model\.\d+(?=\.)")
 """Signals of ranks; the second while the trainer merges an EMA, or for ever if it was interrupted then."""
+_NUMBERED = re.compile(r"model\.\d+(?=\.)")
+"""What begins the key of a LoRA job over stages in ``model_meta.json``."""
 
 
 def expert_count(table: RuleTable, config: Config) -> int | None:

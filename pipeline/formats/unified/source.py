@@ -474,8 +474,8 @@ def _imply(stored: TensorCollector, model: Model, arrays: Arrays) -> dict[int, i
         of, shape = tensor.key, tensor.global_shape
         if tensor.tied_to is not None:
             continue
-        if (of, PARAM) not in index and (of, MASTER_WEIGHT) not in index:
-            continue  # a buffer that the files may lack
+        if not index.keys() & {(of, PARAM), (of, MASTER_WEIGHT)}:
+            continue  # no file has anything of it: refused before, unless it was allowed to be missing
         if (of, PARAM) not in index:
             implied[stored.tensor(of, PARAM, tensor.dtype, shape)] = index[of, MASTER_WEIGHT]
         elif tensor.master and (of, MASTER_WEIGHT) not in index:
