@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,21 @@ import safetensors
 import safetensors.numpy
 
 Change = Callable[[Path], object]
+REMOVED = object()
 Arrays = dict[str, np.ndarray]
+
+
+def edited(values: Any, at: tuple[Any, ...], value: Any = REMOVED) -> Any:
+    """A copy in which the entry at a path is another one, or gone."""
+    values = deepcopy(values)
+    inner = values
+    for key in at[:-1]:
+        inner = inner[key]
+    if value is REMOVED:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = value
+    return values
 
 
 def edit_json(folder: Path, name: str, change: Callable[[dict], object]) -> None:

@@ -113,60 +113,25 @@ def call(module: str, name: str, argument: str = "touch MARKER") -> bytes:
 
 
 def _globals() -> list[Attack]:
-    wanted = [
-        ("os", "system"),
-        ("posix", "system"),
-        ("nt", "system"),
-        ("subprocess", "Popen"),
-        ("builtins", "exec"),
-        ("builtins", "getattr"),
-        ("builtins", "__import__"),
-        ("builtins", "compile"),
-        ("__builtin__", "exec"),
-        ("builtins", "open"),
-        ("operator", "attrgetter"),
-        ("operator", "methodcaller"),
-        ("functools", "partial"),
-        ("importlib", "import_module"),
-        ("pickle", "loads"),
-        ("_pickle", "loads"),
-        ("copyreg", "_reconstructor"),
-        ("numpy", "load"),
-        ("numpy", "fromfile"),
-        ("numpy.testing._private.utils", "runstring"),
-        ("numpy", "ndarray.tofile"),
-        ("builtins", "eval.__call__"),
-        ("builtins", "tuple.__class__"),
-        ("numpy.core", "multiarray._reconstruct"),
-        ("numpy.core.multiarray.", "scalar"),
-        ("", "eval"),
-        ("collections", "OrderedDict.__init__.__globals__"),
-        ("paddle", "load"),
-        ("torch", "load"),
-        ("paddle.distributed.flex_checkpoint.dcp.metadata", "Metadata"),
-        ("paddle.distributed.checkpoint.metadata", "LocalTensorIndex"),
-        ("paddle.base.libpaddle", "GeneratorState"),
-        ("BUILTINS", "eval"),
-        ("builtins ", "eval"),
-    ]
+    plain = (
+        "os.system posix.system nt.system subprocess.Popen builtins.exec builtins.getattr builtins.__import__ "
+        "builtins.compile __builtin__.exec builtins.open operator.attrgetter operator.methodcaller "
+        "functools.partial importlib.import_module pickle.loads _pickle.loads copyreg._reconstructor numpy.load "
+        "numpy.fromfile numpy.testing._private.utils.runstring paddle.load torch.load BUILTINS.eval "
+        "paddle.distributed.flex_checkpoint.dcp.metadata.Metadata "
+        "paddle.distributed.checkpoint.metadata.LocalTensorIndex paddle.base.libpaddle.GeneratorState"
+    )
+    wanted = [word.rsplit(".", 1) for word in plain.split()]
+    wanted += [["numpy", "ndarray.tofile"], ["builtins", "eval.__call__"], ["builtins", "tuple.__class__"]]
+    wanted += [["numpy.core", "multiarray._reconstruct"], ["numpy.core.multiarray.", "scalar"], ["", "eval"]]
+    wanted += [["collections", "OrderedDict.__init__.__globals__"], ["builtins ", "eval"]]
     found = [Attack(f"REDUCE of {m}.{n}", call(m, n), "forbidden_global") for m, n in wanted]
     stack = PROTO + text("os") + b"\x94" + text("system") + b"\x940" + STOP
+    together = PROTO + b"(" + text("system") + b"\x94" + text("os") + b"\x94tK\x00\x86h\x01h\x00\x93"
+    together += text("touch MARKER") + b"\x85R" + STOP
     return [
         *found,
-        Attack(
-            "a global put together from memoised text",
-            PROTO
-            + b"("
-            + text("system")
-            + b"\x94"
-            + text("os")
-            + b"\x94"
-            + b"tK\x00\x86h\x01h\x00\x93"
-            + text("touch MARKER")
-            + b"\x85R"
-            + STOP,
-            "forbidden_global",
-        ),
+        Attack("a global put together from memoised text", together, "forbidden_global"),
         Attack("a global whose names are numbers", PROTO + b"K\x01K\x02\x93" + STOP, "forbidden_global"),
         Attack(
             "a global named by an array", PROTO + text("os") + array() + b"\x93" + STOP, "forbidden_global"
@@ -181,19 +146,9 @@ def _calls() -> list[Attack]:
     forms = {
         "eval of other code": EVAL + text(code) + scope + b"\x86R",
         "eval of other code alone": EVAL + text(code) + b"\x85R",
-        "eval with builtins in its scope": EVAL
-        + text("data")
-        + b"}("
-        + text("data")
-        + array()
-        + text("__builtins__")
-        + b"}u\x86R",
-        "eval of a scope without an array": EVAL
-        + text("data")
-        + b"}("
-        + text("data")
-        + text(code)
-        + b"u\x86R",
+        "eval with builtins in its scope": EVAL + text("data") + b"}(" + text("data") + array()
+            + text("__builtins__") + b"}u\x86R",
+        "eval of a scope without an array": EVAL + text("data") + b"}(" + text("data") + text(code) + b"u\x86R",
         "eval of an array without state": EVAL + text("data") + b"}(" + text("data") + NEW_ARRAY + b"u\x86R",
         "eval with locals": EVAL + text("data") + scope + b"}\x87R",
         "eval of a whole other scope": EVAL + text("x") + b"}(" + text("x") + array() + b"u\x86R",
@@ -210,22 +165,18 @@ def _calls() -> list[Attack]:
         "tuple with two arguments": TENSOR + b"))\x86R",
         "bytes of a huge count": named("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R",
         "OrderedDict with arguments": named("collections", "OrderedDict") + b"]\x85R",
-        "encode with a code that runs": named("_codecs", "encode")
-        + text("x")
-        + text("zlib_codec")
-        + b"\x86R",
+        "encode with a code that runs": named("_codecs", "encode") + text("x") + text("zlib_codec") + b"\x86R",
         "encode without a code": named("_codecs", "encode") + text("x") + b"\x85R",
         "_reconstruct of another class": RECONSTRUCT + DTYPE + b"K\x00\x85C\x01b\x87R",
-        "_reconstruct of another shape": RECONSTRUCT
-        + named("numpy", "ndarray")
-        + b"J\xff\xff\xff\x7f\x85C\x01b\x87R",
+        "_reconstruct of another shape": RECONSTRUCT + named("numpy", "ndarray")
+            + b"J\xff\xff\xff\x7f\x85C\x01b\x87R",
         "_reconstruct of objects": RECONSTRUCT + named("numpy", "ndarray") + b"K\x00\x85C\x01O\x87R",
         "dtype with a third meaning": DTYPE + text("f4") + b"\x88\x88\x87R",
         "dtype of a dict": DTYPE + b"}\x89\x88\x87R",
         "scalar of no dtype": SCALAR + text("f4") + b"C\x04abcd\x86R",
         "scalar of a dtype without state": SCALAR + DTYPE + text("f4") + b"\x89\x88\x87RC\x04abcd\x86R",
         "an instance of a class": TENSOR + b")\x81",
-    }
+    }  # fmt: skip
     found = [Attack(idea, PROTO + data + STOP, "forbidden_call") for idea, data in forms.items()]
     states = {
         "state for a dict": b"}}b",
@@ -256,10 +207,8 @@ def _lengths() -> list[Attack]:
         "one element too many": (array(b"K\x03\x85"), "size_mismatch"),
         "one element too few": (array(b"K\x01\x85"), "size_mismatch"),
         "2**32 x 2**32, zero in 64 bits": (array(wrapped, b""), "size_mismatch"),
-        "2**62 elements of 4 bytes, zero in 64 bits": (
-            array(b"\x8a\x08" + b"\x00" * 7 + b"\x40\x85", b""),
-            "size_mismatch",
-        ),
+        "2**62 elements of 4 bytes, zero in 64 bits": (array(b"\x8a\x08" + b"\x00" * 7 + b"\x40\x85", b""),
+            "size_mismatch"),
         "two negative extents": (array(b"J\xff\xff\xff\xffJ\xfe\xff\xff\xff\x86"), "bad_array"),
         "a negative extent and none": (array(b"J\xff\xff\xff\xffK\x00\x86", b""), "bad_array"),
         "an extent past 2**63": (array(b"\x8a\x09" + b"\x00" * 8 + b"\x01K\x00\x86", b""), "bad_array"),
@@ -277,34 +226,24 @@ def _lengths() -> list[Attack]:
         "big-endian numbers": (array(kind=dtype("f4", ">")), "big_endian"),
         "numbers without an order": (array(kind=dtype("f4", "|")), "bad_dtype"),
         "native order": (array(kind=dtype("f4", "=")), "bad_dtype"),
-        "a dtype with fields": (
-            array(kind=dtype(rest=b"N(" + text("a") + b"t}J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00")),
-            "bad_dtype",
-        ),
-        "a dtype with flags": (
-            array(kind=dtype(rest=b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3f")),
-            "bad_dtype",
-        ),
+        "a dtype with fields": (array(kind=dtype(rest=b"N(" + text("a")
+            + b"t}J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00")), "bad_dtype"),
+        "a dtype with flags": (array(kind=dtype(rest=b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x3f")), "bad_dtype"),
         "a dtype with a short state": (array(kind=dtype(rest=b"")), "bad_dtype"),
         "a dtype without state": (array(kind=DTYPE + text("f4") + b"\x89\x88\x87R"), "bad_array"),
         "no dtype": (array(kind=text("f4")), "bad_array"),
         "an array without state": (NEW_ARRAY, "bad_array"),
         "an array with a short state": (NEW_ARRAY + b"(K\x01tb", "bad_array"),
         "a list as state": (NEW_ARRAY + b"]b", "bad_array"),
-        "text for a payload": (
-            NEW_ARRAY + b"(K\x01K\x01\x85" + dtype() + b"\x89" + text("abcd") + b"tb",
-            "bad_array",
-        ),
+        "text for a payload": (NEW_ARRAY + b"(K\x01K\x01\x85" + dtype() + b"\x89" + text("abcd") + b"tb",
+            "bad_array"),
         "a list for a payload": (NEW_ARRAY + b"(K\x01K\x01\x85" + dtype() + b"\x89]tb", "bad_array"),
         "a number with a short payload": (SCALAR + dtype("f8") + b"C\x04abcd\x86R", "size_mismatch"),
-        "a number whose payload is long": (
-            SCALAR + dtype("f8") + payload(b"a" * 100) + b"\x86R",
-            "size_mismatch",
-        ),
+        "a number whose payload is long": (SCALAR + dtype("f8") + payload(b"a" * 100) + b"\x86R", "size_mismatch"),
         "a number whose payload is text": (SCALAR + dtype("f4") + text("abcd") + b"\x86R", "size_mismatch"),
         "a type for a value": (DTYPE, "bad_value"),
         "a dtype for a value": (dtype(), "bad_value"),
-    }
+    }  # fmt: skip
     return found + [
         Attack(idea, file_of(text("w") + data), reason) for idea, (data, reason) in shapes.items()
     ]
@@ -456,14 +395,12 @@ def _splits() -> list[Attack]:
         "one part in two arrays": split(twice, half),
         "split and whole": split(both, half, rest, text("w") + array()),
         "no parts": split(entry(b"K\x00\x85"), half),
-        "a negative shape": split(
-            entry(b"J\xff\xff\xff\xffJ\xfc\xff\xff\xff\x86", "w@@.0", "w@@.1"), half, rest
-        ),
+        "a negative shape": split(entry(b"J\xff\xff\xff\xffJ\xfc\xff\xff\xff\x86", "w@@.0", "w@@.1"), half, rest),
         "a table that is a list": split(b"]", half),
         "an entry that is a list": split(b"}(" + text("w") + b"]u", half),
         "an entry with more in it": split(b"}(" + text("w") + b"}(" + text("slices") + b"]u" + b"u", half),
         "an integer for a key": split(b"}(K\x01}u", half),
-    }
+    }  # fmt: skip
     return [Attack(idea, data, "bad_split") for idea, data in cases.items()]
 
 
@@ -483,19 +420,13 @@ def _protocol_5() -> list[Attack]:
         "a payload that is bytes, too long": (buffered(payload(b"\x00" * 9)), "size_mismatch"),
         "2**32 x 2**32 of protocol 5": (buffered(bytearray8(b""), shape=wrapped), "size_mismatch"),
         "a negative extent of protocol 5": (buffered(shape=b"J\xff\xff\xff\xff\x85"), "bad_array"),
-        "an extent of -1 that numpy would infer": (
-            buffered(shape=b"K\x02J\xff\xff\xff\xff\x86"),
-            "bad_array",
-        ),
+        "an extent of -1 that numpy would infer": (buffered(shape=b"K\x02J\xff\xff\xff\xff\x86"), "bad_array"),
         "a number for a shape": (buffered(shape=b"K\x02"), "bad_array"),
         "text for a payload of protocol 5": (buffered(text("\x00" * 8)), "bad_array"),
         "an array for a payload": (buffered(buffered()), "bad_array"),
         "a list for a payload of protocol 5": (buffered(b"]"), "bad_array"),
         "no dtype in protocol 5": (buffered(kind=text("f4")), "bad_array"),
-        "a dtype without state in protocol 5": (
-            buffered(kind=DTYPE + text("f4") + b"\x89\x88\x87R"),
-            "bad_array",
-        ),
+        "a dtype without state in protocol 5": (buffered(kind=DTYPE + text("f4") + b"\x89\x88\x87R"), "bad_array"),
         "big-endian numbers of protocol 5": (buffered(kind=dtype("f4", ">")), "big_endian"),
         "objects of protocol 5": (buffered(kind=dtype("O8", "|")), "unsupported_dtype"),
         "order A": (buffered(order=order["A"]), "bad_order"),
@@ -504,58 +435,33 @@ def _protocol_5() -> list[Attack]:
         "an order of bytes": (buffered(order=b"C\x01C"), "forbidden_call"),
         "order C with an order of dims": (buffered(order=ORDER_C + b"K\x00\x85"), "bad_order"),
         "an order of two dims for one": (buffered(order=order["K"] + b"K\x00K\x01\x86"), "bad_order"),
-        "one dim twice in an order": (
-            buffered(shape=two, order=order["K"] + b"K\x01K\x01\x86"),
-            "bad_order",
-        ),
-        "a dim that is not there in an order": (
-            buffered(shape=two, order=order["K"] + b"K\x00K\x02\x86"),
-            "bad_order",
-        ),
-        "a negative dim in an order": (
-            buffered(shape=two, order=order["K"] + b"K\x00J\xff\xff\xff\xff\x86"),
-            "bad_order",
-        ),
-        "a list for an order of dims": (
-            buffered(shape=two, order=order["K"] + b"](K\x00K\x01e"),
-            "bad_order",
-        ),
+        "one dim twice in an order": (buffered(shape=two, order=order["K"] + b"K\x01K\x01\x86"), "bad_order"),
+        "a dim that is not there in an order": (buffered(shape=two, order=order["K"] + b"K\x00K\x02\x86"),
+            "bad_order"),
+        "a negative dim in an order": (buffered(shape=two, order=order["K"] + b"K\x00J\xff\xff\xff\xff\x86"),
+            "bad_order"),
+        "a list for an order of dims": (buffered(shape=two, order=order["K"] + b"](K\x00K\x01e"), "bad_order"),
         "None for an order of dims": (buffered(shape=two, order=order["K"] + b"N"), "bad_order"),
-        "_frombuffer with six arguments": (
-            buffered(shape=two, order=order["K"] + b"K\x00K\x01\x86N"),
-            "forbidden_call",
-        ),
+        "_frombuffer with six arguments": (buffered(shape=two, order=order["K"] + b"K\x00K\x01\x86N"),
+            "forbidden_call"),
         "_frombuffer of a payload alone": (FROMBUFFER + bytearray8(b"") + b"\x85R", "forbidden_call"),
-        "state for an array of protocol 5": (
-            buffered() + b"(K\x01K\x00\x85" + dtype() + b"\x89C\x00tb",
-            "forbidden_build",
-        ),
-        "state with a bytearray": (
-            NEW_ARRAY + b"(K\x01K\x02\x85" + dtype() + b"\x89" + bytearray8(b"\x00" * 8) + b"tb",
-            "bad_array",
-        ),
+        "state for an array of protocol 5": (buffered() + b"(K\x01K\x00\x85" + dtype() + b"\x89C\x00tb",
+            "forbidden_build"),
+        "state with a bytearray": (NEW_ARRAY + b"(K\x01K\x02\x85" + dtype() + b"\x89" + bytearray8(b"\x00" * 8)
+            + b"tb", "bad_array"),
         "a bytearray for a value": (bytearray8(b"abc"), "bad_value"),
         "a bytearray in a list": (b"]" + bytearray8(b"abc") + b"a", "bad_value"),
         "a number from a bytearray": (SCALAR + dtype() + bytearray8(b"abcd") + b"\x86R", "size_mismatch"),
-        "_reconstruct with a bytearray": (
-            RECONSTRUCT + named("numpy", "ndarray") + b"K\x00\x85" + bytearray8(b"b") + b"\x87R",
-            "forbidden_call",
-        ),
-        "a raw tensor of text": (
-            named("paddle.framework.io_utils", "_reconstruct_dense_tensor_data") + text("x") + b"\x85R",
-            "forbidden_call",
-        ),
-        "a raw tensor of two arrays": (
-            named("paddle.framework.io_utils", "_reconstruct_dense_tensor_data")
-            + buffered()
-            + buffered()
-            + b"\x86R",
-            "forbidden_call",
-        ),
+        "_reconstruct with a bytearray": (RECONSTRUCT + named("numpy", "ndarray") + b"K\x00\x85" + bytearray8(b"b")
+            + b"\x87R", "forbidden_call"),
+        "a raw tensor of text": (named("paddle.framework.io_utils", "_reconstruct_dense_tensor_data") + text("x")
+            + b"\x85R", "forbidden_call"),
+        "a raw tensor of two arrays": (named("paddle.framework.io_utils", "_reconstruct_dense_tensor_data")
+            + buffered() + buffered() + b"\x86R", "forbidden_call"),
         "the bytearray class": (named("builtins", "bytearray") + b")R", "forbidden_global"),
         "a buffer of pickle": (named("pickle", "PickleBuffer") + b")R", "forbidden_global"),
         "another function of numpy": (named("numpy", "frombuffer") + b")R", "forbidden_global"),
-    }
+    }  # fmt: skip
     shared = bytearray8(b"\x00" * 8) + b"\x94"
     twice = buffered(shared) + text("v") + buffered(b"h\x00")
     return [

@@ -170,6 +170,7 @@ ATTEMPTS = {
     "text of 2**60 bytes": (PROTO + b"\x8d" + struct.pack("<Q", 1 << 60) + STOP, "length_beyond_end"),
     "a file in another folder": (file_of(W, index() + text("../f")), "bad_file"),
     "an absolute file": (file_of(W, index() + text("/etc/passwd")), "bad_file"),
+    "a payload for a piece": (file_of(text("w") + b"](" + payload(b"x" * 100) + b"e", AT), "bad_metadata"),
     "no path": (file_of(W, AT, text("flat_mapping"), b"}(" + text("w") + b")u"), "bad_metadata"),
     "a path of numbers": (file_of(W, AT, text("flat_mapping"), b"}(" + text("w") + numbers(1) + b"u"), "bad_metadata"),
     "a path that is text": (file_of(W, AT, text("flat_mapping"), b"}(" + text("w") + text("w") + b"u"), "bad_metadata"),
@@ -296,13 +297,3 @@ def test_every_value_of_every_entry_counts(base):
 def test_a_file_cut_anywhere_is_refused():
     for base in LARGE:
         assert all(refusal(base[:stop]) is not None for stop in range(0, len(base), 13))
-
-
-@FUZZ
-@given(st.binary(max_size=200), st.sampled_from([b"", PROTO, PROTO + NEW, file_of(W, AT)[:-30]]))
-def test_random_bytes_are_parsed_or_refused(data, start):
-    refusal(start + data)
-
-
-def test_payloads_are_not_allowed():
-    assert refusal(file_of(text("w") + b"](" + payload(b"x" * 100) + b"e", AT)).reason == "bad_metadata"

@@ -30,29 +30,9 @@ def source() -> Iterator[Path]:
         yield Path(folder) / "c"
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(path))
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
 
 
 def _outside(path: Path) -> None:
@@ -69,26 +49,32 @@ def _outside_by_a_detour(path: Path) -> None:
     path.symlink_to("way/secret")
 
 
-ODD: dict[Callable[[Path], None], str] = {
-    _pipe: "is a pipe",
-    _socket: "is a socket",
-    _folder: "is a folder, and a trainer writes a file of this name",
-    _dangling: "is a link to nowhere, which cannot be read",
-    _loop: "is a link that leads to itself|is a link to .*, which cannot be read",
-    _device: "is a device",
-    _outside: "is a link that leads out of the checkpoint, to .*secret; .*--allow-links",
-    _outside_by_a_detour: "is a link that leads out of the checkpoint, to .*secret; .*--allow-links",
+ODD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "is a pipe"),
+    "a socket": (_socket, "is a socket"),
+    "a folder": (Path.mkdir, "is a folder, and a trainer writes a file of this name"),
+    "dangling": (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which cannot be read"),
+    "a loop": (
+        lambda path: path.symlink_to(path.name),
+        "is a link that leads to itself|is a link to .*, which cannot be read",
+    ),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device"),
+    "outside": (_outside, "is a link that leads out of the checkpoint, to .*secret; .*--allow-links"),
+    "by a detour": (
+        _outside_by_a_detour,
+        "is a link that leads out of the checkpoint, to .*secret; .*--allow-links",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ["scheduler.pdparams", "config.json", "model_state.tp00_pp00.pdparams"])
-@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "told"), ODD.values(), ids=ODD)
 def test_what_is_no_plain_file_is_refused_by_name(
-    make: Callable[[Path], None], name: str, source: Path, tmp_path: Path
+    make: Callable[[Path], object], told: str, name: str, source: Path, tmp_path: Path
 ) -> None:
     (source / name).unlink(missing_ok=True)
     make(source / name)
-    with pytest.raises(CheckpointError, match=rf"^{name}: {ODD[make]}"):
+    with pytest.raises(CheckpointError, match=rf"^{name}: {told}"):
         paddle_reshard.convert(source, tmp_path / "t", to="tp=1")
     assert not (tmp_path / "t").exists()
 

@@ -23,7 +23,7 @@ from paddle_reshard.pipeline.request.options import TargetOptions
 from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from tests.conftest import case_directory
 from tests.golden.unified_cases import small_case
-from tests.hostile.test_fuzz_checkpoints import json_values
+from tests.hostile.test_fuzz_checkpoints import damaged
 from tests.sampling import examples
 
 SETTINGS = examples(4)
@@ -153,23 +153,6 @@ def test_headers_and_metadata_with_other_bytes(
         content[data.draw(st.integers(0, stop - 1))] = data.draw(st.integers(0, 255))
     victim.write_bytes(content)
     sandbox.check()
-
-
-@st.composite
-def damaged(draw: st.DrawFn, content: Any) -> Any:
-    """One entry somewhere replaced or removed."""
-    node = content
-    while True:
-        places = list(node) if isinstance(node, dict) else list(range(len(node)))
-        place = draw(st.sampled_from(places))
-        if not (isinstance(node[place], dict | list) and node[place] and draw(st.booleans())):
-            break
-        node = node[place]
-    if draw(st.booleans()):
-        node[place] = draw(json_values)
-    else:
-        del node[place]
-    return content
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name not in NO_JSON])

@@ -178,22 +178,20 @@ def test_names_that_look_like_paths_are_only_text():
     assert list(root) == names
 
 
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_a_file_cut_anywhere_is_refused(protocol):
-    data = small_file(protocol)
-    assert refusal(data) is None
-    for stop in range(len(data)):
-        error = refusal(data[:stop])
-        assert error is not None
-        assert error.reason in (("truncated", "length_beyond_end") if stop else ("another_file",))
-
-
-def test_real_files_cut_anywhere_are_refused():
-    found = case_files(("dense",), "checkpoint-*/*.pdparams")
-    real = sorted(found, key=lambda path: (path.stat().st_size, path))[:40]
-    for data in {path.read_bytes() for path in real if path.stat().st_size < 2000} | {small_file()}:
+def test_a_file_cut_anywhere_is_refused():
+    """Small files of real checkpoints too."""
+    real = {
+        path.read_bytes()
+        for path in case_files(("dense",), "checkpoint-*/*.pdparams")
+        if path.stat().st_size < 2000
+    }
+    assert real
+    for data in (*map(small_file, (3, 4, 5)), *real):
         assert refusal(data) is None
-        assert all(refusal(data[:stop]) is not None for stop in range(len(data)))
+        for stop in range(len(data)):
+            error = refusal(data[:stop])
+            assert error is not None
+            assert error.reason in (("truncated", "length_beyond_end") if stop else ("another_file",))
 
 
 def test_a_store_that_returns_too_little_is_noticed():
@@ -239,15 +237,6 @@ def test_colliding_integer_keys_do_not_slow_the_parser_down():
     modulus = 2**61 - 1
     items = b"".join(b"\x8a\x0a" + (modulus * k).to_bytes(10, "little") + b"N" for k in range(1, 5000))
     assert refusal(PROTO + b"}(" + items + b"u" + STOP).reason == "bad_key"
-
-
-@FUZZ
-@given(
-    st.binary(max_size=300),
-    st.sampled_from([b"", b"\x80\x02", PROTO, PROTO + b"}(", PROTO_5, PROTO_5 + b"}("]),
-)
-def test_random_bytes_are_parsed_or_refused(data, start):
-    refusal(start + data)
 
 
 @FUZZ

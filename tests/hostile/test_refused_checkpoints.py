@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import DriftError, ReshardError
 from paddle_reshard.pipeline.core.events import StepStarted
-from tests.conftest import case_directory
 from tests.hostile.damage import holder
 from tests.hostile.refusals import DAMAGES, DEMO, FIRST, FOUR, NORM, PLAIN, Damage, of_another_file, sound
 
@@ -70,23 +68,43 @@ def payload_of(path: Path, entry: str) -> int:
     return path.read_bytes().index(array.tobytes())
 
 
-def test_copies_that_drifted_apart_are_found_while_moving_and_nothing_is_published(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
+@pytest.fixture
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a sound checkpoint, of ``DEMO`` if no other is asked for."""
+    case = getattr(request, "param", DEMO)
+    return Path(shutil.copytree(sound(case), tmp_path / "source", copy_function=shutil.copyfile))
+
+
+MOMENT = "create_parameter_0.w_0_fp32_master_0_moment1_0"
+
+
+def test_drift_of_copies_is_refused_and_can_be_allowed_or_not_looked_for(
+    source: Path, tmp_path: Path
+) -> None:
     path = source / "optimizer.tp01_pp00_shard01.pdopt"
-    flip_bit(path, payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0"))
-    with pytest.raises(paddle_reshard.ReshardError) as caught:
+    flip_bit(path, payload_of(path, MOMENT))
+    with pytest.raises(ReshardError) as caught:
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1")
-    message = str(caught.value)
-    assert "model.layers.0.input_layernorm.weight (moment1)" in message
-    assert "optimizer.tp00_pp00_shard01.pdopt" in message
-    assert "optimizer.tp01_pp00_shard01.pdopt" in message
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+    named = "model.layers.0.input_layernorm.weight (moment1)"
+    for fact in (named, "optimizer.tp00_pp00_shard01.pdopt", "optimizer.tp01_pp00_shard01.pdopt"):
+        assert fact in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    allowed = paddle_reshard.convert(source, tmp_path / "allowed", to="tp=1", replicas="report")
+    (line,) = allowed.moved.replica_drift
+    assert named in line
+    manifest = json.loads((tmp_path / "allowed" / "paddle_reshard.json").read_text())
+    assert line in manifest["source"]["replica_drift"]
+    first = paddle_reshard.convert(source, tmp_path / "first", to="tp=1", replicas="first")
+    assert first.moved.compared_elements == 0
+    for target in ("allowed", "first"):
+        # The copy that drifted was not the first one, so the target is what the undamaged source gives.
+        assert paddle_reshard.verify(sound(DEMO), tmp_path / target).equal
 
 
-def test_a_stored_parameter_that_is_not_the_cast_of_its_master_weight_is_not_dropped(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(next(case_directory(PLAIN).glob("checkpoint-*")), source, copy_function=shutil.copyfile)
+@pytest.mark.parametrize("source", [PLAIN], indirect=True)
+def test_a_stored_parameter_that_is_not_the_cast_of_its_master_weight_is_not_dropped(
+    source: Path, tmp_path: Path
+) -> None:
     path = source / "model_state.tp00.pdparams"
     flip_bit(path, payload_of(path, "model.layers.1.mlp.up_proj.weight"))
     for topology in ("pp=2", "sharding=2"):  # one that stores both, and one that stores master weights only
@@ -96,68 +114,25 @@ def test_a_stored_parameter_that_is_not_the_cast_of_its_master_weight_is_not_dro
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
-
-    def change_late(event: object) -> None:
-        if getattr(event, "step", "") == "verify":
-            (source / "scheduler.pdparams").write_bytes(b"another")
-
-    with pytest.raises(ReshardError, match=r"scheduler\.pdparams: changed while it was read"):
-        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", observe=change_late)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
-def _rewrite(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.with_name("new").write_bytes(data)
-    path.with_name("new").rename(path)
-
-
-@pytest.mark.parametrize("change", [_rewrite, _replace])
+@pytest.mark.parametrize("rewritten", [True, False], ids=["rewritten", "replaced"])
 @pytest.mark.parametrize("step", ["move", "verify"])
 def test_a_source_that_changes_and_gets_back_its_size_and_time_is_refused(
-    step: str, change: Callable[[Path, bytes], None], tmp_path: Path
+    step: str, rewritten: bool, source: Path, tmp_path: Path
 ) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
     path = source / "optimizer.tp01_pp00_shard01.pdopt"
     before = path.stat()
     data = bytearray(path.read_bytes())
-    data[payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0")] ^= 1
+    data[payload_of(path, MOMENT)] ^= 1
 
     def change_late(event: object) -> None:
         if isinstance(event, StepStarted) and event.step == step:
-            change(path, bytes(data))
+            new = path if rewritten else path.with_name("new")
+            new.write_bytes(bytes(data))
+            new.rename(path)
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
             now = path.stat()
             assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
     with pytest.raises(ReshardError, match=rf"{path.name}: changed while it was read"):
         paddle_reshard.convert(source, tmp_path / "target", to="tp=1", observe=change_late, replicas="report")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
-def test_drift_can_be_allowed_or_not_looked_for_and_is_named(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(case_directory(DEMO) / "checkpoint-3", source, copy_function=shutil.copyfile)
-    path = source / "optimizer.tp01_pp00_shard01.pdopt"
-    flip_bit(path, payload_of(path, "create_parameter_0.w_0_fp32_master_0_moment1_0"))
-    allowed = paddle_reshard.convert(source, tmp_path / "allowed", to="tp=1", replicas="report")
-    (line,) = allowed.moved.replica_drift
-    assert "model.layers.0.input_layernorm.weight (moment1)" in line
-    assert (
-        line
-        in json.loads((tmp_path / "allowed" / "paddle_reshard.json").read_text())["source"]["replica_drift"]
-    )
-    first = paddle_reshard.convert(source, tmp_path / "first", to="tp=1", replicas="first")
-    assert first.moved.compared_elements == 0
-    real = case_directory(DEMO) / "checkpoint-3"
-    for target in ("allowed", "first"):
-        assert paddle_reshard.verify(tmp_path / target, tmp_path / "first").equal
-        # The copy that drifted was not the first one, so the target is what the undamaged source gives.
-        assert paddle_reshard.verify(real, tmp_path / target).equal
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]

@@ -40,12 +40,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("idea", TEXTS)
-def test_the_reader_refuses(idea: str) -> None:
-    with pytest.raises(JsonError):
-        parse_json(TEXTS[idea])
-
-
 def test_a_number_of_many_digits_where_python_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.10.6 and before, or whoever lifted it."""
     monkeypatch.delattr(sys, "get_int_max_str_digits", raising=False)

@@ -166,15 +166,6 @@ def test_averages_may_be_saved_after_the_signals(tmp_path: Path) -> None:
     assert paddle_reshard.plan(source, tmp_path / "target", to="tp=1").plan.groups
 
 
-def test_a_target_signals_after_its_tensors(tmp_path: Path) -> None:
-    paddle_reshard.convert(_copy("dense/single", tmp_path), tmp_path / "two", to="tp=2")
-    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "two").iterdir()}
-    signals = {name: time for name, time in times.items() if name.startswith("saved_signal")}
-    tensors = {name: time for name, time in times.items() if name.endswith((".pdopt", ".pdparams"))}
-    assert len(signals) == 2
-    assert min(signals.values()) >= max(tensors.values())
-
-
 # ------------------------------------------------------------------------------------------------- staging
 
 

@@ -114,29 +114,20 @@ def also(**tensors: int) -> Callable[[Tensors], object]:
 
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no model type": (of_hub(lambda held: None, model_type=None), "config.json: it has no model_type"),
-    "another model's config": (
-        of_hub(lambda held: [held.update({f"transformer.{k}": held.pop(k)}) for k in [*held][1:]]),
-        "it must be that of the model in the files",
-    ),
+    "another model's config": (of_hub(lambda held: [held.update({f"transformer.{k}": held.pop(k)})
+        for k in [*held][1:]]), "it must be that of the model in the files"),
     "several libraries": (of_hub(lambda held: None, paddleformers_version=None), "--convention paddlenlp"),
     "a class of tensors": (of_hub(without("input_layernorm")), "--fill BASE"),
     "no head": (of_hub(without("lm_head")), "--allow-missing 'lm_head.weight'"),
     "a score": (of_hub(also(**{"score.weight": 1})), "architectures"),
     "a tensor of no row": (of_hub(also(**{"model.extra.weight": 1})), "--rules FILE"),
-    "unannounced prediction": (
-        of("states/dsv3_mtp_sh2_s1v2_meta_ema", lambda folder: config(folder, num_nextn_predict_layers=0)),
-        "layer 3 is of multi-token prediction, of which config.json announces 0",
-    ),
-    **{
-        damage.name: (of(damage.case, damage.change), damage.facts[0])
-        for damage in DAMAGES
-        if damage.name != "unknown model" and damage.request == {"to": "tp=1"}
-    },
-    "unknown model": (
-        of("mp2_tied", lambda folder: config(folder, model_type="mystery")),
-        "no rule table knows it",
-    ),
-}
+    "unannounced prediction": (of("states/dsv3_mtp_sh2_s1v2_meta_ema",
+        lambda folder: config(folder, num_nextn_predict_layers=0)),
+        "layer 3 is of multi-token prediction, of which config.json announces 0"),
+    **{damage.name: (of(damage.case, damage.change), damage.facts[0]) for damage in DAMAGES
+        if damage.name != "unknown model" and damage.request == {"to": "tp=1"}},
+    "unknown model": (of("mp2_tied", lambda folder: config(folder, model_type="mystery")), "no rule table knows it"),
+}  # fmt: skip
 COMMANDS = (
     ("convert", "out", "--to", "tp=1"),
     ("inspect",),
