@@ -5,6 +5,7 @@ import fcntl
 import gc
 import hashlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.storage.servers import Store
+    from tests.storage.servers import Proxy, Store
 
 REPO = Path(__file__).resolve().parents[1]
 UNPACKED = REPO / ".corpus"
@@ -174,3 +175,20 @@ def store() -> "Iterator[Store]":
 
     with running_store() as started:
         yield started
+
+
+@pytest.fixture
+def bucket(store: "Store") -> str:
+    """One with nothing in it."""
+    name = f"test-{secrets.token_hex(6)}"
+    store.client.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def proxy(store: "Store") -> "Iterator[Proxy]":
+    """What stands before the server and can fail."""
+    from tests.storage.servers import running_proxy
+
+    with running_proxy(store.url) as proxy:
+        yield proxy

@@ -107,7 +107,7 @@ def _wait_for(port: int, head: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"no head: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Every process that was started by ``pid``, directly or not, as long as its parents live."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -127,7 +127,7 @@ def _descendants(pid: int) -> list[int]:
 
 def _stop(head: subprocess.Popen[bytes]) -> None:
     """End the head and everything it has started, by their ids."""
-    started = _descendants(head.pid)
+    started = descendants(head.pid)
     head.terminate()
     try:
         head.wait(20)

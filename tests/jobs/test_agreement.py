@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from paddle_reshard.pipeline.training.agreement import Agreement, Proposal, Reco
 from paddle_reshard.pipeline.training.launcher import Node
 from paddle_reshard.pipeline.training.resume_point import BEGINNING, ResumePoint, Start
 from tests.conftest import case_directory
+from tests.jobs.command import command_line
 from tests.storage.contents import SMALL, fill_bucket, in_folder
 from tests.storage.servers import Store
 
@@ -106,20 +106,8 @@ class Process:
     """A node as a process of its own, of the command line."""
 
     def __init__(self, run: Path | str, local: Path, node: int, to: str, **variables: str) -> None:
-        words = [
-            "--to",
-            to,
-            "--local",
-            str(local),
-            "--nodes",
-            "2",
-            "--node",
-            str(node),
-            "--wait",
-            "5m",
-            "--quiet",
-        ]
-        command = [sys.executable, "-m", "paddle_reshard", "resume", str(run), *words, "--", *PRINT]
+        words = ["resume", run, "--to", to, "--local", local, "--nodes", 2, "--node", node, "--wait", "5m"]
+        command = command_line(*words, "--quiet", "--", *PRINT)
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -154,9 +142,7 @@ def test_each_node_makes_the_files_of_its_ranks_of_one_thing(run: Path, tmp_path
 
 
 @pytest.mark.full  # the records are those of a disk, which the other tests keep
-def test_nodes_find_checkpoints_and_each_other_in_a_store(store: Store, tmp_path: Path) -> None:
-    bucket = f"test-{secrets.token_hex(6)}"
-    store.client.create_bucket(Bucket=bucket)
+def test_nodes_find_checkpoints_and_each_other_in_a_store(store: Store, bucket: str, tmp_path: Path) -> None:
     fill_bucket(store, bucket, "run/checkpoint-3/", SMALL)
     variables = {
         "AWS_ACCESS_KEY_ID": store.key,

@@ -13,17 +13,9 @@ import pytest
 
 from paddle_reshard.pipeline.core.errors import ListingError
 from paddle_reshard.storage.listing import CheckpointRoot, open_root
-from tests.conftest import case_directory
-from tests.jobs.command import run_here, snapshot
+from tests.jobs.command import snapshot
 from tests.limited import files_up_to
 from tests.storage.servers import Store
-
-
-@pytest.fixture
-def bucket(store: Store) -> str:
-    name = f"jobs-{secrets.token_hex(6)}"
-    store.client.create_bucket(Bucket=name)
-    return name
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])
@@ -170,42 +162,6 @@ def test_a_store_that_refuses_is_reported_in_one_sentence(store: Store, bucket: 
     with pytest.raises(ListingError, match="access denied") as refused:
         root.replace("seen/x.json", b"mine")
     assert store.read_only["secret"] not in str(refused.value)
-
-
-@pytest.mark.full  # `test_two_stores.py` watches a store too
-def test_watch_converts_in_a_store(store: Store, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = {
-        "AWS_ACCESS_KEY_ID": store.key,
-        "AWS_SECRET_ACCESS_KEY": store.secret,
-        "AWS_ENDPOINT_URL": store.url,
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    saved = case_directory("dense/mp2") / "checkpoint-3"
-    for path in saved.iterdir():
-        if path.name != "saved_signal_1":
-            store.client.put_object(
-                Bucket=bucket, Key=f"run/checkpoint-3/{path.name}", Body=path.read_bytes()
-            )
-    command = ["watch", f"s3://{bucket}/run", f"s3://{bucket}/out/", "--to", "pp=2", "--once", "--keep", 1]
-    waiting = run_here(*command)
-    assert waiting.returncode == 0, waiting.stderr
-    assert "checkpoint-3: waiting: 1 saved_signal_* files for 2 ranks" in waiting.stderr
-    for step in (3, 6):
-        for path in saved.iterdir():
-            key = f"run/checkpoint-{step}/{path.name}"
-            store.client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
-        done = run_here(*command)
-        assert done.returncode == 0, done.stderr
-        assert "1 converted, 0 converted before" in done.stderr
-        assert store.secret not in done.stderr
-    again = run_here(*command)
-    assert again.returncode == 0, again.stderr
-    assert "0 converted, 1 converted before" in again.stderr
-    keys = [entry["Key"] for entry in store.client.list_objects_v2(Bucket=bucket, Prefix="out/")["Contents"]]
-    assert {key.split("/")[1] for key in keys} == {".paddle_reshard", "checkpoint-6"}
-    assert len([key for key in keys if "/seen/" in key]) == 2
 
 
 def test_the_disk_keeps_no_working_files(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests import oracle
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
 from tests.live.fleet_job import bits, model_of
+from tests.live.pieces import Elsewhere, piece
 from tests.spoiled import EMBEDDING, SPOILED, flip_one_bit, of_another_step, one_card
 
 AT = 1500
@@ -107,12 +108,14 @@ def test_one_bit_is_found_by_the_process_that_loads_it(tmp_path: Path) -> None:
     whole = job.truth[EMBEDDING].shape
     element = AT // whole[1]
 
+    def rows_of(dtype: type, first: int, last: int) -> SimpleNamespace:
+        rows = (last - first, whole[1])
+        return piece(np.zeros(rows, dtype), whole, (first, 0), rows)
+
     def load(first: int, last: int, first_master: int, last_master: int) -> Any:
         pieces = {
-            EMBEDDING: piece(np.zeros((last - first, whole[1]), np.uint16), whole, first),
-            f"{EMBEDDING}.w_0": piece(
-                np.zeros((last_master - first_master, whole[1]), np.float32), whole, first_master
-            ),
+            EMBEDDING: rows_of(np.uint16, first, last),
+            f"{EMBEDDING}.w_0": rows_of(np.float32, first_master, last_master),
         }
         report = load_into(pieces, source, strict=False)
         assert report.read_bytes == report.filled_bytes
@@ -128,17 +131,6 @@ def test_one_bit_is_found_by_the_process_that_loads_it(tmp_path: Path) -> None:
     )  # as a rank of sharding: another one has that row of the master weight
     with pytest.raises(MasterDriftError):
         load(element, element + 1, 0, whole[0])
-
-
-def piece(tensor: np.ndarray, whole: tuple[int, ...], row: int) -> SimpleNamespace:
-    """What FlexCheckpoint calls a ShardedWeight, of some rows."""
-    return SimpleNamespace(
-        local_tensor=tensor,
-        local_shape=tensor.shape,
-        global_shape=whole,
-        global_offset=(row, 0),
-        is_flattened=False,
-    )
 
 
 def test_what_differs_is_loaded_where_that_is_allowed(tmp_path: Path) -> None:
@@ -163,15 +155,6 @@ def test_tensors_on_a_device_are_held_too(tmp_path: Path) -> None:
     """Here they only say that they lie on one: then groups run in the thread of the caller."""
     source = of_another_step(tmp_path)
     job = Job("small-families/qwen2_single")
-
-    class Elsewhere:
-        place = SimpleNamespace(is_cpu_place=lambda: False, is_cuda_pinned_place=lambda: False)
-
-        def __init__(self, tensor: Any) -> None:
-            self.tensor = tensor
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.tensor, name)
 
     live = {
         EMBEDDING: Elsewhere(job.model[EMBEDDING]),

@@ -15,6 +15,7 @@ import paddle_reshard
 from paddle_reshard import CheckpointConverter, ReshardError, load_into
 from tests import oracle
 from tests.conftest import FEW_CASES, case_directory, hybrid_cases
+from tests.live.pieces import Elsewhere, piece
 from tests.properties.synthetic import LR_SCHEDULER, Model, write_checkpoint
 
 MODEL = Model(layers=1)
@@ -36,18 +37,6 @@ def blank(array):
 def trained(truth):
     """The tensors that are loaded by their structured names; averages have a section of their own."""
     return {key: array for key, array in truth.items() if not key.endswith((".ema", ".ema_w_0"))}
-
-
-def piece(tensor, whole, offset, shape, flat=None):
-    """What FlexCheckpoint calls a ShardedWeight."""
-    return SimpleNamespace(
-        local_tensor=tensor,
-        local_shape=shape,
-        global_shape=whole,
-        global_offset=offset,
-        is_flattened=flat is not None,
-        flattened_range=None if flat is None else slice(*flat),
-    )
 
 
 MORE_CASES = ("pp4vpp2", "sh2_s1v1", "sh2_s1v2", "sh2_s2", "sh2_s3_seg512")
@@ -75,29 +64,23 @@ def test_names_as_the_optimizer_gives_them(checkpoint):
         for state in (*oracle.MOMENTS, *oracle.POWERS)
     }
     masters = {name: blank(truth[f"{key}.w_0"]) for name, key in names.items()}
+    averages = {name: blank(truth[f"{key}.ema_w_0"]) for name, key in names.items()}
     schedule = {"last_epoch": 0, "last_lr": 0.0}
     state_dict = {
         "model": {key: blank(truth[key]) for key in names.values()},
         "optimizer": {**optimizer, "master_weights": masters, "LR_Scheduler": schedule},
+        "ema": {"master_weights": averages},
     }
     load_into(state_dict, path, parameter_to_structured_name=names)
     for name, key in names.items():
         assert state_dict["model"][key].tobytes() == truth[key].tobytes(), key
         assert masters[name].tobytes() == truth[f"{key}.w_0"].tobytes(), key
+        assert averages[name].tobytes() == truth[f"{key}.ema_w_0"].tobytes(), key
         for state in (*oracle.MOMENTS, *oracle.POWERS):
             held = optimizer.get(f"{name}_fp32_master_0_{state}")
             held = optimizer[f"slice@{name}_fp32_master_0_{state}"] if held is None else held
             assert held.tobytes() == truth[f"{key}.{state}"].tobytes(), (key, state)
     assert schedule == LR_SCHEDULER
-
-
-def test_averages(checkpoint):
-    path, truth = checkpoint
-    names = {name: key for key, name in MODEL.names.items()}
-    averages = {name: blank(truth[f"{key}.ema_w_0"]) for name, key in names.items()}
-    load_into({"ema": {"master_weights": averages}}, path, parameter_to_structured_name=names)
-    for name, key in names.items():
-        assert averages[name].tobytes() == truth[f"{key}.ema_w_0"].tobytes(), key
 
 
 @pytest.mark.parametrize("name", [name for name in FEW_CASES if name != "nlp_fused_mp2"])
@@ -308,17 +291,6 @@ def test_a_device_is_written_in_pieces(checkpoint):
     paddle = pytest.importorskip("paddle")
     path, truth = checkpoint
 
-    class Elsewhere:
-        """A tensor of the CPU that says it lies on a device."""
-
-        place = SimpleNamespace(is_cpu_place=lambda: False, is_cuda_pinned_place=lambda: False)
-
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-        def __getattr__(self, name):
-            return getattr(self.tensor, name)
-
     keys = [KEY, f"{KEY}.w_0", f"{KEY}.beta1_pow_acc_0"]
     live = {key: Elsewhere(paddle.to_tensor(blank(truth[key]))) for key in keys}
     load_into(live, path, strict=False)
@@ -387,19 +359,8 @@ def test_a_training_environment_needs_numpy_only(checkpoint):
     """
     path, truth = checkpoint
     norm = truth["model.norm.weight"]
-    missing = (
-        "pyarrow",
-        "ray",
-        "fsspec",
-        "s3fs",
-        "aiobotocore",
-        "awscrt",
-        "tenacity",
-        "click",
-        "rich",
-        "paddle",
-    )
+    missing = "pyarrow ray fsspec s3fs aiobotocore awscrt tenacity click rich paddle"
     source = textwrap.dedent(program).format(
-        missing=missing, shape=norm.shape, path=str(path), expected=norm.tobytes().hex()
+        missing=missing.split(), shape=norm.shape, path=str(path), expected=norm.tobytes().hex()
     )
     subprocess.run([sys.executable, "-W", "error", "-c", source], check=True)
