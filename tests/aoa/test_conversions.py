@@ -1,19 +1,19 @@
 """``--aoa FILE`` from end to end: real checkpoints, read back by the libraries of the formats."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from safetensors import safe_open
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
 from tests import oracle
 from tests.aoa.arrays import paddle
-from tests.conftest import case_directory
+from tests.conftest import GOLDEN, case_directory
+from tests.jobs.command import run_here
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_replicated_sharded_weight  # isort: skip
 
@@ -50,10 +50,27 @@ def llama(tmp_path: Path) -> dict[str, Path]:
     return files
 
 
-def test_as_the_built_in_rules(llama: dict[str, Path], tmp_path: Path) -> None:
-    paddle_reshard.convert(SOURCE, tmp_path / "built in", format="huggingface")
-    paddle_reshard.convert(SOURCE, tmp_path / "aoa", format="huggingface", aoa=llama["inverse"])
-    assert tensors(tmp_path / "aoa") == tensors(tmp_path / "built in")
+EXPORTED = {
+    "mp2sh2_s1v2_meta_mid": "llama",  # of tp 2 and sharding 2; parameters are left out
+    "mp2_tied": "llama_tied",
+    "small-families/qwen2_single": "qwen2",
+    "small-families/qwen3_single": "qwen3",
+    "moe/dsv3_single": "deepseek_v3",  # routers are cast to bfloat16
+}
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_as_the_real_export(case: str, tmp_path: Path) -> None:
+    """By the program of its model, every tensor is what the real ``save_to_hf`` wrote."""
+    program = json.loads((PROGRAMS / f"{EXPORTED[case]}.json").read_text())["inverse"]
+    (tmp_path / "rules.json").write_text(json.dumps(program))
+    source, made = case_directory(case) / "checkpoint-3", tmp_path / "made"
+    paddle_reshard.convert(source, made, format="huggingface", aoa=tmp_path / "rules.json")
+    found = {
+        key: [dtype, [*shape], sha256(held).hexdigest()]
+        for key, (dtype, shape, held) in tensors(made).items()
+    }
+    assert found == json.loads((GOLDEN / "exports" / f"{case.rpartition('/')[2]}.json").read_text())
 
 
 def test_states_follow_there_and_back(llama: dict[str, Path], tmp_path: Path) -> None:
@@ -84,9 +101,7 @@ def test_statements_without_effect_are_reported(tmp_path: Path) -> None:
     program.write_text(
         "model.norm.weight -> norm.weight\nmodel.layers.$LAYER_ID.qq.weight -> q.$LAYER_ID\nno.such -> _\n"
     )
-    planned = CliRunner().invoke(
-        cli, ["plan", str(SOURCE), str(tmp_path / "x"), "--format", "flex", "--aoa", str(program), "--json"]
-    )
+    planned = run_here("plan", SOURCE, tmp_path / "x", "--format", "flex", "--aoa", program, "--json")
     told = [
         e["path"] for e in json.loads(planned.stdout)["not_carried"] if "matches no tensor" in e["reason"]
     ]
@@ -96,18 +111,8 @@ def test_statements_without_effect_are_reported(tmp_path: Path) -> None:
 def test_a_dropped_tensor_is_named(tmp_path: Path) -> None:
     rules = tmp_path / "rules.txt"
     rules.write_text("lm_head.weight -> _   # not wanted\nmodel.norm.weight -> final.weight\n")
-    command = [
-        "convert",
-        str(SOURCE),
-        str(tmp_path / "made"),
-        "--format",
-        "huggingface",
-        "--aoa",
-        str(rules),
-        "--json",
-    ]
-    answer = CliRunner().invoke(cli, command)
-    assert answer.exit_code == 0, answer.output
+    answer = run_here("convert", SOURCE, tmp_path / "made", "--format=huggingface", "--aoa", rules, "--json")
+    assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)["plan"]
     assert {"path": "lm_head.weight", "reason": f"dropped by {rules}"} in report["not_carried"]
     made = tensors(tmp_path / "made")

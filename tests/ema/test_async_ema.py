@@ -72,13 +72,22 @@ def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     )
 
 
+def held(ema: AsyncEma) -> dict[str, np.ndarray]:
+    return {key: np.array(value) for key, value in ema.state().master_weights.items()}
+
+
+def kill(ema: AsyncEma) -> None:
+    assert ema.companion is not None
+    ema.companion.process.kill()
+    ema.companion.process.wait()
+
+
 @pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "paddle"])
 def test_the_average_equals_paddles_arithmetic_bit_for_bit(tensors: bool) -> None:
     job = Job(tensors)
     with AsyncEma(job.weights, decay=0.987) as ema:
         seen = job.run(ema, 9)
-        state = ema.state()
-        assert same_bits(by_paddle(seen, 0.987), {k: np.array(v) for k, v in state.master_weights.items()})
+        assert same_bits(by_paddle(seen, 0.987), held(ema))
         assert ema.progress.updates == 9
         assert ema.counts.handed_over == 9
 
@@ -95,12 +104,7 @@ def test_the_file_is_what_paddle_load_reads(tmp_path: Path) -> None:
     assert list(loaded) == ["mlp.gate.weight"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ema.json", FILE]
     described = json.loads((tmp_path / "ema.json").read_text())
-    assert (described["decay"], described["updates"], described["step"], described["divide_by"]) == (
-        0.9,
-        3,
-        3,
-        1.0,
-    )
+    assert [described[name] for name in ("decay", "updates", "step", "divide_by")] == [0.9, 3, 3, 1.0]
 
 
 def test_ranks_that_save_at_once_on_two_hosts_do_not_meet(
@@ -119,11 +123,8 @@ def test_ranks_that_save_at_once_on_two_hosts_do_not_meet(
 
         monkeypatch.setattr(os, "fsync", meanwhile)
         ema.save(tmp_path, "ema.tp01.pdopt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "ema.json",
-        "ema.tp00.pdopt",
-        "ema.tp01.pdopt",
-    ]
+    made = sorted(path.name for path in tmp_path.iterdir())
+    assert made == ["ema.json", "ema.tp00.pdopt", "ema.tp01.pdopt"]
 
 
 def test_a_loaded_average_continues_as_if_never_interrupted(tmp_path: Path) -> None:
@@ -132,13 +133,13 @@ def test_a_loaded_average_continues_as_if_never_interrupted(tmp_path: Path) -> N
         job.run(ema, 4)
         ema.save(tmp_path, FILE)
         seen = job.run(ema, 4, first=5)
-        undisturbed = {k: np.array(v) for k, v in ema.state().master_weights.items()}
+        undisturbed = held(ema)
     with AsyncEma(job.weights, decay=0.95, warm_up=True) as ema:
         ema.load(tmp_path, FILE)
         assert (ema.progress.updates, ema.progress.step) == (4, 4)
         for step, job.masters in enumerate(seen, 5):
             ema.update(step)
-        assert same_bits(undisturbed, {k: np.array(v) for k, v in ema.state().master_weights.items()})
+        assert same_bits(undisturbed, held(ema))
 
 
 def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
@@ -187,14 +188,9 @@ def test_interval_and_loss_decide_which_steps_count() -> None:
             ema.update(10)
 
 
-def stop(ema: AsyncEma) -> None:
+def tell(ema: AsyncEma, what: signal.Signals) -> None:
     assert ema.companion is not None
-    os.kill(ema.companion.process.pid, signal.SIGSTOP)
-
-
-def go_on(ema: AsyncEma) -> None:
-    assert ema.companion is not None
-    os.kill(ema.companion.process.pid, signal.SIGCONT)
+    os.kill(ema.companion.process.pid, what)
 
 
 def test_a_skipped_update_is_owed_by_the_next_one() -> None:
@@ -202,13 +198,13 @@ def test_a_skipped_update_is_owed_by_the_next_one() -> None:
     with AsyncEma(job.weights, decay=0.5, when_behind="skip") as ema:
         (first,) = job.run(ema, 1)
         ema.state()
-        stop(ema)
+        tell(ema, signal.SIGSTOP)
         job.step()
         assert ema.update(2)
         second = dict(job.masters)
         job.step()
         assert not ema.update(3)
-        go_on(ema)
+        tell(ema, signal.SIGCONT)
         ema.state()
         job.step()
         assert ema.update(4)
@@ -225,13 +221,9 @@ def test_training_continues_without_the_worker_and_the_average_survives(
     with AsyncEma(job.weights, decay=0.5) as ema, caplog.at_level(logging.WARNING):
         seen = job.run(ema, 3)
         ema.state()
-        assert ema.companion is not None
-        ema.companion.process.kill()
-        ema.companion.process.wait()
+        kill(ema)
         seen += job.run(ema, 2, first=4)
-        assert same_bits(
-            by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
-        )
+        assert same_bits(by_paddle(seen, 0.5), held(ema))
     assert "the average is intact and continues" in caplog.text
 
 
@@ -240,15 +232,11 @@ def test_an_update_that_the_lost_worker_had_not_begun_is_made_by_the_next(tmp_pa
     with AsyncEma(job.weights, decay=0.5) as ema:
         seen = job.run(ema, 2)
         ema.state()
-        stop(ema)
+        tell(ema, signal.SIGSTOP)
         seen += job.run(ema, 1, first=3)
-        assert ema.companion is not None
-        ema.companion.process.kill()
-        ema.companion.process.wait()
+        kill(ema)
         ema.save(tmp_path, FILE)
-        assert same_bits(
-            by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
-        )
+        assert same_bits(by_paddle(seen, 0.5), held(ema))
         assert (ema.progress.updates, ema.counts.lost_workers) == (3, 1)
 
 
@@ -257,14 +245,10 @@ def test_an_average_restarts_after_an_interrupted_update(caplog: pytest.LogCaptu
     with AsyncEma(job.weights, decay=0.5) as ema, caplog.at_level(logging.WARNING):
         job.run(ema, 3)
         ema.state()
-        assert ema.companion is not None
-        ema.companion.process.kill()
-        ema.companion.process.wait()
+        kill(ema)
         ema.shared.counts[0] += 1  # as if it had been killed while it averaged
         seen = job.run(ema, 2, first=4)
-        assert same_bits(
-            by_paddle(seen, 0.5), {k: np.array(v) for k, v in ema.state().master_weights.items()}
-        )
+        assert same_bits(by_paddle(seen, 0.5), held(ema))
         assert ema.progress.updates == 2
     assert "so the average restarts" in caplog.text
 
@@ -274,9 +258,7 @@ def test_a_lost_worker_can_be_an_error() -> None:
     with AsyncEma(job.weights, decay=0.5, when_lost="raise") as ema:
         job.run(ema, 1)
         ema.state()
-        assert ema.companion is not None
-        ema.companion.process.kill()
-        ema.companion.process.wait()
+        kill(ema)
         with pytest.raises(CompanionLost, match="status -9"):
             for step in (2, 3):
                 ema.update(step)

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import CheckpointError, DriftError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.planning import plan as planning
 from paddle_reshard.pipeline.training.async_ema import AsyncEma
@@ -24,6 +22,7 @@ from paddle_reshard.pipeline.training.stretches import Weights
 from tests import oracle
 from tests.conftest import REPO, case_directory
 from tests.ema.scaled import scale_master_weights
+from tests.jobs.command import run_here
 from tests.sampling import exhaustive
 from tests.sized import in_groups
 
@@ -292,14 +291,14 @@ def test_an_average_of_averages_during_training_continues(series: list[Path], tm
 
 
 def test_the_command(series: list[Path], tmp_path: Path) -> None:
-    places = [*map(str, series), str(tmp_path / "made")]
-    ran = CliRunner().invoke(cli, ["ema", *places, "--weights", "0.5,0.2,0.3", "--to", "tp=1", "--json"])
-    assert ran.exit_code == 0, ran.output
+    places = [*series, tmp_path / "made"]
+    ran = run_here("ema", *places, "--weights", "0.5,0.2,0.3", "--to", "tp=1", "--json")
+    assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["moved"]["groups"] > 0
     made = oracle.read_checkpoint(tmp_path / "made", oracle.shapes_of(truth()))
     expected = by_weights(GIVEN["weights"])
     assert all(made[f"{key}{AVERAGE}"].tobytes() == value.tobytes() for key, value in expected.items())
-    assert CliRunner().invoke(cli, ["ema", *places, "--weights", "x", "--to", "tp=1"]).exit_code == 2
+    assert run_here("ema", *places, "--weights", "x", "--to", "tp=1").returncode == 2
 
 
 def test_devices_that_may_round_otherwise_are_not_asked() -> None:
@@ -313,10 +312,9 @@ def test_devices_that_may_round_otherwise_are_not_asked() -> None:
 
 
 def test_an_average_says_of_what_it_is_and_what_follows(tmp_path: Path) -> None:
-    source, target = str(case_directory(CASE) / "checkpoint-3"), tmp_path / "model"
-    asked = ["ema", source, source, str(target), "--decay", "0.9", "--format", "huggingface"]
-    told = CliRunner().invoke(cli, asked).output
+    source, target = case_directory(CASE) / "checkpoint-3", tmp_path / "model"
+    told = run_here("ema", source, source, target, "--decay", 0.9, "--format", "huggingface").stdout
     assert f"average\tof {source}, {source}, with decay 0.9\n" in told
     assert f"next\tpaddle-reshard launch {target}\n" in told
-    one = CliRunner().invoke(cli, ["ema", "run", str(target), "--decay", "0.9", "--to", "tp=1"])
-    assert "at least two checkpoints; for all of a run give RUN/checkpoint-*" in one.output
+    one = run_here("ema", "run", target, "--decay", 0.9, "--to", "tp=1")
+    assert "at least two checkpoints; for all of a run give RUN/checkpoint-*" in one.stderr

@@ -6,8 +6,6 @@ import html
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from tests.conftest import case_directory
+from tests.jobs.command import run_here
 from tests.oracle import unpickle
 from tests.published import checked
 from tests.sampling import exhaustive
@@ -189,8 +186,8 @@ def test_a_format_of_whole_tensors_is_read_as_it_is() -> None:
 
 
 def test_the_command_prints_a_table_of_plain_numbers() -> None:
-    ran = CliRunner().invoke(cli, ["plan", str(checkpoint(ALL_AXES)), "--cards", "4"])
-    assert ran.exit_code == 0, ran.output
+    ran = run_here("plan", checkpoint(ALL_AXES), "--cards", 4)
+    assert ran.returncode == 0, ran.stderr
     rows = [line.split("\t") for line in ran.stdout.splitlines()]
     table = [row for row in rows if len(row) == len(rows[0])]
     assert table[1][0] == "tp=2,sharding=2"
@@ -200,17 +197,7 @@ def test_the_command_prints_a_table_of_plain_numbers() -> None:
 
 
 def test_the_json_is_as_published() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "paddle_reshard",
-        "plan",
-        str(checkpoint(ALL_AXES)),
-        "--cards",
-        "4",
-        "--json",
-    ]
-    found = checked(subprocess.run(command, capture_output=True, text=True, check=True))
+    found = checked(run_here("plan", checkpoint(ALL_AXES), "--cards", 4, "--json"))
     (nearest,) = [one for one in found["alternatives"] if one["nearest"]]
     assert nearest["arguments"]["tensor_model_parallel_size"] == 2
     assert nearest["card_bytes"]["total"] == sum(nearest["card_bytes"].values()) / 2
@@ -225,17 +212,15 @@ def test_the_json_is_as_published() -> None:
     ],
 )
 def test_what_leaves_nothing_to_choose_is_refused(arguments: list[str], sentence: str) -> None:
-    ran = CliRunner().invoke(cli, ["plan", str(checkpoint(ALL_AXES)), *arguments, "--cards", "4"])
-    assert ran.exit_code != 0
+    ran = run_here("plan", checkpoint(ALL_AXES), *arguments, "--cards", 4)
+    assert ran.returncode != 0
     assert sentence in ran.stderr
 
 
 def test_a_report_shows_ranks_and_the_lines_to_copy(tmp_path: Path) -> None:
     page = tmp_path / "cards.html"
-    ran = CliRunner().invoke(
-        cli, ["plan", str(checkpoint(ALL_AXES)), "--cards", "4", "--report", str(page), "--quiet"]
-    )
-    assert ran.exit_code == 0, ran.output
+    ran = run_here("plan", checkpoint(ALL_AXES), "--cards", 4, "--report", page, "--quiet")
+    assert ran.returncode == 0, ran.stderr
     text = page.read_text()
     drawn = text[text.index('<section id="grids"') :]
     shown = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4).distinct()
@@ -247,13 +232,13 @@ def test_a_report_shows_ranks_and_the_lines_to_copy(tmp_path: Path) -> None:
 
 
 def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
-    convert = ["convert", str(checkpoint(ALL_AXES)), str(tmp_path / "target")]
-    ran = CliRunner().invoke(cli, [*convert, "--cards", "4"])
-    assert ran.exit_code == 0, ran.output
+    convert = ["convert", checkpoint(ALL_AXES), tmp_path / "target", "--cards", 4]
+    ran = run_here(*convert)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stderr.startswith("tp=2,sharding=2, the nearest of 9 possible topologies for 4 cards: ")
     assert str(paddle_reshard.inspect(tmp_path / "target").topology) == "tp=2,sharding=2"
-    again = CliRunner().invoke(cli, [*convert, "--cards", "4", "--resume"])
-    assert (again.exit_code, "2 of 2 groups" in again.stdout) == (0, True), again.output
+    again = run_here(*convert, "--resume")
+    assert (again.returncode, "2 of 2 groups" in again.stdout) == (0, True), again.stderr
 
 
 @pytest.mark.parametrize(
@@ -269,10 +254,8 @@ def test_convert_takes_no_topology_where_none_is_the_nearest(
 ) -> None:
     (source,) = case_directory(case).glob("*-*")
     convention = ["--convention", "paddleformers"] if "export" in case else []
-    ran = CliRunner().invoke(
-        cli, ["convert", str(source), str(tmp_path / "target"), "--cards", cards, *convention]
-    )
-    assert ran.exit_code == 1
+    ran = run_here("convert", source, tmp_path / "target", "--cards", cards, *convention)
+    assert ran.returncode == 1
     assert sentence in ran.stderr
     assert not (tmp_path / "target").exists()
 

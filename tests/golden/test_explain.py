@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from tests import oracle
 from tests.conftest import case_directory
+from tests.jobs.command import run_here
 from tests.published import checked, schema
 
 HYBRID = "mp2pp2sh2_s1v2_meta_ema"
@@ -140,14 +139,14 @@ def test_statements_and_rules_are_named(tmp_path: Path) -> None:
 SOURCE = case_directory(HYBRID) / "checkpoint-3"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["explain", str(SOURCE), *map(str, arguments)])
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_here("explain", SOURCE, *arguments)
 
 
 def test_the_printed_commands_show_the_same_bytes(tmp_path: Path) -> None:
     paddle_reshard.convert(SOURCE, tmp_path / "DST", to="tp=1")
     shown = run(KEY, "--element", "20,18", "--to", "tp=1")
-    assert shown.exit_code == 0
+    assert shown.returncode == 0
     commands = [line for line in shown.stdout.splitlines() if line.startswith("od ")]
     assert len(commands) == 9  # five values, of which two are made from one
     dumped = {}
@@ -161,7 +160,7 @@ def test_the_printed_commands_show_the_same_bytes(tmp_path: Path) -> None:
 
 def test_json_is_as_the_schema_says() -> None:
     shown = run(KEY, "--to", "tp=1", "--json")
-    assert checked(subprocess.CompletedProcess([], 0, shown.stdout))["origins"]
+    assert checked(shown)["origins"]
     assert {"$ref": "#/$defs/explain"} in schema()["anyOf"]
 
 
@@ -177,7 +176,7 @@ def test_json_is_as_the_schema_says() -> None:
 )
 def test_what_it_cannot_explain_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
     refused = run(*arguments)
-    assert refused.exit_code in (1, 2)
+    assert refused.returncode in (1, 2)
     assert sentence in refused.stderr
     assert "Traceback" not in refused.stderr
 

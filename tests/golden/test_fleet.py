@@ -458,22 +458,6 @@ def test_fused_buffers_of_fsdp_are_refused(fleet_checkpoints: Callable[..., Path
         paddle_reshard.convert(other, tmp_path / "back", format="flex")
 
 
-def test_layers_that_empty_ones_have_pushed_back(
-    fleet_checkpoints: Callable[..., Path], tmp_path: Path
-) -> None:
-    """As PaddleFleet 0.3 numbers them; statements say the same."""
-    made = fleet_checkpoints(GLM, "plain")
-    other = resaved(made, tmp_path / "pushed", pushed, lambda key: None)
-    paddle_reshard.convert(checkpoint(GLM), tmp_path / "export", format="huggingface")
-    program = statements(DECLARED["families"]["glm4_moe"]["shifted"])
-    declared = {key for key, _ in Engine(program, with_mtp(exported(tmp_path / "export"))).parameters()}
-    held = {key for key in read_flex(other) if key.endswith((".weight", "correction_bias"))}
-    assert held == {key for key in declared if ".layers.5." not in key}
-    with_entries(made, other, num_empty_layers_add_in_head=2)
-    paddle_reshard.convert(other, tmp_path / "back", format="flex", convention="paddleformers")
-    assert_same(read_flex(tmp_path / "back"), own_truth(GLM))
-
-
 def test_norms_as_they_were_called(fleet_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
     def before(key: str) -> str:
         return re.sub(r"\b([qk])_norm\.", r"\1_layernorm.", key)

@@ -77,21 +77,13 @@ def unpickle(path: Path) -> Any:
 # ------------------------------------------------------------------------------------------------- read
 
 
-def check_against_truth(case: Case, target: Path) -> None:
-    convert(case.checkpoint, target, to="tp=1", config=case.config)
-    found = read(target, case.truth)
+@pytest.mark.parametrize(("name", "sibling"), [*((f"small-flex/{name}", "") for name in SMALL), *REAL])
+def test_a_real_flex_checkpoint_holds_the_truth(name: str, sibling: str, tmp_path: Path) -> None:
+    own = case_directory(name)
+    case = case_of(name, sibling) if sibling else Case(own / "checkpoint-3", own / "config.json")
+    convert(case.checkpoint, tmp_path / "hybrid", to="tp=1", config=case.config)
+    found = read(tmp_path / "hybrid", case.truth)
     oracle.assert_same_tensors(found, case.expected(found))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_real_flex_checkpoint_holds_the_truth(name: str, tmp_path: Path) -> None:
-    folder = case_directory(f"small-flex/{name}")
-    check_against_truth(Case(folder / "checkpoint-3", folder / "config.json"), tmp_path / "hybrid")
-
-
-@pytest.mark.parametrize(("name", "sibling"), REAL)
-def test_every_real_flex_checkpoint_holds_the_truth(name: str, sibling: str, tmp_path: Path) -> None:
-    check_against_truth(case_of(name, sibling), tmp_path / "hybrid")
 
 
 WAYS_TO_SAVE = {"safetensors": ".safetensors", "safetensors_as_distcp": ".distcp", "zero_cost": ".distcp"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.trainer_arguments import TrainingJob, trainer_arguments
 from tests.conftest import case_directory, case_names
+from tests.jobs.command import run_here
 from tests.lab.job import FILES_OF_RANKS, described
 from tests.parity.run import CHECKPOINT, ROWS, config_like
 from tests.parity.table_rows import STRATEGIES
@@ -199,14 +198,7 @@ def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -
     assert "pp > 1" in decay
     assert "any --context_parallel_size that divides 4" in context
 
-    done = subprocess.run(
-        [sys.executable, "-m", "paddle_reshard", "launch", tmp_path / "target", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    answer = checked(done)
+    answer = checked(run_here("launch", tmp_path / "target", "--json"))
     assert answer["arguments"] == {
         "resume_from_checkpoint": str(tmp_path / "target"),
         "tensor_model_parallel_size": 2,

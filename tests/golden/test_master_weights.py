@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import CheckpointError, DriftError, MasterDriftError
 from paddle_reshard.pipeline.core.part_limits import CopyLimits
 from paddle_reshard.storage.local import target as local
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
+from tests.jobs.command import run_here
 from tests.spoiled import EMBEDDING, SPOILED, flip_one_bit, of_another_step, one_card
 
 TARGETS: tuple[dict[str, Any], ...] = (
@@ -79,16 +78,15 @@ def test_a_source_alone_is_compared_with_itself(tmp_path: Path) -> None:
     assert found.compared_elements == sum(parameter.size for parameter in parameters)
     assert 1 <= found.read_amplification <= 1.05
     flip_one_bit(source, 1500)
-    different = CliRunner().invoke(cli, ["verify", str(source)])
-    assert different.exit_code == 1
+    different = run_here("verify", source)
+    assert different.returncode == 1
     assert f"{EMBEDDING} (param): element (62, 12) is " in different.stdout
     assert "contradicts itself: 1 difference;" in different.stdout
-    misplaced = CliRunner().invoke(cli, ["verify", str(source), "--subset"])
-    assert misplaced.exit_code == 2
+    assert run_here("verify", source, "--subset").returncode == 2
     paddle_reshard.convert(
         source, tmp_path / "made", to="pp=2", format="hybrid-plain", allow_master_drift=True
     )
-    assert CliRunner().invoke(cli, ["verify", str(tmp_path / "made")]).stdout.startswith("intact")
+    assert run_here("verify", tmp_path / "made").stdout.startswith("intact")
 
 
 def test_copies_of_a_source_alone_are_compared(tmp_path: Path) -> None:
@@ -161,12 +159,10 @@ def test_a_state_of_several_dtypes_is_refused(
 
 def test_master_weights_made_from_parameters_are_reported(tmp_path: Path) -> None:
     source = case_directory("small-unified/uc_sh2_s1v1_removemw") / "checkpoint-3"
-    told = CliRunner().invoke(cli, ["plan", str(source), str(tmp_path / "a"), "--format", "unified"]).stdout
+    told = run_here("plan", source, tmp_path / "a", "--format", "unified").stdout
     assert re.search(r"made\t\d+ master weights from parameters: the source stores none", told)
     data = paddle_reshard.plan(source, tmp_path / "a", format="hybrid-plain", to="tp=2")
     assert data.master_weights_made == len(data.source.model.tensors)
-    model = (
-        CliRunner().invoke(cli, ["plan", str(source), str(tmp_path / "a"), "--format", "huggingface"]).stdout
-    )
+    model = run_here("plan", source, tmp_path / "a", "--format", "huggingface").stdout
     assert "Hugging Face" in model
     assert "master weights from parameters" not in model

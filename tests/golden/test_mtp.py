@@ -31,10 +31,8 @@ from tests.golden.compare_one_card import read_one_card
 from tests.golden.unified_cases import read as _tensors
 from tests.golden.unified_cases import write_safetensors
 
-BIAS = "*e_score_correction_bias"
 MTP = re.compile(r"model\.(layers\.3\.|mtp_)")
-DSV3, ERNIE, NLP = "dsv3_mtp_small_single", "ernie45_mtp_single", "nlp_dsv2_mtp_single"
-MORE = pytest.mark.exhaustive
+DSV3, ERNIE = "dsv3_mtp_small_single", "ernie45_mtp_single"
 
 
 def _checkpoint(name: str) -> Path:
@@ -56,30 +54,6 @@ def _lost(name: str, folder: Path) -> Path | None:
     lost = {key: np.array(array) for key, array in _truth(name).items() if key.endswith("correction_bias")}
     save_file(lost, folder / "lost.safetensors")
     return folder / "lost.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("source", "options"),
-    [
-        pytest.param(DSV3, {"to": "pp=2,sharding=2"}, marks=MORE),
-        (DSV3, {"to": "tp=2,pp=2", "layout": {"segmentation": [0, 3]}}),
-        (DSV3, {"to": "tp=2,ep=2,sharding=2", "format": "hybrid-plain"}),
-        pytest.param("dsv3_mtp_pp2", {"to": "sharding=3", "sharding_strategy": "stage1v1"}, marks=MORE),
-        ("dsv3_mtp_pp2", {"format": "flex", "files": 2}),
-        ("dsv3_mtp_pp2", {"format": "unified", "files": 2}),
-        pytest.param("dsv3_mtp_sh2_s1v2_meta_ema", {"format": "flex"}, marks=MORE),
-        ("dsv3_mtp_sh2_s1v2_meta_ema", {"to": "tp=2,pp=2,sharding=2"}),
-        (ERNIE, {"to": "tp=2,sharding=2", "layout": {"sequence_parallel": True}}),
-        pytest.param(ERNIE, {"format": "flex"}, marks=MORE),
-        (ERNIE, {"format": "unified"}),
-        ("ernie45_mtp_sh2_s1v2_meta_ema", {"format": "flex"}),
-    ],
-)
-def test_there_and_back_is_the_truth(source: str, options: dict[str, Any], tmp_path: Path) -> None:
-    fill = _lost(source, tmp_path)
-    paddle_reshard.convert(_checkpoint(source), tmp_path / "there", fill=fill, **options)
-    paddle_reshard.convert(tmp_path / "there", tmp_path / "back", to="tp=1")
-    assert read_one_card(tmp_path / "back") == _bits(_truth(source))
 
 
 def test_stages_hold_the_truth_of_their_layers(tmp_path: Path) -> None:
@@ -155,10 +129,7 @@ def test_a_hugging_face_checkpoint_becomes_the_parameters(name: str, tmp_path: P
 def test_without_it_all_else_is_the_truth(source: str, options: dict[str, Any], tmp_path: Path) -> None:
     fill, made = _lost(source, tmp_path), tmp_path / "without"
     if fill is not None:  # the buffer of the MTP layer is to be dropped too
-        assert (
-            MTP.match(max(key for key in _truth(source) if key.endswith("correction_bias")))
-            or source in ERNIE
-        )
+        assert MTP.match(max(key for key in _truth(source) if key.endswith("correction_bias")))
     report = paddle_reshard.convert(_checkpoint(source), made, drop=["mtp"], fill=fill, **options)
     assert json.loads((made / "config.json").read_text())["num_nextn_predict_layers"] == 0
     if options != {"to": "tp=1"}:
@@ -202,10 +173,9 @@ def test_without_it_names_and_order_are_those_of_a_model_that_never_had_it(tmp_p
 
 
 def test_the_pipeline_class_of_ernie_has_none(tmp_path: Path) -> None:
-    message = (
-        r"model\.mtp_\S+: with pp=3, .*ernie4_5_moe has no multi-token prediction; omit it with --drop mtp"
-    )
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(
+        PlanError, match=r"mtp_\S+: with pp=3, .*ernie4_5_moe has no .*; omit it with --drop mtp"
+    ):
         paddle_reshard.convert(_checkpoint(ERNIE), tmp_path / "x", to="pp=3")
     assert not (tmp_path / "x").exists()
 
@@ -224,18 +194,10 @@ def test_it_is_dropped_by_the_names_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
-        (
-            DSV3,
-            {"num_nextn_predict_layers": 2},
-            r"says 2 layers of multi-token prediction .*; layer 4 is in only",
-        ),
+        (DSV3, {"num_nextn_predict_layers": 2}, r"says 2 layers of multi-token .*; layer 4 is in only"),
         (DSV3, {"num_nextn_predict_layers": 0}, r"layer 3 is of multi-token prediction, .* announces 0"),
         (DSV3, {"num_hidden_layers": 2}, r"says 2 decoder layers; layer 3 is in only one|MTP"),
-        (
-            ERNIE,
-            {"num_nextn_predict_layers": 2},
-            r"says 2 layers of multi-token prediction .*; layer 1 is in only",
-        ),
+        (ERNIE, {"num_nextn_predict_layers": 2}, r"says 2 layers of multi-token .*; layer 1 is in only"),
     ],
 )
 def test_a_config_with_other_layers_is_refused(

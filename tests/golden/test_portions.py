@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard import (
@@ -26,11 +25,11 @@ from paddle_reshard import (
     plan,
     verify,
 )
-from paddle_reshard.pipeline.cli.main import cli
 from tests import oracle, spoiled
 from tests.conftest import COMMITTED, case_directory
 from tests.golden.test_flex import by_folder
 from tests.golden.test_flex_by_rank import RESUME, SHARDING_V1, TP_SHARDING
+from tests.jobs.command import run_here
 from tests.paddle_processes import run_ranks
 from tests.resume.test_request import SMALL, begin
 from tests.sampling import exhaustive
@@ -232,8 +231,8 @@ def test_a_node_is_told_what_to_run(tmp_path: Path) -> None:
     words = subprocess.run(
         ["bash", "-c", f'printf "%s\\n" {told}'], env=where, capture_output=True, text=True, check=True
     )
-    done = CliRunner().invoke(cli, words.stdout.splitlines()[1:])
-    assert done.exit_code == 0, done.output
+    done = run_here(*words.stdout.splitlines()[1:])
+    assert done.returncode == 0, done.stderr
     local = tmp_path / "local" / "checkpoint-3"
     assert manifest_of(local)["portion"]["ranks"] == "2-3"
     assert done.output.endswith(f"paddle-reshard launch {local}\n")

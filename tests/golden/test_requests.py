@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.convert.manifest import format_manifest
 from paddle_reshard.pipeline.request.options import TARGET_OPTIONS
 from paddle_reshard.pipeline.request.parse import parse_request
 from paddle_reshard.pipeline.request.record import NOT_STATED, OF_ALL_TARGETS, record_of
 from tests.conftest import COMMITTED
+from tests.jobs.command import run_here
 from tests.published import hold, schema
 
 SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -84,7 +83,7 @@ def test_call_and_command_can_be_made_of_it(name: str, tmp_path: Path) -> None:
     planned = paddle_reshard.plan(source, elsewhere, **stated)
     assert planned.plan.plan_id == manifest["plan_id"]
     words = ["plan", source, str(elsewhere), *in_words(stated, tmp_path), "--json"]
-    shown = CliRunner().invoke(cli, words, catch_exceptions=False)
+    shown = run_here(*words)
     assert json.loads(shown.stdout)["plan_id"] == manifest["plan_id"]
 
 

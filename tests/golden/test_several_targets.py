@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import CheckpointError, DriftError, UsageError
 from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.request.options import TargetOptions
 from paddle_reshard.pipeline.request.parse import parse_target
 from tests.conftest import case_directory
+from tests.jobs.command import run_here
 
 SOURCE = case_directory("mp2sh2_s1v2_meta_mid") / "checkpoint-3"
 TARGETS: dict[str, TargetOptions] = {
@@ -128,10 +127,10 @@ def test_two_targets_may_not_be_the_same_folder(tmp_path: Path) -> None:
 def test_each_target_is_reported_with_its_path(tmp_path: Path) -> None:
     places = {str(tmp_path / "cards"): "hybrid:tp=2", str(tmp_path / "model"): "huggingface:dtype=float32"}
     targets = [text for place, form in places.items() for text in ("--target", f"{place}:{form}")]
-    told = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets])
+    told = run_here("plan", SOURCE, *targets)
     assert f"{tmp_path}/cards: hybrid, tp=2, no sharding" in told.stdout
     assert f"{tmp_path}/model: Hugging Face, param, float32" in told.stdout
-    data = json.loads(CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--json"]).stdout)
+    data = json.loads(run_here("plan", SOURCE, *targets, "--json").stdout)
     assert {target["path"]: target["format"] for target in data["targets"]} == {
         place: form.split(":")[0] for place, form in places.items()
     }
@@ -139,7 +138,7 @@ def test_each_target_is_reported_with_its_path(tmp_path: Path) -> None:
     assert "moment1" in model["states_not_carried"] and not cards["states_not_carried"]
     assert "rng_state_0.pth" in {left["path"] for left in model["not_carried"]}
     assert data["not_carried"] == cards["not_carried"] + model["not_carried"]
-    misplaced = CliRunner().invoke(cli, ["plan", str(SOURCE), *targets, "--to", "tp=1"])
+    misplaced = run_here("plan", SOURCE, *targets, "--to", "tp=1")
     assert (
         "--to: with several targets, give it inside each --target DST:FORMAT:NAME=VALUE" in misplaced.stderr
     )

@@ -11,7 +11,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import PlanError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
-from tests.unit.test_cli_plans import run
+from tests.jobs.command import run_here as run
 
 AVERAGED = "mp2pp2sh2_s1v2_meta_ema"
 
@@ -74,7 +74,7 @@ def test_fp32_training_does_not_cut_parameters_by_default(tmp_path: Path) -> Non
 
 def test_the_first_line_says_the_strategy_and_why(tmp_path: Path) -> None:
     done = run("convert", checkpoint(AVERAGED), tmp_path / "out", "--to", "tp=2,pp=2,sharding=3")
-    assert done.exit_code == 0
+    assert done.returncode == 0
     assert done.stdout.splitlines()[0].split() == ["sharding", "stage1v2:", "as", "the", "source"]
     planned = run("plan", checkpoint(AVERAGED), tmp_path / "x", "--to", "sharding=3", "--json")
     target = json.loads(planned.stdout)["target"]
@@ -85,7 +85,7 @@ def test_the_first_line_says_the_strategy_and_why(tmp_path: Path) -> None:
 def test_an_average_is_left_out_by_name_only(format: str, tmp_path: Path) -> None:
     source = checkpoint(AVERAGED)
     refused = run("convert", source, tmp_path / "out", "--format", format, "--quiet")
-    assert refused.exit_code == 1
+    assert refused.returncode == 1
     assert f"the format {format} cannot hold the exponential moving average" in refused.stderr
     for way in ("--drop ema", "hybrid, hybrid-plain or flex", "--target DST:huggingface:state=ema"):
         assert way in refused.stderr

@@ -311,24 +311,7 @@ def test_a_stop_on_the_way_leaves_no_trace(data: st.DataObject) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_plain_files_of_overlapped_virtual_stages_are_read(tied: bool, tmp_path: Path) -> None:
     """Nothing in them tells of the overlap, which closes communication buffers at the end of each virtual stage."""
-    model = Model(
-        "paddleformers",
-        hidden=1,
-        intermediate=1,
-        vocab=1,
-        heads=1,
-        kv_heads=1,
-        head_dim=1,
-        layers=6,
-        tied=tied,
-        fused_attention=False,
-        fused_ffn=False,
-        bfloat16=False,
-        float32_norms=False,
-        ema=False,
-        column_major=False,
-        seed=0,
-    )
+    model = Model(layers=6, tied=tied, bfloat16=False)
     plain = {"sequence_parallel": False}
     one = Target(1, 1, 1, 1, 1, None, "hybrid", plain)
     overlapped = Target(1, 3, 2, 2, 1, "stage1v2", "hybrid-plain", {**plain, "comm_overlap": True})

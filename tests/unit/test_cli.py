@@ -15,27 +15,22 @@ import pytest
 
 import paddle_reshard
 from tests.conftest import COMMITTED
+from tests.jobs.command import run as run_alone
 from tests.jobs.command import run_here as run
 
 DEMO = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 
 
-def run_alone(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process of its own, as scripts do; in this one it takes half a second less."""
-    command = [sys.executable, "-m", "paddle_reshard", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
-
-
 @pytest.fixture(scope="module")
 def one_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("cli") / "one-card"
-    done = run_alone("convert", DEMO, target, "--to", "tp=1")
+    done = run("convert", DEMO, target, "--to", "tp=1")
     assert done.returncode == 0, done.stderr
     return target
 
 
 def test_inspect_json_says_what_the_checkpoint_is() -> None:
-    done = run_alone("inspect", DEMO, "--json")
+    done = run("inspect", DEMO, "--json")
     data = json.loads(done.stdout)
     assert done.returncode == 0
     assert data["topology"] == {"tp": 2, "pp": 2, "vpp": 1, "sharding": 2, "ep": 1, "dp": 1}
@@ -50,9 +45,12 @@ def test_inspect_json_says_what_the_checkpoint_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["delta", "convert"])
-def test_a_folder_may_be_called_like_a_command(name: str, tmp_path: Path) -> None:
+def test_a_folder_may_be_called_like_a_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / name).symlink_to(DEMO)
-    done = run_alone("inspect", name, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = run("inspect", name)
     assert (done.returncode, "tp=2,pp=2,sharding=2" in done.stdout) == (0, True), done.stderr
 
 
@@ -64,10 +62,8 @@ def test_a_folder_may_be_called_like_a_command(name: str, tmp_path: Path) -> Non
         ("[1]", "the text is JSON, but no object"),
     ],
 )
-def test_storage_options_that_cannot_be_read_are_told_without_them(
-    given: str, message: str, tmp_path: Path
-) -> None:
-    done = run_alone("inspect", DEMO, "--storage-options", given, cwd=tmp_path)
+def test_storage_options_that_cannot_be_read_are_told_without_them(given: str, message: str) -> None:
+    done = run("inspect", DEMO, "--storage-options", given)
     assert (done.returncode, message in done.stderr, "hunter2" in done.stderr) == (2, True, False), (
         done.stderr
     )
@@ -108,22 +104,22 @@ def test_convert_prints_one_json_object(tmp_path: Path) -> None:
 
 
 def test_convert_prints_one_line_per_step_without_a_terminal(tmp_path: Path) -> None:
-    done = run_alone("convert", DEMO, tmp_path / "x", "--to", "pp=2")
+    done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2")
     steps = [line.split(":")[0] for line in done.stderr.splitlines()]
     assert list(dict.fromkeys(steps)) == ["plan", "move", "verify", "publish"]  # a slow one has several lines
-    quiet = run_alone("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--quiet")
+    quiet = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--quiet")
     assert (quiet.stdout, quiet.stderr, quiet.returncode) == ("", "", 0)
 
 
 def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
-    equal = run_alone("verify", DEMO, one_card, "--json")
+    equal = run("verify", DEMO, one_card, "--json")
     assert (equal.returncode, json.loads(equal.stdout)["equal"]) == (0, True)
     shutil.copytree(one_card, tmp_path / "changed", copy_function=shutil.copyfile)
     path = tmp_path / "changed" / "ema.pdopt"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
-    different = run_alone("verify", DEMO, tmp_path / "changed")
+    different = run("verify", DEMO, tmp_path / "changed")
     assert different.returncode == 1
     assert "(ema_master_weight): element" in different.stdout
     assert run("verify", DEMO, tmp_path / "changed", "--states", "param,moment1").returncode == 0
@@ -158,10 +154,13 @@ def test_verify_that_could_not_compare_is_trouble_as_for_cmp_and_diff(one_card: 
     assert f"truncated: has {size_bytes // 2} bytes, the manifest says {size_bytes}" in damaged.stdout
 
 
-def test_a_variable_that_a_check_of_one_target_does_not_need_is_no_mistake(one_card: Path) -> None:
-    variables = {**os.environ, "PADDLE_RESHARD_MEMORY": "2GiB", "PADDLE_RESHARD_STORAGE_OPTIONS": "{}"}
-    assert run_alone("verify", one_card, env=variables).returncode == 0
-    assert run_alone("verify", DEMO, one_card, env=variables).returncode == 0
+def test_a_variable_that_a_check_of_one_target_does_not_need_is_no_mistake(
+    one_card: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_RESHARD_MEMORY", "2GiB")
+    monkeypatch.setenv("PADDLE_RESHARD_STORAGE_OPTIONS", "{}")
+    assert run("verify", one_card).returncode == 0
+    assert run("verify", DEMO, one_card).returncode == 0
 
 
 def test_a_misspelt_place_is_an_error(tmp_path: Path) -> None:
@@ -205,12 +204,7 @@ def test_a_command_alone_prints_its_help_in_lines() -> None:
 
 
 def test_verify_reports_each_state_that_one_side_lacks_once(tmp_path: Path) -> None:
-    assert (
-        run(
-            "convert", DEMO, tmp_path / "unified", "--format", "unified", "--drop", "ema", "--quiet"
-        ).returncode
-        == 0
-    )
+    paddle_reshard.convert(DEMO, tmp_path / "unified", format="unified", drop=["ema"])
     different = run("verify", DEMO, tmp_path / "unified")
     assert different.returncode == 1
     assert different.stdout.splitlines()[0] == "ema_master_weight of lm_head.weight and 38 more: only in A"
@@ -271,7 +265,7 @@ def test_refusals_are_one_sentence_and_a_status(
 
 
 def test_a_refusal_is_json_too(tmp_path: Path) -> None:
-    done = run_alone("convert", DEMO, tmp_path / "x", "--to", "tp=3", "--json")
+    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=3", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["kind"] == "RuleError"
 
@@ -315,17 +309,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         "Engine.run = lambda *a: (r for r in run(*a) if print('moving', flush=True) or wait()); "
         "from paddle_reshard.pipeline.cli.main import main; main()"
     )
-    command = [
-        sys.executable,
-        "-c",
-        slow,
-        "convert",
-        str(DEMO),
-        str(tmp_path / "x"),
-        "--to",
-        "tp=1",
-        "--quiet",
-    ]
+    command = [sys.executable, "-c", slow, "convert", DEMO, tmp_path / "x", "--to", "tp=1", "--quiet"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "moving\n"
@@ -334,6 +318,17 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted" in errors
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_planned_is_run_and_nothing_else_is(tmp_path: Path) -> None:
+    saved, target = tmp_path / "saved.plan", tmp_path / "target"
+    planned = json.loads(run("plan", DEMO, target, "--to", "tp=2", "--save", saved, "--json").stdout)
+    other = run("convert", DEMO, target, "--to", "tp=1", "--plan", saved)
+    assert (other.returncode, f"holds the plan {planned['plan_id']}" in other.stderr) == (1, True)
+    assert not target.exists()
+    done = run("convert", DEMO, target, "--to", "tp=2", "--plan", saved, "--json")
+    assert json.loads(done.stdout)["plan"]["plan_id"] == planned["plan_id"]
+    assert target.exists()
 
 
 def test_wrong_options_are_told_as_they_were_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
@@ -26,6 +24,7 @@ from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from tests.conftest import case_directory
+from tests.jobs.command import run_here
 from tests.published import hold
 from tests.unit.test_planning import FLOAT32, SMALL, Files, columns, rows, whole
 
@@ -358,11 +357,11 @@ def test_a_copy_of_values_in_another_order_is_not_complete() -> None:
 
 
 def test_the_command_shows_the_proof() -> None:
-    arguments = ["plan", str(case_directory(HYBRID) / "checkpoint-3"), "--to", "tp=1", "--prove"]
-    shown = CliRunner().invoke(cli, arguments)
-    assert shown.exit_code == 0
+    arguments = ["plan", case_directory(HYBRID) / "checkpoint-3", "--to", "tp=1", "--prove"]
+    shown = run_here(*arguments)
+    assert shown.returncode == 0
     assert "is written once" in shown.stdout
-    printed = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)
+    printed = json.loads(run_here(*arguments, "--json").stdout)
     hold(printed)
     found = printed["coverage"]
     assert found["complete"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -17,86 +17,21 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
-from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.rule import Rule
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import oracle
-from tests.conftest import case_directory, case_names
+from tests.conftest import case_directory
 from tests.golden.compare_one_card import bits, load
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a committed checkpoint is, and how to ask for another of its topology."""
-
-    family: str
-    convention: str
-    to: str
-    strategy: str | None = None
-
-    @property
-    def topology(self) -> Topology:
-        degrees = {axis: int(size) for axis, size in (pair.split("=") for pair in self.to.split(","))}
-        return Topology(**degrees)
-
-
-ONE_CARD, ALL_AXES = ("tp=1",), ("tp=2,pp=2,sharding=2", "stage1v2")
-CASES = {
-    "qwen2_single": Case("qwen2", "paddleformers", *ONE_CARD),
-    "qwen2_mp2pp2sh2_s1v2_meta": Case("qwen2", "paddleformers", *ALL_AXES),
-    "qwen3_single": Case("qwen3", "paddleformers", *ONE_CARD),
-    "qwen3_pp2sh2_s1v2_meta": Case("qwen3", "paddleformers", "pp=2,sharding=2", "stage1v2"),
-    "families/phi3_single": Case("phi3", "paddleformers", *ONE_CARD),
-    "families/phi3_pp2": Case("phi3", "paddleformers", "pp=2"),
-    "families/phi3_sh2_s1v2_meta": Case("phi3", "paddleformers", "sharding=2", "stage1v2"),
-    "families/gemma3_text_single": Case("gemma3_text", "paddleformers", *ONE_CARD),
-    "families/gemma3_text_sh2_s1v2_meta": Case("gemma3_text", "paddleformers", "sharding=2", "stage1v2"),
-    "nlp_gpt_single": Case("gpt", "paddlenlp", *ONE_CARD),
-    "nlp_gpt_mp2pp2sh2_s1v2_meta": Case("gpt", "paddlenlp", *ALL_AXES),
-    "nlp_qwen2_mp2pp2sh2_s1v2_meta": Case("qwen2", "paddlenlp", *ALL_AXES),
-}
-
-
-def _case(name: str) -> Path:
-    return case_directory(name if "/" in name else f"small-families/{name}")
-
-
-def test_every_small_case_is_tested() -> None:
-    assert set(case_names("small-families")) == {
-        f"small-families/{name}" for name in CASES if "/" not in name
-    }
-
-
-# --- real checkpoints ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_inspect_names_the_family(name: str) -> None:
-    case = CASES[name]
-    found = paddle_reshard.inspect(_case(name) / "checkpoint-3")
-    assert (found.family, found.convention) == (case.family, case.convention)
-    assert found.topology == case.topology
-    assert found.sharding_strategy == (case.strategy or "none")
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.family != "gemma3_text"])
-def test_through_tensor_parallel_cuts_and_back(name: str, tmp_path: Path) -> None:
-    """Fused tensors are cut along the same lines in both directions."""
-    source, cut, back = _case(name) / "checkpoint-3", tmp_path / "cut", tmp_path / "back"
-    paddle_reshard.convert(source, cut, to="tp=2,sharding=2", sharding_strategy="stage1v1")
-    paddle_reshard.convert(cut, back, to="tp=1")
-    truth = _truth(_case(name))
-    oracle.assert_same_tensors(oracle.read_checkpoint(back, oracle.shapes_of(truth)), truth)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_unequal_parts_are_cut_one_by_one(tp: int, tmp_path: Path) -> None:
     """A rank's ``qkv_proj`` is ``[q | k | v]`` of its own heads, as the forward pass of the class takes it apart."""
     converted = tmp_path / "converted"
-    paddle_reshard.convert(_case("families/phi3_single") / "checkpoint-3", converted, to=f"tp={tp}")
-    truth = _truth(_case("families/phi3_single"))
+    paddle_reshard.convert(case_directory("families/phi3_single") / "checkpoint-3", converted, to=f"tp={tp}")
+    truth = oracle.read_truth(case_directory("families/phi3_single") / "truth.safetensors")
     for rank in range(tp):
         cell = f".tp{rank:02d}" if tp > 1 else ""
         held = load(converted / f"model_state{cell}.pdparams")
@@ -108,14 +43,6 @@ def test_unequal_parts_are_cut_one_by_one(tp: int, tmp_path: Path) -> None:
             fused = f"model.layers.{layer}.mlp.gate_up_proj.weight"
             own = [np.split(part, tp, axis=1)[rank] for part in np.split(truth[fused], 2, axis=1)]
             assert bits(held[fused]) == np.concatenate(own, axis=1).tobytes()
-
-
-def _truth(case: Path) -> dict[str, np.ndarray]:
-    """A gpt's head is its word embedding; under pp the trainer knows it by that key only."""
-    truth = oracle.read_truth(case / "truth.safetensors")
-    words = "gpt.embeddings.word_embeddings.weight"
-    heads = {f"lm_head.weight{key.removeprefix(words)}": truth[key] for key in truth if key.startswith(words)}
-    return heads | truth
 
 
 # --- all tables ---------------------------------------------------------------------------------------
@@ -302,17 +229,13 @@ def test_biases_follow_their_weights(name: str) -> None:
         (
             "families/gemma3_text_single",
             "tp=2,pp=3",
-            "^tp=2: paddleformers cannot train gemma3_text with it: .*logits",
+            "^tp=2: paddleformers cannot train gemma3_text .*logits",
         ),
-        (
-            "families/paddleocr_vl_single",
-            "tp=2",
-            "^tp=2: paddleformers cannot train paddleocr_vl with it: its projector",
-        ),
+        ("families/paddleocr_vl_single", "tp=2", "^tp=2: paddleformers cannot train .*: its projector"),
         (
             "moe/gptoss_single",
             "pp=2",
-            "^pp=2: the trainer cannot start it: .*'layer:GptOssDecoderLayer' matches none",
+            "^pp=2: the trainer cannot start it: .*'layer:GptOssDec.*' matches none",
         ),
         (
             "families/ernie4_5_single",
@@ -326,14 +249,16 @@ def test_axes_with_which_the_trainer_starts_no_job_of_a_family_are_refused(
     name: str, to: str, told: str
 ) -> None:
     with pytest.raises(PlanError, match=told):
-        paddle_reshard.plan(_case(name) / "checkpoint-3", to=to)
+        paddle_reshard.plan(case_directory(name) / "checkpoint-3", to=to)
 
 
 @pytest.mark.parametrize("said", ["layer:DecoderLayer", "uniform", "[0, 2]", [0, 2]])
 def test_the_config_says_how_a_pipeline_divides_the_layers(said: object, tmp_path: Path) -> None:
     """As the trainer, which reads ``pp_seg_method`` of its model, does with it."""
     source, made = tmp_path / "source", {}
-    shutil.copytree(_case("moe/gptoss_single") / "checkpoint-3", source, copy_function=shutil.copyfile)
+    shutil.copytree(
+        case_directory("moe/gptoss_single") / "checkpoint-3", source, copy_function=shutil.copyfile
+    )
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "pp_seg_method": said}))
     for name, layout in {

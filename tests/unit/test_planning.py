@@ -18,7 +18,6 @@ from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
-from paddle_reshard.pipeline.planning.groups import _gathered
 from paddle_reshard.pipeline.planning.match import match
 from paddle_reshard.pipeline.planning.ops import COMPARE, HOLD, Ops
 from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES, Plan, plan_comparisons, plan_conversion
@@ -556,17 +555,3 @@ def test_what_is_not_one_stretch_of_a_file_is_not_copied(
     plan = plan_of([(100, 10)], one, other, 64 * MIB, limits=PartLimits(copies=CopyLimits(1, 1 << 20)))
     assert plan.copied_bytes == 0
     run(plan, one, other, [(100, 10)])
-
-
-@pytest.mark.parametrize("largest", [3, 20, 100])
-def test_sizes_are_gathered_one_after_the_other(largest: int) -> None:
-    random = np.random.default_rng(largest)
-    for room in (1, 10, 64, 500):
-        sizes = random.integers(0, largest, 60)
-        expected, group, held = [], 0, 0
-        for number, size in enumerate(sizes.tolist()):
-            if number and held + size > room:
-                group, held = group + 1, 0
-            held += size
-            expected.append(group)
-        assert _gathered(sizes, room).tolist() == expected

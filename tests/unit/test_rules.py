@@ -36,17 +36,9 @@ LAYER = {"name": "layer", "layer_class": "DecoderLayerPipe", "repeated": True}
 
 
 def table_of(rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    items = [
-        {"name": "embedding", "layer_class": "EmbeddingPipe"},
-        LAYER,
-    ]
-    return {
-        "family": "toy",
-        "convention": "paddleformers",
-        "model_types": ["toy"],
-        "items": items,
-        "rules": rows,
-    } | changes
+    items = [{"name": "embedding", "layer_class": "EmbeddingPipe"}, LAYER]
+    whole = {"family": "toy", "convention": "paddleformers", "model_types": ["toy"]}
+    return {**whole, "items": items, "rules": rows, **changes}
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -77,112 +69,39 @@ def test_a_comment_is_allowed() -> None:
     assert parse(table_of([row()], comment="measured, see there")) == parse(table_of([row()]))
 
 
+def of_items(*items: dict[str, Any]) -> dict[str, Any]:
+    return table_of([row()], items=[LAYER, *({"layer_class": "L", **item} for item in items)])
+
+
+WHOLE = {"shape": ["hidden_size"]}
+
+
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "told"),
     [
-        (
-            table_of([row(splitt=1, axis=0)]),
-            'toy.json: unknown entry \'splitt\' in {"key": "toy.layers.{layer}.up.weight", "item": "layer", '
-            '"name_class": "linear", "source": "here", "splitt": 1, "axis":…; did you mean split?',
-        ),
-        (
-            {"famly": "x"} | table_of([row()]),
-            'toy.json: unknown entry \'famly\' in {"famly": "x", "family": "toy", "convention": "paddleformers", '
-            '"model_types": ["toy"], "items": [{"name": "embedding", …; did you mean family?',
-        ),
-        (
-            table_of([row()], items=[{"name": "layer"}]),
-            'toy.json: \'layer_class\' is missing in {"name": "layer"}',
-        ),
-        (
-            table_of([row(item="encoder")]),
-            "toy.json: rules refer to the items ['encoder'], which are not in 'items'",
-        ),
-        (
-            table_of([row()], items=[{"name": "layer", "layer_class": "L"}]),
-            "toy.json: exactly one of 'items' must be the repeated decoder layer",
-        ),
-        (
-            table_of([row()], items=[LAYER, {"name": "head", "layer_class": "H", "continues": "layer"}]),
-            "toy.json: 'items': 'head' continues 'layer': only MTP items can, and only the item 'layer'",
-        ),
-        (
-            table_of(
-                [row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "mtp": True, "continues": "mtp"}]
-            ),
-            "toy.json: 'items': 'mtp' continues 'mtp': only MTP items can, and only the item 'layer'",
-        ),
-        (
-            table_of([row(split=0, shape=["hidden_size"], part_widths=["hidden_size"])]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': part_widths are for two or more parts, "
-            "instead of 'parts'",
-        ),
-        (
-            table_of([row(split=1, shape=["hidden_size"], part_widths=["4", "8"])]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': part_widths need a 'split' and a 'shape' with "
-            "that dim",
-        ),
-        (
-            table_of([row()], items=[LAYER, {"name": "mtp", "layer_class": "M", "built_before": "norm"}]),
-            "toy.json: 'items': 'mtp' is built before 'norm', which is not an item",
-        ),
-        (
-            table_of([row(built_after="toy.norm")]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', which is not a row",
-        ),
-        (
-            table_of([row(built_after="toy.norm"), row(key="toy.norm")]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.norm', whose key has "
-            "different placeholders",
-        ),
-        (
-            table_of([row(built_after="toy.layers.{layer}.up.weight")]),
-            "toy.json: the row of 'toy.layers.{layer}.up.weight': it is built after 'toy.layers.{layer}.up.weight', "
-            "which is built after it",
-        ),
-        (
-            {name: value for name, value in table_of([row()]).items() if name != "convention"},
-            'toy.json: \'convention\' is missing in {"family": "toy", "model_types": ["toy"], "items": [{"name": '
-            '"embedding", "layer_class": "EmbeddingPipe"}, {"name": "la…',
-        ),
-        (
-            {name: value for name, value in table_of([row()]).items() if name != "rules"},
-            'toy.json: \'rules\' is missing in {"family": "toy", "convention": "paddleformers", "model_types": '
-            '["toy"], "items": [{"name": "embedding", "layer_class":…',
-        ),
+        (table_of([row(splitt=1, axis=0)]), "unknown entry 'splitt' in .*; did you mean split?"),
+        ({"famly": "x"} | table_of([row()]), "unknown entry 'famly' in .*; did you mean family?"),
+        (table_of([row()], items=[{"name": "layer"}]), "'layer_class' is missing"),
+        (table_of([{"key": "a", "item": "layer", "source": "b"}]), "'name_class' is missing"),
+        (table_of([row(split="1")]), "split"),
+        (table_of([row(split=True)]), "split"),
+        (table_of([row(split=-1)]), "split"),
+        (table_of([row(parts=0)]), "parts"),
+        (table_of([row(item="encoder")]), r"rules refer to the items \['encoder'\], which are not in 'items'"),
+        (table_of([row()], items=[{**LAYER, "repeated": False}]), "exactly one of 'items' must be the repeated"),
+        (of_items({"name": "head", "continues": "layer"}), "'head' continues 'layer': only MTP items can"),
+        (of_items({"name": "mtp", "mtp": True, "continues": "mtp"}), "'mtp' continues 'mtp': only MTP items can"),
+        (of_items({"name": "mtp", "built_before": "norm"}), "'mtp' is built before 'norm', which is not an item"),
+        (table_of([row(**WHOLE, split=0, part_widths=["4"])]), "part_widths are for two or more parts"),
+        (table_of([row(**WHOLE, split=1, part_widths=["4", "8"])]), "part_widths need a 'split' and a 'shape' with"),
+        (table_of([row(built_after="toy.norm")]), "built after 'toy.norm', which is not a row"),
+        (table_of([row(built_after="toy.norm"), row(key="toy.norm")]), "'toy.norm', whose key has different plac"),
+        (table_of([row(built_after=row()["key"])]), "which is built after it"),
     ],
-)
-def test_what_is_not_a_table(data: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
+)  # fmt: skip
+def test_what_is_not_a_table(data: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=rf"^toy\.json: .*{told}"):
         parse(data)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("lacking", ["key", "item", "name_class", "source"])
-def test_a_row_without_a_field_that_it_needs(lacking: str) -> None:
-    with pytest.raises(UsageError, match=rf"toy\.json: '{lacking}' is missing in "):
-        parse(table_of([{name: value for name, value in row().items() if name != lacking}]))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("key", 3),
-        ("split", "1"),
-        ("split", True),
-        ("split", -1),
-        ("parts", 0),
-        ("parts", 2.0),
-        ("shape", "hidden_size"),
-        ("shape", [4, 4]),
-        ("where", ["a"]),
-        ("tied_to", 5),
-        ("name_class", None),
-    ],
-)
-def test_a_row_with_a_value_of_the_wrong_kind(field: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=rf"toy\.json: .*{field}"):
-        parse(table_of([row(**{field: value})]))
 
 
 @pytest.mark.parametrize(
