@@ -17,24 +17,12 @@ HEADS = "num_heads=8, num_key_value_groups=4"
         ("ug -> g, u, fused_ffn", {"ug": (3, 16)}, {"g": (3, 8), "u": (3, 8)}),
         ("ug -> there, fused_ffn", {"ug": (3, 16)}, {"there": (3, 16)}),
         (f"ug -> ug, fused_qkv_old, {HEADS}", {"ug": (3, 16)}, {"ug": (3, 16)}),
-        (
-            f"q, k, v -> qkv, fused_qkv_old, {HEADS}",
-            {"q": (3, 16), "k": (3, 8), "v": (3, 8)},
-            {"qkv": (3, 32)},
-        ),
-        (
-            f"qkv -> q, k, v, fused_qkv_old, {HEADS}",
-            {"qkv": (3, 32)},
-            {"q": (3, 16), "k": (3, 8), "v": (3, 8)},
-        ),
-        (
-            f"q, k, v -> qkv, fused_qkv, {HEADS}, axis=0",
-            {"q": (16,), "k": (8,), "v": (8,)},
-            {"qkv": (32,)},
-        ),
+        (f"q, k, v -> qkv, fused_qkv_old, {HEADS}", {"q": (3, 16), "k": (3, 8), "v": (3, 8)}, {"qkv": (3, 32)}),
+        (f"qkv -> q, k, v, fused_qkv_old, {HEADS}", {"qkv": (3, 32)}, {"q": (3, 16), "k": (3, 8), "v": (3, 8)}),
+        (f"q, k, v -> qkv, fused_qkv, {HEADS}, axis=0", {"q": (16,), "k": (8,), "v": (8,)}, {"qkv": (32,)}),
     ],
     ids=["ffn to", "ffn from", "ffn", "qkv", "qkv to", "qkv from", "bias"],
-)
+)  # fmt: skip
 def test_parts_to_fused_and_back(statement: str, source: dict, target: dict) -> None:
     rng = np.random.default_rng(2)
     arrays = trained({key: (shape, "bfloat16") for key, shape in source.items()}, rng)

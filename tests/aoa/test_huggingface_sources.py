@@ -24,37 +24,21 @@ from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_replicate
 
 DECLARED = json.loads((GOLDEN / "declarations.json").read_text())
 CASES = {
-    "llama": "mp2sh2_s1v2_meta_mid",
-    "llama_tied": "mp2_tied",
-    "phi3": "families/phi3_single",
-    "gpt_oss": "exports/gpt_oss",
-    "qwen2": "families/qwen2_single",
-    "qwen3": "families/qwen3_single",
-    "deepseek_v3": "exports/deepseek_v3_yarn",
-    "ernie4_5_moe": "exports/ernie4_5_moe",
-    "glm4_moe": "exports/glm4_moe",
-    "qwen2_moe": "exports/qwen2_moe",
-    "qwen3_moe": "exports/qwen3_moe",
+    "llama": "mp2sh2_s1v2_meta_mid", "llama_tied": "mp2_tied", "phi3": "families/phi3_single",
+    "gpt_oss": "exports/gpt_oss", "qwen2": "families/qwen2_single", "qwen3": "families/qwen3_single",
+    "deepseek_v3": "exports/deepseek_v3_yarn", "ernie4_5_moe": "exports/ernie4_5_moe",
+    "glm4_moe": "exports/glm4_moe", "qwen2_moe": "exports/qwen2_moe", "qwen3_moe": "exports/qwen3_moe",
     "glm4v_moe": "families/glm4v_moe_single",
-}
+}  # fmt: skip
 LIKE_THESE = (
-    "ernie4_5",
-    "ernie4_5_moe_vl",
-    "gemma3_text",
-    "glm_ocr",
-    "paddleocr_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
+    "ernie4_5", "ernie4_5_moe_vl", "gemma3_text", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen3_vl",
     "qwen3_vl_moe",
-)
+)  # fmt: skip
 FLEET = (("kimi_k2", "grouped"), ("minimax_m2", "mtp"))
 """Families that only PaddleFleet trains, and a variant of each."""
 FLEET_LIKE_THESE = (
-    ("deepseek_v32", "mtp_grouped"),
-    ("glm_moe_dsa", "mtp"),
-    ("granite", "bias"),
-    ("olmo2", "plain"),
-)
+    ("deepseek_v32", "mtp_grouped"), ("glm_moe_dsa", "mtp"), ("granite", "bias"), ("olmo2", "plain")
+)  # fmt: skip
 # Paddle's loader cannot be asked here about the other families of PaddleFormers 1.2:
 # - deepseek_v4: no rule table describes it, so its checkpoint is no source; its maps are in test_real_programs.py
 # - qwen3_5, qwen3_5_moe (one map): it uses `fused_in_proj`, which Paddle 3.3.1 does not have; what else it makes is in

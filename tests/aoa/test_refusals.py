@@ -83,16 +83,13 @@ def test_what_cannot_be_read(statement: str) -> None:
         ('{"aoa_statements": ["a -> b", 3]}', "rules.json, statement 2: 3 is not a string"),
         ('{"aoa_statements": "a -> b"}', "'aoa_statements' is unknown or of the wrong type"),
         ('{"aoa_statements": [], "reverse": true}', "'reverse' is unknown"),
-        (
-            '{"aoa_statements": [], "aoa_config_reverse": 1}',
-            "'aoa_config_reverse' is unknown or of the wrong type",
-        ),
+        ('{"aoa_statements": [], "aoa_config_reverse": 1}', "'aoa_config_reverse' is unknown or of the wrong type"),
         ("{}", "'aoa_statements' is missing"),
         ('{"aoa_statements": [], "aoa_statements": []}', "the key 'aoa_statements' stands twice"),
         ('{"aoa_statements": ', "not valid JSON"),
         ("{" * 100000, "not valid JSON"),
     ],
-)
+)  # fmt: skip
 def test_json_that_is_no_configuration(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=r"rules\.json") as caught:
         parse_aoa(text, "rules.json")

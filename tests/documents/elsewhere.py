@@ -85,18 +85,9 @@ def export(words: list[str]) -> None:
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "make": make,
-    "pip": pip,
-    "uv": uv,
-    "python": python,
-    "python3": python,
-    "python3.11": python,
-    "kubectl": kubectl,
-    "hf": hub,
-    "ray": ray,
-    "export": export,
-    "model_signing": model_signing,
-}
+    "make": make, "pip": pip, "uv": uv, "python": python, "python3": python, "python3.11": python,
+    "kubectl": kubectl, "hf": hub, "ray": ray, "export": export, "model_signing": model_signing,
+}  # fmt: skip
 
 
 def parse_python(text: str) -> None:

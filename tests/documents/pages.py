@@ -80,14 +80,9 @@ PAGES: dict[str, Page] = {
         not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
     ),
     "docs/aoa.md": Page(
-        holds={
-            "checkpoint-1000": "dense/single",
-            "checkpoint-300": "families/ernie4_5_moe_vl_saved:checkpoint-0",
-        },
+        holds={"checkpoint-1000": "dense/single", "checkpoint-300": "families/ernie4_5_moe_vl_saved:checkpoint-0"},
         saved={'{"aoa_statements"': "norm.json", "model.layers.$LAYER_ID": "fused.txt"},
-        not_run={
-            "import json": "needs PaddleFormers; tests/golden/declarations.json has what it makes: map.json"
-        },
+        not_run={"import json": "needs PaddleFormers; tests/golden/declarations.json has what it makes: map.json"},
     ),
     "docs/architecture.md": Page(
         drawings="drawings; tests/unit/test_document_paths.py compares the layers with the import contract"
@@ -105,7 +100,7 @@ PAGES: dict[str, Page] = {
         stands_for={"ernie4_5_moe.json": "ernie-300/config.json"},
         not_run={
             "paddle-reshard convert ernie-300 ernie-tuning": "needs the config of the published model; "
-            "tests/golden/test_pretraining_recipes.py converts with one"
+            "tests/golden/test_pretraining_recipes.py converts with one",
         },
     ),
     "docs/glossary.md": Page(
@@ -115,13 +110,9 @@ PAGES: dict[str, Page] = {
         holds={"checkpoint-1000": LLAMA, "run-7/checkpoint-1": LLAMA, "run-7/checkpoint-2": LLAMA},
         not_run={"trainer.add_callback(": NEEDS_A_TRAINER},
     ),
-    "docs/guides/clusters.md": Page(
-        holds={"checkpoint-1000": LLAMA, "s3://bucket/run-7/checkpoint-1000": SMALL},
-    ),
+    "docs/guides/clusters.md": Page(holds={"checkpoint-1000": LLAMA, "s3://bucket/run-7/checkpoint-1000": SMALL}),
     "docs/guides/export.md": Page(before=("convert checkpoint-1000 Qwen3-30B-A3B --format huggingface",)),
-    "docs/guides/fewer-cards.md": Page(
-        holds={"checkpoint-1000": LLAMA, "run-7/checkpoint-1000": LLAMA},
-    ),
+    "docs/guides/fewer-cards.md": Page(holds={"checkpoint-1000": LLAMA, "run-7/checkpoint-1000": LLAMA}),
     "docs/guides/files-by-rank.md": Page(
         holds={"checkpoint-1000": LLAMA, "s3://bucket/checkpoint-1000": SMALL},
         before=("convert checkpoint-1000 flex-1000 --format flex",),
@@ -137,10 +128,8 @@ PAGES: dict[str, Page] = {
     "docs/guides/object-stores.md": Page(
         holds=IN_THE_STORE,
         stands_for={
-            "http://minio.example:9000": "{url}",
-            "https://s3.bj.bcebos.com": "{url}",
-            '"key": "…"': '"key": "{key}"',
-            '"secret": "…"': '"secret": "{secret}"',
+            "http://minio.example:9000": "{url}", "https://s3.bj.bcebos.com": "{url}",
+            '"key": "…"': '"key": "{key}"', '"secret": "…"': '"secret": "{secret}"',
         },
         saved={'{"key": "…"': "store.json"},
     ),
@@ -164,9 +153,7 @@ PAGES: dict[str, Page] = {
             "integer · weight_scale": "a formula; tests/golden/test_integers.py compares results",
         },
     ),
-    "docs/live.md": Page(
-        holds={"checkpoint-1000": LLAMA} | IN_THE_STORE,
-    ),
+    "docs/live.md": Page(holds={"checkpoint-1000": LLAMA} | IN_THE_STORE),
     "docs/lora.md": Page(
         holds={"checkpoint-300": "states/lora_pp2"},
         shows={"weight + (lora_A": "a formula; tests/golden/test_lora_merge.py compares results"},
@@ -174,8 +161,7 @@ PAGES: dict[str, Page] = {
     "docs/proof.md": Page(
         holds={"checkpoint-1000": LLAMA, "checkpoint-1010": LLAMA},
         before=(
-            "convert checkpoint-1000 converted --to pp=4",
-            "convert checkpoint-1000 one-card --to tp=1",
+            "convert checkpoint-1000 converted --to pp=4", "convert checkpoint-1000 one-card --to tp=1",
             "convert checkpoint-1000 two-cards --to tp=2 --fingerprint full",
             "convert checkpoint-1000 four-stages --to pp=4 --fingerprint full",
             "convert checkpoint-1000 model --format huggingface",
@@ -195,20 +181,17 @@ PAGES: dict[str, Page] = {
         stands_for={"tests/golden/": f"{REPO}/tests/golden/"},
     ),
     "docs/unattended.md": Page(
-        holds={"data/run-7/checkpoint-10": LLAMA} | RUN | IN_THE_STORE,
-        stands_for={"/data/": "data/"},
+        holds={"data/run-7/checkpoint-10": LLAMA} | RUN | IN_THE_STORE, stands_for={"/data/": "data/"}
     ),
     "docs/versions.md": Page(
-        holds={"checkpoint-300": QWEN3_MOE, "checkpoint-of-0.4": "small-versions/pf041_llama_single"},
+        holds={"checkpoint-300": QWEN3_MOE, "checkpoint-of-0.4": "small-versions/pf041_llama_single"}
     ),
-    "pipeline/model/rules/README.md": Page(
-        shows={"{": "a rule table; tests/unit/test_rule_tables.py reads it"}
-    ),
+    "pipeline/model/rules/README.md": Page(shows={"{": "a rule table; tests/unit/test_rule_tables.py reads it"}),
     "tests/lab/README.md": Page(
         not_run={
             "make again": "needs the trainer",
             "python3 tests/lab/upstream.py": "tests/unit/test_upstream.py compares the installed Paddle",
             "python3 -m tests.lab.pack": "packs what they wrote",
-        }
+        },
     ),
-}
+}  # fmt: skip

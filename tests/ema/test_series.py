@@ -220,12 +220,7 @@ def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> Non
         )
     refused(UsageError, "decay 1 must be", decay=1)
     refused(
-        UsageError,
-        "an average requires --state ema",
-        to=None,
-        format="huggingface",
-        state="param",
-        decay=0.5,
+        UsageError, "an average requires --state ema", to=None, format="huggingface", state="param", decay=0.5
     )
     refused(UsageError, "the format unified cannot hold", to=None, format="unified", decay=0.5)
     for option, value in (("aoa", tmp_path / "file"), ("fill", tmp_path), ("convention", "paddlenlp")):

@@ -66,11 +66,7 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("ernie_*_tie*", "flex*", OF_STAGES),
     ("ernie_dense_*_tie*", "unified", OF_STAGES),
     ("ernie_ep2*_mtp2_moe0", "flex*", "are one parameter in the source, with one set of states"),
-    (
-        "ernie_*_fusedexperts",
-        "flex*",
-        "holds the experts of one rank; the format flex is not supported",
-    ),
+    ("ernie_*_fusedexperts", "flex*", "holds the experts of one rank; the format flex is not supported"),
     ("ernie_ep2*", "unified", "load those of the first rank; the format unified is not supported"),
     ("ernie_single", "unified", "load those of the first rank; the format unified is not supported"),
     ("ernie_mtp_moe0_single", "unified", "load those of the first rank; the format unified is not supported"),
@@ -348,8 +344,7 @@ PAIRS = [(case, target) for case in CASES for target in targets_of(case.partitio
 
 
 @pytest.mark.parametrize(
-    ("case", "target"),
-    [pair if number % 29 == 0 else exhaustive(*pair) for number, pair in enumerate(PAIRS)],
+    ("case", "target"), [pair if number % 29 == 0 else exhaustive(*pair) for number, pair in enumerate(PAIRS)]
 )
 def test_it_equals_the_truth_or_is_refused(case: str, target: str, tmp_path: Path) -> None:
     found = Case(case_directory(case))

@@ -65,11 +65,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("moe/ep2_pp2sh2_s1v2_meta", "moe/ep2_sh2_s1v2", "moe/ep2_sh2_s1v2_meta_ema"),
         *("moe/ep4_mp2pp2sh2_s1v2_meta", "moe/ep2_fc_sh2_s1v2", "moe/moe_fc_single", "moe/moe_uc_single"),
     ),
-    "qwen3_moe, fused": (
-        "moe/moe_fused_single",
-        "moe/moe_fused_sh2_s1v2_meta",
-        "families/qwen3_moe_fused_single",
-    ),
+    "qwen3_moe, fused": ("moe/moe_fused_single", "moe/moe_fused_sh2_s1v2_meta", "families/qwen3_moe_fused_single"),
     "ernie4_5_moe": ("moe/ernie45moe_single", "moe/ernie45moe_mpmoe_mp2"),
     "deepseek_v3": ("moe/dsv3_single", "moe/dsv3_ep2_sh2_s1v2_meta_ema"),
     "glm4_moe": ("moe/glm4moe_single", "moe/glm4moe_ep2_sh2_s1v2_meta_ema"),
@@ -82,8 +78,7 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("states/dsv3_mtp_ep2_sh2_s1v2_meta", "states/dsv3_mtp_single_tohf"),
     ),
     "ernie4_5_moe with MTP": (
-        *("states/ernie45_mtp_single", "states/ernie45_mtp_sh2_s1v2_meta_ema"),
-        *("states/ernie45_mtp_single_tohf",),
+        *("states/ernie45_mtp_single", "states/ernie45_mtp_sh2_s1v2_meta_ema"), *("states/ernie45_mtp_single_tohf",)
     ),
     "deepseek_v2 of paddlenlp with MTP": (
         *("states/nlp_dsv2_mtp_single", "states/nlp_dsv2_mtp_pp2", "states/nlp_dsv2_mtp_mp2"),
@@ -92,11 +87,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("families/gemma3_text_single", "families/gemma3_text_sh2_s1v2_meta"),
     "phi3": ("families/phi3_single", "families/phi3_pp2", "families/phi3_sh2_s1v2_meta"),
     "qwen2_5_vl": ("families/qwen2_5_vl_single", "families/qwen2_5_vl_mp2"),
-    "qwen3_next": (
-        "families/qwen3_next_single",
-        "families/qwen3_next_mp2",
-        "families/qwen3_next_sh2_s1v2_meta",
-    ),
+    "qwen3_next": ("families/qwen3_next_single", "families/qwen3_next_mp2", "families/qwen3_next_sh2_s1v2_meta"),
     "qwen3_vl": ("families/qwen3_vl_single", "families/qwen3_vl_sh2_s1v2_meta"),
     "qwen3_vl_moe": ("families/qwen3_vl_moe_single",),
     "glm4v_moe": ("families/glm4v_moe_single",),
@@ -104,7 +95,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "glm_ocr": ("families/glm_ocr_single",),
     "paddleocr_vl": ("families/paddleocr_vl_single",),
     "paddleocr_vl, with states of what has no gradient": ("families/paddleocr_vl_sh2_s1v2_meta",),
-}
+}  # fmt: skip
 """Cases of one model each, trained for three steps in several topologies."""
 
 SOURCES_ONLY = re.compile(r"fc_|uc_|defaults_|_tohf|p5_|tfusion|opt_custom|hfsteps|ep_dp2$")

@@ -80,23 +80,15 @@ def test_biases_and_shared_experts_that_the_config_announces_are_missed(
     ("case", "entries", "words"),
     [
         ("moe/moe_single", {"mlp_only_layers": [1]}, "layer 1 has one dense MLP, and the files hold experts"),
-        (
-            "moe/glm4moe_single",
-            {"first_k_dense_replace": 0},
-            "layer 0 has experts, and the files hold one dense",
-        ),
-        (
-            "moe/dsv3_single",
-            {"first_k_dense_replace": 2},
-            "layer 1 has one dense MLP, and the files hold experts",
-        ),
+        ("moe/glm4moe_single", {"first_k_dense_replace": 0}, "layer 0 has experts, and the files hold one dense"),
+        ("moe/dsv3_single", {"first_k_dense_replace": 2}, "layer 1 has one dense MLP, and the files hold experts"),
         (
             "families/qwen3_next_single",
             {"layer_types": ["full_attention", "linear_attention"]},
             "layer 0 has full attention, and the files hold linear attention",
         ),
     ],
-)
+)  # fmt: skip
 def test_layers_are_of_the_kind_that_the_class_builds(
     case: str, entries: dict[str, object], words: str, tmp_path: Path
 ) -> None:

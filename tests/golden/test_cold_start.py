@@ -122,17 +122,14 @@ def test_every_expert_rank_has_parameters_of_its_own(models: dict[str, Path], tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"to": "pp=2"},
-            r"no sharding: the trainer only reads master weights .* together with model_meta\.json",
-        ),
+        ({"to": "pp=2"}, r"no sharding: the trainer only reads master weights .* together with model_meta\.json"),
         ({"to": "sharding=2", "format": "hybrid-plain"}, r"first step makes the same master weights"),
         ({"to": "sharding=2", "sharding_strategy": "stage2"}, r"the trainer only reads master weights"),
         ({"format": "unified"}, r"in the format unified; use --format hybrid, hybrid-plain or flex"),
         ({"format": "auto-parallel"}, r"in the format auto-parallel"),
         ({"format": "huggingface"}, r"in the format huggingface"),
     ],
-)
+)  # fmt: skip
 def test_targets_of_which_no_job_reads_master_weights_alone(
     options: dict[str, Any], message: str, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -78,13 +78,8 @@ MORE = (
     Target("dp=2,tp=2,sharding=2", "stage1v2"),
 )
 MORE_CASES = (
-    "mp2_tied",
-    "mp2pp2sh2_s1v2_meta_ema",
-    "nlp_fused_mp2",
-    "pp4vpp2",
-    "sh2_s1v1_meta_fp32",
-    "sh2_s3_seg512",
-)
+    "mp2_tied", "mp2pp2sh2_s1v2_meta_ema", "nlp_fused_mp2", "pp4vpp2", "sh2_s1v1_meta_fp32", "sh2_s3_seg512",
+)  # fmt: skip
 EVERY_STRATEGY = "mp2pp2sh2_s1v2_meta_ema"
 """The case that `make test` converts."""
 TWO_LAYERS = ("mp2sh2_s1v2_meta_mid",)

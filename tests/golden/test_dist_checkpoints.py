@@ -113,25 +113,16 @@ def _copy(index: int, old: str, new: str) -> Callable:
         (_lost, "names 1_0.distcp, which is missing"),
         (_unnamed, "9_0.distcp.*does not name it"),
         (lambda _, metadata, __: metadata.pop("model_state/0.metadata"), "without a .metadata file"),
-        (
-            _copy(1, "model_state/0.metadata", "model_state/1.metadata"),
-            "0.metadata describes the same folder",
-        ),
+        (_copy(1, "model_state/0.metadata", "model_state/1.metadata"), "0.metadata describes the same folder"),
         (lambda sizes, _, __: sizes.update({"model_state/9_0.safetensors": 8}), "distcp, safetensors"),
         (lambda _, __, arrays: arrays[ZERO].popitem(), "in a file that does not hold it"),
-        (
-            lambda _, __, arrays: arrays[ZERO].update(x=next(iter(arrays[ZERO].values()))),
-            "^x: a file holds it",
-        ),
+        (lambda _, __, arrays: arrays[ZERO].update(x=next(iter(arrays[ZERO].values()))), "^x: a file holds it"),
         (_other_shape, r"shape \(2, 3\), its metadata say"),
         (_other_dtype, "stored as f2, its metadata say bfloat16"),
-        (
-            _copy(1, "model_state/0.metadata", "master_weight/0.metadata"),
-            "not a known parameter or optimizer state",
-        ),
+        (_copy(1, "model_state/0.metadata", "master_weight/0.metadata"), "not a known parameter or optimizer state"),
         (lambda sizes, _, __: sizes.update({ZERO: 1000}), "outside the file of 1000 bytes"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_together_is_refused(damage, told):
     parts = index(checkpoint("dense/fc_mp2pp2"))
     assert len(read(*parts).tensors) == 234

@@ -19,17 +19,9 @@ from tests.lab.draws.check import STRUCTURE, conversions, differences_from_targe
 DRAWS = Path(__file__).with_name("draws")
 DRAWN = sorted(path.name.removesuffix(".tar.xz") for path in DRAWS.glob("drawn_*.tar.xz"))
 EXACT = (
-    "tied_with_stages",
-    "tied_on_one_card",
-    "no_q_lora_rank",
-    "qwen3_next_ep2",
-    "qwen3_next_ep2tp2",
-    "qwen3_next_bias",
-    "qwen2_moe_ep2",
-    "qwen2_moe_ep2_plain",
-    "qwen2_moe_stacked",
-    "llama_bias",
-)
+    "tied_with_stages", "tied_on_one_card", "no_q_lora_rank", "qwen3_next_ep2", "qwen3_next_ep2tp2",
+    "qwen3_next_bias", "qwen2_moe_ep2", "qwen2_moe_ep2_plain", "qwen2_moe_stacked", "llama_bias",
+)  # fmt: skip
 WOULD_BE_LOST = (
     r"lm_head\.weight: in a job without pipeline stages it is a tensor of its own, and "
     r"model\.embed_tokens\.weight in one with them \(tie_word_embeddings\).*--drop head"
@@ -43,12 +35,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("mini_unified", {"to": "tp=1"}, r"AdamWMini, which keeps moment2 as one number per parameter"),
     ("sgd", {"format": "flex"}, NO_STATES),
     ("sgd", {"format": "unified"}, NO_STATES),
-    (
-        "sgd_sharding",
-        {"to": "tp=1"},
-        r"keeps no states, as SGD does.*save with --save_checkpoint_format sharding_io",
-    ),
-)
+    ("sgd_sharding", {"to": "tp=1"}, r"keeps no states, as SGD does.*save with --save_checkpoint_format sharding_io"),
+)  # fmt: skip
 
 
 def unpacked(name: str, into: Path) -> Path:

@@ -21,13 +21,9 @@ from tests.mutations.exchanged import CASES, COUNTS, checkpoint_of, in_words, ou
 from tests.sampling import exhaustive
 
 SAMPLE = (
-    "dense/mp2_tied",
-    "dense/pp2",
-    "dense/sh2_s1v1_meta_fp32",
-    "dense/sh2_s1v2_meta",
-    "dense/sh2_s3_seg512",
+    "dense/mp2_tied", "dense/pp2", "dense/sh2_s1v1_meta_fp32", "dense/sh2_s1v2_meta", "dense/sh2_s3_seg512",
     "moe/ep2_sh2_s1v2_meta_ema",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*SAMPLE, *(exhaustive(case) for case in CASES if case not in SAMPLE)])

@@ -34,31 +34,14 @@ ACROSS_TP = "ep4_mp2pp2sh2_s1v2_meta"
 DSV3, GLM4 = "dsv3_ep2_sh2_s1v2_meta_ema", "glm4moe_ep2_sh2_s1v2_meta_ema"
 BIAS = "*.e_score_correction_bias"
 WHOLE_ON_EVERY_RANK = (
-    *(
-        "moe_single",
-        "moe_pp2",
-        "moe_sh2_s1v1_meta",
-        "moe_sh2_s1v2_meta",
-        "moe_mp2",
-        "moe_mp2pp2sh2_s1v2_meta_ema",
-    ),
+    *("moe_single", "moe_pp2", "moe_sh2_s1v1_meta", "moe_sh2_s1v2_meta", "moe_mp2", "moe_mp2pp2sh2_s1v2_meta_ema"),
     *("qwen2moe_single", "ernie45moe_single", "dsv3_single", "nlp_dsv2_single", "nlp_qwen2moe_single"),
-)
+)  # fmt: skip
 COMPLETE = (
-    "ep2_mp2",
-    "ep2_mp2sh2_s1v2_meta",
-    "ep2_pp2sh2_s1v2_meta",
-    "ep2_sh2_s1v2",
-    QWEN,
-    ACROSS_TP,
-    "ernie45moe_mpmoe_mp2",
-    "nlp_dsv2_ep_dp2",
-    "nlp_dsv2_ep_dp2sh2_s1v2_meta",
-    "glm4moe_single",
-    "gptoss_single",
-    "moe_fused_single",
-    "moe_fused_sh2_s1v2_meta",
-)
+    "ep2_mp2", "ep2_mp2sh2_s1v2_meta", "ep2_pp2sh2_s1v2_meta", "ep2_sh2_s1v2", QWEN, ACROSS_TP,
+    "ernie45moe_mpmoe_mp2", "nlp_dsv2_ep_dp2", "nlp_dsv2_ep_dp2sh2_s1v2_meta", "glm4moe_single",
+    "gptoss_single", "moe_fused_single", "moe_fused_sh2_s1v2_meta",
+)  # fmt: skip
 DRIFTED = ("ep2_mp2", "ep2_mp2sh2_s1v2_meta", ACROSS_TP, "moe_mp2", "moe_mp2pp2sh2_s1v2_meta_ema")
 
 
@@ -338,11 +321,7 @@ def test_experts_are_padded_for_the_ranks_that_hold_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "asked", "message"),
     [
-        (
-            "moe_single",
-            {"to": "ep=2,sharding=2", "sharding_strategy": "stage1v1"},
-            "only supports ShardingV2",
-        ),
+        ("moe_single", {"to": "ep=2,sharding=2", "sharding_strategy": "stage1v1"}, "only supports ShardingV2"),
         ("moe_single", {"to": "ep=2,sharding=2", "sharding_strategy": "stage3"}, "only considers sharding"),
         ("moe_single", {"to": "ep=2,dp=2"}, "refuses expert parallelism with data parallelism"),
         ("moe_single", {"to": "tp=2,ep=2", "layout": SERIAL}, "router asserts sequence_parallel"),
@@ -351,21 +330,13 @@ def test_experts_are_padded_for_the_ranks_that_hold_them(tmp_path: Path) -> None
         ("moe_single", {"to": "ep=8,sharding=8"}, "have 4 experts"),
         ("gptoss_single", {"to": "ep=2,sharding=2"}, "gpt_oss does not distribute experts over ep"),
         ("moe_fused_single", {"to": "ep=2,sharding=2"}, "have 0 experts that can be told apart"),
-        (
-            "nlp_dsv2_single",
-            {"to": "ep=2,sharding=2"},
-            "PaddleNLP distributes experts over data-parallel ranks",
-        ),
+        ("nlp_dsv2_single", {"to": "ep=2,sharding=2"}, "PaddleNLP distributes experts over data-parallel ranks"),
         ("nlp_dsv2_single", {"to": "ep=2,dp=2"}, "every rank holds all experts; omit ep"),
         ("nlp_dsv2_single", {"to": "dp=2,tp=2"}, "distributes experts over data-parallel ranks.* add ep=2"),
         ("qwen2moe_single", {"to": "ep=2,sharding=2"}, "qwen2_moe does not distribute experts over ep"),
-        (
-            "moe_single",
-            {"to": "tp=2", "layout": {"experts_over_tp": True}},
-            "does not distribute experts over tp",
-        ),
+        ("moe_single", {"to": "tp=2", "layout": {"experts_over_tp": True}}, "does not distribute experts over tp"),
     ],
-)
+)  # fmt: skip
 def test_what_the_trainer_refuses_is_refused_with_its_reason(
     source: str, asked: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

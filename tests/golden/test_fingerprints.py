@@ -27,21 +27,13 @@ from tests.golden.test_every_format import config_of, folder_of
 CASE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema"
 SOURCE = CASE / "checkpoint-3"
 NAMES = {
-    "w_0": "master_weight",
-    "moment1_0": "moment1",
-    "moment2_0": "moment2",
-    "beta1_pow_acc_0": "beta1_pow_acc",
-    "beta2_pow_acc_0": "beta2_pow_acc",
-    "ema_w_0": "ema_master_weight",
+    "w_0": "master_weight", "moment1_0": "moment1", "moment2_0": "moment2",
+    "beta1_pow_acc_0": "beta1_pow_acc", "beta2_pow_acc_0": "beta2_pow_acc", "ema_w_0": "ema_master_weight",
     "ema": "ema_param",
-}
+}  # fmt: skip
 CASES = (
-    "dense/single",
-    "dense/mp2pp2sh2_s1v1_meta_ema",
-    "dense/fc_mp2pp2",
-    "dense/nlp_uc_mp2pp2",
-    "moe/ep2_mp2",
-)
+    "dense/single", "dense/mp2pp2sh2_s1v1_meta_ema", "dense/fc_mp2pp2", "dense/nlp_uc_mp2pp2", "moe/ep2_mp2",
+)  # fmt: skip
 
 
 def identity(name: str, keys: set[str]) -> tuple[str, str]:

@@ -34,12 +34,9 @@ from tests.lab import fleet
 
 DECLARED = json.loads(fleet.DECLARED.read_text())
 CASES = {
-    "families/qwen2_single": "qwen2",
-    "families/qwen3_single": "qwen3",
-    "moe/qwen2moe_single": "qwen2_moe",
-    "moe/ep2_sh2_s1v2_meta_ema": "qwen3_moe",
-    "moe/glm4moe_single": "glm4_moe",
-}
+    "families/qwen2_single": "qwen2", "families/qwen3_single": "qwen3", "moe/qwen2moe_single": "qwen2_moe",
+    "moe/ep2_sh2_s1v2_meta_ema": "qwen3_moe", "moe/glm4moe_single": "glm4_moe",
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- the oracle

@@ -39,25 +39,15 @@ from tests.golden.unified_cases import read as _read
 
 EXPORTS = Path(__file__).parent / "exports"
 FAMILIES = (
-    "qwen2_single",
-    "qwen3_single",
-    "qwen2_mp2pp2sh2_s1v2_meta",
-    "nlp_qwen2_mp2pp2sh2_s1v2_meta",
-    "families/phi3_pp2",
-    "families/phi3_sh2_s1v2_meta",
-    "families/gemma3_text_sh2_s1v2_meta",
-)
+    "qwen2_single", "qwen3_single", "qwen2_mp2pp2sh2_s1v2_meta", "nlp_qwen2_mp2pp2sh2_s1v2_meta",
+    "families/phi3_pp2", "families/phi3_sh2_s1v2_meta", "families/gemma3_text_sh2_s1v2_meta",
+)  # fmt: skip
 MIXTURES = {
-    "moe_single": "moe_single",
-    "moe_pp2": None,
-    "moe_sh2_s1v1_meta": None,
-    "moe_mp2pp2sh2_s1v2_meta_ema": None,
-    "qwen2moe_single": "qwen2moe_single",
-    "ernie45moe_single": "ernie45moe_single",
-    "dsv3_single": "dsv3_single",
-    "nlp_dsv2_single": None,
+    "moe_single": "moe_single", "moe_pp2": None, "moe_sh2_s1v1_meta": None,
+    "moe_mp2pp2sh2_s1v2_meta_ema": None, "qwen2moe_single": "qwen2moe_single",
+    "ernie45moe_single": "ernie45moe_single", "dsv3_single": "dsv3_single", "nlp_dsv2_single": None,
     "nlp_qwen2moe_single": None,
-}
+}  # fmt: skip
 """Case of the corpus → its real export."""
 DRIFTED = ("moe_mp2pp2sh2_s1v2_meta_ema",)
 TAG = {np.dtype("u2"): "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16"}
@@ -530,10 +520,7 @@ def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"format": "huggingface", "to": "tp=1"},
-            "--to does not apply to --format huggingface",
-        ),
+        ({"format": "huggingface", "to": "tp=1"}, "--to does not apply to --format huggingface"),
         ({"format": "huggingface", "sharding_strategy": "none"}, "--sharding-strategy does not apply"),
         (
             {"format": "huggingface", "layout": {"sort_parameters": True}},
@@ -633,13 +620,10 @@ def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
     ("renamed", "message"),
     [
         ("model.layers.1.self_attn.k_proj.weight", "k_proj.weight: no file holds it, and it is a part of"),
-        (
-            "model.layers.1.input_layernorm.weight",
-            "no file holds it, and every model of .* has it in every layer",
-        ),
+        ("model.layers.1.input_layernorm.weight", "no file holds it, and every model of .* has it in every layer"),
         ("model.norm.weight", "no file holds it, and every model of .* has it;"),
     ],
-)
+)  # fmt: skip
 def test_a_tensor_that_is_missing(renamed: str, message: str, tmp_path: Path) -> None:
     """Without an index, only the model itself tells."""
     _export(_case("qwen2_single"), tmp_path / "hf")

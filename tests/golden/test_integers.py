@@ -128,10 +128,7 @@ def _shape(*extents: int) -> tuple[str, tuple[int, ...], bytes]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"format": "nvfp4-pack-quantized"},
-            "the format 'nvfp4-pack-quantized'; supported: pack-quantized or",
-        ),
+        ({"format": "nvfp4-pack-quantized"}, "the format 'nvfp4-pack-quantized'; supported: pack-quantized or"),
         ({"format": "float-quantized"}, "the format 'float-quantized'"),
         ({"group__format": "marlin-24"}, "the format 'marlin-24', 'pack-quantized'"),
         ({"format": "int-quantized"}, "num_bits 4 with int-quantized; supported: 8"),
@@ -143,7 +140,7 @@ def _shape(*extents: int) -> tuple[str, tuple[int, ...], bytes]:
                 "config_groups": {
                     "a": _config()["config_groups"]["group_0"],
                     "b": {"weights": {"num_bits": 8, "group_size": -1}},
-                }
+                },
             },
             "2 kinds of weights",
         ),
@@ -156,7 +153,7 @@ def _shape(*extents: int) -> tuple[str, tuple[int, ...], bytes]:
         ({"weights__group_size": 0}, "group_size 0"),
         ({"weights__actorder": "group"}, "actorder 'group'"),
     ],
-)
+)  # fmt: skip
 def test_other_ways_to_store_weights_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     config = {"model_type": "llama", "quantization_config": _config(**changes)}
     folder = write_model(tmp_path / "model", [_model()], config)

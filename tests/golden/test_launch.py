@@ -23,15 +23,9 @@ from tests.sampling import exhaustive
 PLACES = {
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("tensor_parallel_degree", "pipeline_parallel_degree", "sequence_parallel", "use_expert_parallel"),
-    *(
-        "expert_model_parallel_size",
-        "sharding",
-        "sharding_parallel_size",
-        "sharding_parallel_degree",
-        "split_param",
-    ),
+    *("expert_model_parallel_size", "sharding", "sharding_parallel_size", "sharding_parallel_degree", "split_param"),
     *("sharding_parallel_config", "unified_checkpoint", "save_sharded_model"),
-}
+}  # fmt: skip
 """Arguments that say how a job is spread, and how it saves; the laboratory's others say how it computes."""
 AXES = {
     "tensor_parallel_degree": "tp",

@@ -192,16 +192,12 @@ NORM = "model.norm.weight"
             r"experts\.7\.up_proj\.weight: .*donor, but missing from the checkpoint; it is not copied",
         ),
         (_with("model.{0.__class__}", (4,)), CheckpointError, "with a key that cannot be copied"),
-        (
-            _configured(num_hidden_layers=4),
-            CheckpointError,
-            "num_hidden_layers is 2 in the checkpoint and 4 in",
-        ),
+        (_configured(num_hidden_layers=4), CheckpointError, "num_hidden_layers is 2 in the checkpoint and 4 in"),
         (_configured(model_type="llama"), CheckpointError, "model_type is 'deepseek_v3' in the checkpoint"),
         (_configured(quantization_config={"quant_method": "fp8"}), UnsupportedError, "are quantised"),
         (_pickled, CheckpointError, "needs the safetensors files of a Hugging Face model"),
     ],
-)
+)  # fmt: skip
 def test_a_donor_of_another_model_is_refused(
     change: Callable[[Path], None],
     error: type[Exception],

@@ -78,12 +78,9 @@ def with_optimizer(folder: Path) -> None:
         (without_index, r"peft_model\.safetensors\.index\.json is missing"),
         (without_a_file, r"lora_B: peft_model\.safetensors\.index\.json and the files disagree"),
         (misplaced, r"lora_A: peft_model\.safetensors\.index\.json and the files disagree"),
-        (
-            with_optimizer,
-            r"optimizer-00001-of-00001\.safetensors: in one folder with peft_model-00001-of-00002",
-        ),
+        (with_optimizer, r"optimizer-00001-of-00001\.safetensors: in one folder with peft_model-00001-of-00002"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_not_one_adapter(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     shutil.copytree(final("lora_fc_mp2"), tmp_path / "final", copy_function=shutil.copyfile)
     damage(tmp_path / "final")

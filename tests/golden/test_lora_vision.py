@@ -36,13 +36,9 @@ TARGETS: dict[str, dict[str, Any]] = {
 SAVED = {"qwen2_5_vl": {"model.visual.": "visual.", "model.language_model.": "model."}}
 """Family → beginnings of keys in the model → in its files of weights."""
 MODULES = {
-    "paddleocr_vl": {
-        "visual.": "model.visual.",
-        "mlp_AR.": "model.projector.",
-        "model.": "model.language_model.",
-    },
+    "paddleocr_vl": {"visual.": "model.visual.", "mlp_AR.": "model.projector.", "model.": "model.language_model."},
     "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
-}
+}  # fmt: skip
 """Family → beginnings of keys in its files of weights → of modules in ``transformers`` 5."""
 CONFIGS = ("config", "lora_config")
 

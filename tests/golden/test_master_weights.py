@@ -23,11 +23,8 @@ from tests.jobs.command import run_here
 from tests.spoiled import EMBEDDING, SPOILED, flip_one_bit, of_another_step, one_card
 
 TARGETS: tuple[dict[str, Any], ...] = (
-    {"format": "hybrid-plain", "to": "pp=2"},
-    {"format": "flex"},
-    {"format": "unified"},
-    {"format": "huggingface"},
-)
+    {"format": "hybrid-plain", "to": "pp=2"}, {"format": "flex"}, {"format": "unified"}, {"format": "huggingface"}
+)  # fmt: skip
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target["format"])
@@ -139,13 +136,9 @@ def _retyped(source: Path, names: tuple[str, ...], dtype: str) -> None:
             r"\(master_weight\) is int32, \S+ \(master_weight\) is float32",
         ),
         (("master_weights", "linear_0.w_0"), "float16", r"\(master_weight\) is float16, .* is float32"),
-        (
-            ("linear_0.w_0_fp32_master_0_moment1_0",),
-            "float64",
-            r"\(moment1\) is float64, \S+ \(moment1\) is float32",
-        ),
+        (("linear_0.w_0_fp32_master_0_moment1_0",), "float64", r"\(moment1\) is float64, \S+ \(moment1\) is float32"),
     ],
-)
+)  # fmt: skip
 def test_a_state_of_several_dtypes_is_refused(
     names: tuple[str, ...], dtype: str, told: str, target: dict[str, Any], tmp_path: Path
 ) -> None:

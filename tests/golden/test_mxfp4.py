@@ -118,16 +118,12 @@ def test_every_range_of_every_value(tmp_path: Path) -> None:
     [
         ({"w_scales": None}, CoverageError, "w_scales: no file holds the scales of w_blocks"),
         ({"w_blocks": None}, CoverageError, "scales of w_blocks, which no file holds"),
-        (
-            {"w_scales": ("U8", (2, 4, 2), bytes(16))},
-            CoverageError,
-            r"shape \(2, 4, 2\), expected U8 of shape",
-        ),
+        ({"w_scales": ("U8", (2, 4, 2), bytes(16))}, CoverageError, r"shape \(2, 4, 2\), expected U8 of shape"),
         ({"w_blocks": ("U8", (2, 4, 24), bytes(192))}, CoverageError, "MXFP4 experts are U8 of shape"),
         ({"w": ("BF16", (1,), bytes(2))}, CoverageError, "w: stored both packed and as it is"),
         ({"dtype": "float16"}, UnsupportedError, "MXFP4 weights are dequantised to bfloat16 only"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_dequantised_is_refused(
     changes: dict[str, Any], error: type[ReshardError], words: str, tmp_path: Path
 ) -> None:

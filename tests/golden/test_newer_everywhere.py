@@ -45,33 +45,17 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 STAGES, SHARDED = ("pp*", "v2, plain"), ("*v1", "*v2", "v?, plain", "stage*")
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (
-        "states/ernie45_mtp*",
-        STAGES,
-        "pipeline class of ernie4_5_moe has no multi-token prediction; omit it with",
-    ),
-    (
-        "states/noopt_*",
-        ("v1", "v2", "pp, v1", "tp, v2"),
-        "holds parameters only, and a target with model_meta",
-    ),
-    (
-        "families/ernie4_5_moe_vl*",
-        ("v1", "v2", "pp, v1", "tp, v2"),
-        "holds parameters only, and a target with",
-    ),
+    ("states/ernie45_mtp*", STAGES, "pipeline class of ernie4_5_moe has no multi-token prediction; omit it with"),
+    ("states/noopt_*", ("v1", "v2", "pp, v1", "tp, v2"), "holds parameters only, and a target with model_meta"),
+    ("families/ernie4_5_moe_vl*", ("v1", "v2", "pp, v1", "tp, v2"), "holds parameters only, and a target with"),
     ("families/ernie4_5_moe_vl*", ("tp", "pp", "v2, plain", "unified*"), "ernie4_5_moe_vl"),
     ("families/ernie4_5_single", STAGES, "segmentation 'layer:Ernie4_5DecoderLayer.* matches none of"),
     ("families/gemma3_text*", ("tp*",), "paddleformers cannot train gemma3_text with it"),
     ("families/paddleocr_vl*", ("tp*",), "paddleformers cannot train paddleocr_vl with it"),
-    (
-        "families/paddleocr_vl_single",
-        SHARDED,
-        "has no optimizer states in the source, as in a job without sharding",
-    ),
+    ("families/paddleocr_vl_single", SHARDED, "has no optimizer states in the source, as in a job without sharding"),
     ("families/*_vl*", STAGES, "paddleformers has no pipeline class of"),
     ("families/glm*", STAGES, "paddleformers has no pipeline class of"),
-)
+)  # fmt: skip
 """Cases and targets (patterns) → what the error says."""
 CASES = [case for case in CONVERTED if "lora" not in case and "opt_mini" not in case]
 PAIRS = [

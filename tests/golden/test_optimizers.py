@@ -22,16 +22,10 @@ from tests import oracle
 
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 8, 12, 16, 2
 CONFIG = {
-    "model_type": "llama",
-    "paddleformers_version": "1.2.0",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "vocab_size": VOCAB,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "paddleformers_version": "1.2.0", "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE, "vocab_size": VOCAB, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("embedding", (VOCAB, HIDDEN))}
 for layer in range(LAYERS):
     SHAPES |= {

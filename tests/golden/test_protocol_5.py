@@ -31,12 +31,9 @@ def assert_true(folder: Path, truth: oracle.Tensors) -> None:
 
 
 SAME_TOPOLOGY = {
-    "p5_single": "tp=1",
-    "p5_fp32_single": "tp=1",
-    "p5_mid_single": "tp=1",
-    "p5_lora_single": "tp=1",
+    "p5_single": "tp=1", "p5_fp32_single": "tp=1", "p5_mid_single": "tp=1", "p5_lora_single": "tp=1",
     "p5_sh2_s1v2_meta": "sharding=2",
-}
+}  # fmt: skip
 """Cases of writable arrays and NumPy 1, and their own topologies."""
 
 

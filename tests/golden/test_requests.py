@@ -115,7 +115,7 @@ def test_it_holds_no_secrets(tmp_path: Path) -> None:
             "storage_options": {"key": "k3y", "secret": "5ecret", "source": {"secret": "5ecret"}},
             "allow_scheme": ["https"],
             "allow_links": True,
-        },
+        }
     )
     stated = record_of(asked)
     assert stated == {

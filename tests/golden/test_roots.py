@@ -77,15 +77,10 @@ ROUND = dict(zip(WAYS, [*WAYS][1:] + [*WAYS][:1], strict=True))
     ("case", "onward"),
     [
         *((case, {b: [c] for b, c in ROUND.items()}) for case in QUICK),
-        *(
-            exhaustive(case, ALL)
-            for group in GROUPS
-            for case in case_names(group)
-            if case not in NOT_CONVERTED
-        ),
+        *(exhaustive(case, ALL) for group in GROUPS for case in case_names(group) if case not in NOT_CONVERTED),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_every_way_over_every_form_keeps_the_fingerprints(
     case: str, onward: dict[str, list[str]], tmp_path: Path
 ) -> None:

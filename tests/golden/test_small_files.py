@@ -33,12 +33,9 @@ def test_opaque_files_are_carried_byte_for_byte(tmp_path: Path) -> None:
 
 STRAY = {
     "adapter_config.json": b'{"base_model_name_or_path": "other", "peft_type": "LORA"}',
-    "hf_quant_config.json": b"{}",
-    "quantize_config.json": b"{}",
-    "modeling_other.py": b"1 / 0",
-    "pytorch_model.bin": b"other weights",
-    "notes from the night shift.txt": b"mine",
-}
+    "hf_quant_config.json": b"{}", "quantize_config.json": b"{}", "modeling_other.py": b"1 / 0",
+    "pytorch_model.bin": b"other weights", "notes from the night shift.txt": b"mine",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -166,8 +163,7 @@ def test_completion_markers_are_those_of_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "field"),
-    [(DEMO, "tensor_model_parallel_size"), ("nlp_fused_mp2", "tensor_parallel_degree")],
+    ("name", "field"), [(DEMO, "tensor_model_parallel_size"), ("nlp_fused_mp2", "tensor_parallel_degree")]
 )
 def test_the_config_follows_the_tensor_parallel_degree(name: str, field: str, tmp_path: Path) -> None:
     source = _source(tmp_path, name)

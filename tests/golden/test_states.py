@@ -86,20 +86,12 @@ def test_parameters_alone_are_a_source_for_what_holds_parameters(
             {"to": "sharding=2", "sharding_strategy": "stage3"},
             "stage3: how it stores AdamWMini's moment2",
         ),
-        (
-            "opt_mini_single",
-            {"format": "flex"},
-            "in the format flex is not known; convert to hybrid or hybrid-plain",
-        ),
+        ("opt_mini_single", {"format": "flex"}, "in the format flex is not known; convert to hybrid or hybrid-plain"),
         ("opt_mini_single", {"format": "unified"}, "in the format unified is not known"),
-        (
-            "opt_mini_single",
-            {"to": "tp=1", "vocab_pad": 128},
-            "AdamWMini, .* the vocabulary cannot be resized",
-        ),
+        ("opt_mini_single", {"to": "tp=1", "vocab_pad": 128}, "AdamWMini, .* the vocabulary cannot be resized"),
         ("noopt_single", {"to": "sharding=2"}, "sharding=2: the source holds parameters only"),
     ],
-)
+)  # fmt: skip
 def test_what_no_trainer_would_load(name: str, options: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ReshardError, match=told):
         paddle_reshard.convert(checkpoint(name), tmp_path / "target", **options)
@@ -193,24 +185,12 @@ def other_count(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "told"),
     [
-        (
-            "opt_custom_single",
-            lost_optimizer,
-            "no optimizer file, but saved_signal_0, which the trainer only",
-        ),
+        ("opt_custom_single", lost_optimizer, "no optimizer file, but saved_signal_0, which the trainer only"),
         ("opt_custom_single", lost_all_but_the_signal, "no optimizer file, but saved_signal_0, which"),
         ("opt_custom_single", one_moment2_is_a_number, r"\(moment2\): stored with shape \(1,\)"),
         ("opt_mini_single", one_moment2_is_whole, r"\(moment2\): stored with shape \(1,\)"),
-        (
-            "opt_mini_single",
-            of_two_tp_ranks,
-            "AdamWMini. With tp=2 each tp rank stores the number of its own piece",
-        ),
-        (
-            "tfusion_sh2_s1v1",
-            shorter_buffer,
-            r"_moment2_0 has shape \(10624,\); \(10752,\) is expected for ",
-        ),
+        ("opt_mini_single", of_two_tp_ranks, "AdamWMini. With tp=2 each tp rank stores the number of its own piece"),
+        ("tfusion_sh2_s1v1", shorter_buffer, r"_moment2_0 has shape \(10624,\); \(10752,\) is expected for "),
         ("tfusion_sh2_s1v1", lost_buffer, "master weights of 1 fused buffers; 2 are expected"),
         (
             "tfusion_sh2_s1v1",
@@ -222,14 +202,10 @@ def other_count(folder: Path) -> None:
             lost_piece,
             r"optimizer\.shard01\.safetensors_shard_0002: its rank has files \[2\] of 2 \(optim_shard_num\)",
         ),
-        (
-            "uc_optimshard2_sh2_s1v1",
-            lost_last_pieces,
-            r"optim_shard_num is 2, but a rank has 1 files",
-        ),
+        ("uc_optimshard2_sh2_s1v1", lost_last_pieces, r"optim_shard_num is 2, but a rank has 1 files"),
         ("uc_optimshard2_sh2_s1v1", other_count, r"optim_shard_num is 3, but a rank has 2 files"),
     ],
-)
+)  # fmt: skip
 def test_what_is_damaged_is_not_taken_for_another_optimizer(
     name: str, damage: Callable[[Path], None], told: str, tmp_path: Path
 ) -> None:

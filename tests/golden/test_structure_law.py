@@ -31,16 +31,8 @@ from tests.golden.test_as_the_job_reads import BIAS, MODELS, truth_of
 PARALLEL, SERIAL = {"sequence_parallel": True}, {"sequence_parallel": False}
 EXPERTS = {"sequence_parallel": True, "use_unified_moe": False}
 TARGETS: dict[str, dict[str, Any]] = {
-    "every axis": {
-        "to": "tp=2,pp=2,sharding=2",
-        "sharding_strategy": "stage1v2",
-        "layout": PARALLEL,
-    },
-    "experts across tp": {
-        "to": "tp=2,pp=2,sharding=2,ep=4",
-        "sharding_strategy": "stage1v2",
-        "layout": EXPERTS,
-    },
+    "every axis": {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v2", "layout": PARALLEL},
+    "experts across tp": {"to": "tp=2,pp=2,sharding=2,ep=4", "sharding_strategy": "stage1v2", "layout": EXPERTS},
     "one card": {"to": "tp=1"},
     "tensors cut": {"to": "tp=2", "layout": SERIAL},
     "tensors cut in sequence": {"to": "tp=2", "layout": PARALLEL},
@@ -49,20 +41,10 @@ TARGETS: dict[str, dict[str, Any]] = {
     "slices": {"to": "sharding=3", "sharding_strategy": "stage1v2"},
     "slices, plain": {"to": "sharding=3", "sharding_strategy": "stage1v2", "format": "hybrid-plain"},
     "stage 2": {"to": "sharding=2", "sharding_strategy": "stage2"},
-    "stage 3": {
-        "to": "sharding=3",
-        "sharding_strategy": "stage3",
-        "layout": {"stage3_segment_size": 512},
-    },
-    "experts": {
-        "to": "sharding=2,ep=2",
-        "sharding_strategy": "stage1v2",
-        "layout": {"use_unified_moe": True},
-    },
+    "stage 3": {"to": "sharding=3", "sharding_strategy": "stage3", "layout": {"stage3_segment_size": 512}},
+    "experts": {"to": "sharding=2,ep=2", "sharding_strategy": "stage1v2", "layout": {"use_unified_moe": True}},
     "experts, plain": {
-        "to": "tp=2,sharding=4,ep=4",
-        "sharding_strategy": "stage1v2",
-        "format": "hybrid-plain",
+        "to": "tp=2,sharding=4,ep=4", "sharding_strategy": "stage1v2", "format": "hybrid-plain",
         "layout": EXPERTS,
     },
     "experts over dp": {"to": "ep=2,dp=2,tp=2,pp=2", "layout": SERIAL},
@@ -70,7 +52,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "unified": {"format": "unified"},
     "auto-parallel": {"format": "auto-parallel"},
     "Hugging Face": {"format": "huggingface"},
-}
+}  # fmt: skip
 """Every option that would otherwise be taken from the source is given."""
 DERIVED = ("experts across tp", "every axis", "experts over dp", "FlexCheckpoint", "unified", "auto-parallel")
 """Targets that are sources in turn: in topologies of which there is no real checkpoint, and in other formats."""

@@ -73,10 +73,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_replicated_where_the_trainer_do
     truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
     wanted = {key: _resized(name, array, key, 127) for key, array in truth.items()}
     paddle_reshard.convert(
-        case_directory(name) / "checkpoint-3",
-        tmp_path / "target",
-        to="tp=2,sharding=2",
-        vocab_trim=127,
+        case_directory(name) / "checkpoint-3", tmp_path / "target", to="tp=2,sharding=2", vocab_trim=127
     )
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "target", oracle.shapes_of(wanted)), wanted)
     meta = json.loads((tmp_path / "target" / "model_meta.json").read_text())

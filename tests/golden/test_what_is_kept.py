@@ -30,21 +30,11 @@ def written_strategy(folder: Path) -> str:
     [
         (AVERAGED, "tp=2,pp=2,sharding=3", "stage1v2", "as the source"),
         ("sh2_s1v1_meta_fp32", "sharding=3", "stage1v1", "as the source"),
-        (
-            "mp2_tied",
-            "tp=2,sharding=2",
-            "stage1v2",
-            "the default of PaddleFormers; the source is not sharded",
-        ),
-        (
-            "nlp_fused_mp2",
-            "tp=2,sharding=2",
-            "stage1v1",
-            "the default of PaddleNLP; the source is not sharded",
-        ),
+        ("mp2_tied", "tp=2,sharding=2", "stage1v2", "the default of PaddleFormers; the source is not sharded"),
+        ("nlp_fused_mp2", "tp=2,sharding=2", "stage1v1", "the default of PaddleNLP; the source is not sharded"),
         (AVERAGED, "tp=2", "none", "sharding is 1"),
     ],
-)
+)  # fmt: skip
 def test_the_strategy_is_the_sources_or_the_trainers_default(
     name: str, to: str, expected: str, reason: str, tmp_path: Path
 ) -> None:

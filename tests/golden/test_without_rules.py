@@ -165,19 +165,11 @@ def read_truth(name: str) -> dict[str, np.ndarray]:
             ("tp=2,pp=2,sharding=3", "stage1v1"),
             ("tp=2,pp=2,sharding=2", "stage1v2"),
         ),
-        (
-            "moe/ep2_mp2sh2_s1v2_meta",
-            ("tp=2,sharding=4,ep=2", "stage1v2"),
-            ("tp=2,sharding=2,ep=2", "stage1v2"),
-        ),
+        ("moe/ep2_mp2sh2_s1v2_meta", ("tp=2,sharding=4,ep=2", "stage1v2"), ("tp=2,sharding=2,ep=2", "stage1v2")),
     ],
-)
+)  # fmt: skip
 def test_there_and_back_is_what_the_trainer_wrote(
-    name: str,
-    there: tuple[str, str],
-    back: tuple[str, str],
-    unknown: Callable[[str], Path],
-    tmp_path: Path,
+    name: str, there: tuple[str, str], back: tuple[str, str], unknown: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Every tp rank keeps what it holds, also where tensors have drifted apart between them."""
     format = "hybrid" if "_meta" in name else "hybrid-plain"
@@ -201,13 +193,9 @@ def contents(value: object) -> object:
 
 
 WITHOUT_CONFIG = [
-    "fc_sh2_s1v2",
-    "fc_sh2_s3_seg512",
-    "moe/ep2_fc_sh2_s1v2",
-    "states/dsv3_mtp_fc_sh2_s1v2_ema",
-    "states/muon_fc_pp2",
-    "states/muon_fc_sh2_split",
-]
+    "fc_sh2_s1v2", "fc_sh2_s3_seg512", "moe/ep2_fc_sh2_s1v2", "states/dsv3_mtp_fc_sh2_s1v2_ema",
+    "states/muon_fc_pp2", "states/muon_fc_sh2_split",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITHOUT_CONFIG)
@@ -254,11 +242,7 @@ REFUSED = [
     ("families/phi3_single", {"to": "tp=2"}, r"no rule table knows it, .*what tp=2 changes"),
     ("families/phi3_single", {"to": "pp=2"}, r"no rule table knows it, .*what pp=2 changes"),
     ("families/qwen3_next_single", {"to": "sharding=2,ep=2"}, r"what ep=2 changes"),
-    (
-        "families/phi3_single",
-        {"to": "sharding=2"},
-        r"is_distributed in model_meta\.json; --format hybrid-plain",
-    ),
+    ("families/phi3_single", {"to": "sharding=2"}, r"is_distributed in model_meta\.json; --format hybrid-plain"),
     ("families/phi3_single", {"format": "huggingface"}, r"tell the form of its tensors in a Hugging Face"),
     ("families/phi3_single", {"format": "unified"}, r"no rule table knows it, .* unified checkpoint"),
     ("families/phi3_single", {"format": "auto-parallel"}, r"no rule table knows it, .*auto-parallel"),
@@ -278,7 +262,7 @@ REFUSED = [
     ),
     ("families/qwen2_5_vl_single", {"format": "flex"}, r"which keys its tensors have in the model"),
     (FLEX[0], {"to": "tp=1"}, r"the order of parameters, and their names"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED)

@@ -13,12 +13,8 @@ from tests.golden.unified_cases import write_safetensors
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, LAYERS, VOCAB = 320, 700, 4, 2, 2, 64
 CONFIG: dict[str, Any] = {
     "architectures": ["Ernie4_5ForCausalLM"],
-    "model_type": "ernie4_5",
-    "torch_dtype": "bfloat16",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
+    "model_type": "ernie4_5", "torch_dtype": "bfloat16", "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "head_dim": HIDDEN // HEADS,
     "vocab_size": VOCAB,
@@ -26,7 +22,7 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
 def shapes(hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> dict[str, tuple[int, ...]]:

@@ -188,12 +188,7 @@ def test_time_is_drawn(show: Any, converted: Path) -> None:
     assert len(bars) == len(run["stretches"]) > 0
     assert [
         text.text_content() for text in page.query_selector_all("#time figure:first-child text:not(.soft)")
-    ] == [
-        "plan",
-        "move",
-        "verify",
-        "publish",
-    ]
+    ] == ["plan", "move", "verify", "publish"]
     assert page.query_selector_all("#time polyline")
 
 

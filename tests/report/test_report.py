@@ -73,8 +73,7 @@ def load_truth(path: Path) -> dict[str, int]:
 def test_the_target_of_a_conversion_holds_what_its_files_hold(tmp_path: Path) -> None:
     report, target = tmp_path / "report.html", tmp_path / "one-card"
     done = command(
-        *("convert", SOURCE, target, "--to", "tp=1", "--report", report),
-        *("--fingerprint", "full"),
+        *("convert", SOURCE, target, "--to", "tp=1", "--report", report), *("--fingerprint", "full")
     )
     page = Page(report)
     page.check_closed()

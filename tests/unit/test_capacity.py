@@ -32,23 +32,11 @@ def test_as_many_workers_start_as_there_is_room_for_or_may_be(
 @pytest.mark.parametrize(
     ("requested", "demand", "grows", "kind", "message"),
     [
-        (
-            None,
-            LARGE,
-            True,
-            UsageError,
-            "16384MiB for a worker, at most 9216MiB of memory; use less --memory, or",
-        ),
+        (None, LARGE, True, UsageError, "16384MiB for a worker, at most 9216MiB of memory; use less --memory, or"),
         (2, LARGE, False, UsageError, "at most 9216MiB of memory; use less --memory$"),
-        (
-            2,
-            GPU,
-            True,
-            UnsupportedError,
-            "room for 0 workers with 1 CPU, 1024MiB, 1 GPU each, but 2 are requested",
-        ),
+        (2, GPU, True, UnsupportedError, "room for 0 workers with 1 CPU, 1024MiB, 1 GPU each, but 2 are requested"),
     ],
-)
+)  # fmt: skip
 def test_no_room_is_refused_with_numbers(
     requested: int | None, demand: Demand, grows: bool, kind: type[ReshardError], message: str
 ) -> None:

@@ -69,9 +69,7 @@ CASES: Mapping[str, tuple[str, dict[str, str], tuple[str, int, int] | None]] = {
     "no limit": ("0::/\n", v2(ROOT, "max"), None),
     "a pod's limit binds its container": (
         "0::/kubepods.slice/kubepods-pod1.slice/cri-9a.scope\n",
-        v2(f"{POD}/cri-9a.scope", "max")
-        | v2(POD, "1073741824", 900 * MIB)
-        | v2(f"{ROOT}/kubepods.slice", "max"),
+        v2(f"{POD}/cri-9a.scope", "max") | v2(POD, "1073741824", 900 * MIB) | v2(f"{ROOT}/kubepods.slice", "max"),
         (f"{POD}/memory.max", 1024, 716),
     ),
     "the group that leaves least, not the lowest limit": (
@@ -79,15 +77,9 @@ CASES: Mapping[str, tuple[str, dict[str, str], tuple[str, int, int] | None]] = {
         v2(f"{ROOT}/a.slice/b.scope", str(512 * MIB)) | v2(f"{ROOT}/a.slice", str(1024 * MIB), 1100 * MIB),
         (f"{ROOT}/a.slice/memory.max", 1024, 916),
     ),
-    "a group outside the namespace": (
-        "0::/../../b.scope\n",
-        v2(ROOT, "536870912"),
-        (f"{ROOT}/memory.max", 512, 76),
-    ),
+    "a group outside the namespace": ("0::/../../b.scope\n", v2(ROOT, "536870912"), (f"{ROOT}/memory.max", 512, 76)),
     "version 1, with the host's path": (
-        V1_LINES,
-        v1(f"{ROOT}/memory", 512 * MIB),
-        (f"{ROOT}/memory/memory.limit_in_bytes", 512, 260),
+        V1_LINES, v1(f"{ROOT}/memory", 512 * MIB), (f"{ROOT}/memory/memory.limit_in_bytes", 512, 260)
     ),
     "version 1 beside version 2, nested": (
         "4:memory:/process/5276\n0::/\n",
@@ -100,14 +92,10 @@ CASES: Mapping[str, tuple[str, dict[str, str], tuple[str, int, int] | None]] = {
         {f"{ROOT}/memory.max": "536870912\n", f"{ROOT}/memory.current": "1048576\n"},
         (f"{ROOT}/memory.max", 512, 1),
     ),
-    "more in use than the limit, which was lowered": (
-        "0::/\n",
-        v2(ROOT, "1048576"),
-        (f"{ROOT}/memory.max", 1, 76),
-    ),
+    "more in use than the limit, which was lowered": ("0::/\n", v2(ROOT, "1048576"), (f"{ROOT}/memory.max", 1, 76)),
     "no control groups are mounted": ("0::/\n", {}, None),
     "nothing that can be read": ("not a line\n9:memory\n:::\n", v2(ROOT, "1"), None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

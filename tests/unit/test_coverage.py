@@ -58,12 +58,7 @@ def test_plans_of_real_checkpoints_are_complete(name: str) -> None:
     found = paddle_reshard.prove(plan)
     assert found, found.problems
     assert found.total_bytes == plan.plan.written_bytes
-    kinds = (
-        found.literal_bytes,
-        found.padding_bytes,
-        found.value_bytes,
-        found.carried_bytes,
-    )
+    kinds = (found.literal_bytes, found.padding_bytes, found.value_bytes, found.carried_bytes)
     assert sum(kinds) == found.total_bytes
     assert found.used_elements + sum(left.elements for left in found.left_out) == found.stored_elements
 
@@ -226,12 +221,8 @@ CHANGES: dict[str, Change] = {
     "one row more": lambda plan, random: with_ops(
         plan, lambda ops, row: ops["extents"].__setitem__((row, 0), ops["extents"][row, 0] + 1), random
     ),
-    "a box dropped": dropped,
-    "a box doubled": doubled,
-    "another box of the tensor": other_box,
-    "two boxes exchanged": exchanged,
-    "a box turned": turned,
-    "values of another tensor": other_tensor,
+    "a box dropped": dropped, "a box doubled": doubled, "another box of the tensor": other_box,
+    "two boxes exchanged": exchanged, "a box turned": turned, "values of another tensor": other_tensor,
     "values of a tensor of the same shape": values_of_its_like,
     "a literal dropped": literals(lambda rows, row: rows.pop(row)),
     "a literal doubled": literals(lambda rows, row: rows.append(rows[row])),
@@ -243,7 +234,7 @@ CHANGES: dict[str, Change] = {
     "a band dropped": without_band,
     "a shorter band": shorter_band,
     "a shorter band of a box that is said to be shorter": shorter_box_and_band,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -91,8 +91,7 @@ def test_busy_workers(case: Dealt, chosen: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "members", "chosen"),
-    [("never", 3, 1), ("always", 3, 3), ("always", 1, 1), ("auto", 1, 1)],
+    ("exchange", "members", "chosen"), [("never", 3, 1), ("always", 3, 3), ("always", 1, 1), ("auto", 1, 1)]
 )
 def test_what_is_asked_for(exchange: str, members: int, chosen: int) -> None:
     assert dealt(*[IDLE] * members).chosen(replace(DEALER, exchange=exchange)) == [IDLE] * chosen

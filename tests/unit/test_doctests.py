@@ -10,16 +10,9 @@ import pytest
 import paddle_reshard
 
 PURE = (
-    "_import_path",
-    "pipeline",
-    "storage.files",
-    "storage.documents",
-    "clusters.ray.capacity",
-    "clusters.ray.dealing",
-    "clusters.ray.environment",
-    "tasks.cast",
-    "tasks.figures",
-)
+    "_import_path", "pipeline", "storage.files", "storage.documents", "clusters.ray.capacity",
+    "clusters.ray.dealing", "clusters.ray.environment", "tasks.cast", "tasks.figures",
+)  # fmt: skip
 
 
 def _modules() -> list[ModuleType]:

@@ -49,11 +49,7 @@ EXAMPLES = [
         1,
     ),
     (CoverageError("w (param)", "is not whole"), "w (param): is not whole", 1),
-    (
-        CoverageError("w (param)", "is not whole", ("a", "b", "c", "d")),
-        "w (param): is not whole (in a, b, c, d)",
-        1,
-    ),
+    (CoverageError("w (param)", "is not whole", ("a", "b", "c", "d")), "w (param): is not whole (in a, b, c, d)", 1),
     (
         CoverageError("w (param)", "is not whole", ("a", "b", "c", "d", "e", "f")),
         "w (param): is not whole (in a, b, c, d and 2 more)",
@@ -96,8 +92,7 @@ EXAMPLES = [
     ),
     (
         DriftError("w (moment1)", "element (0,) is 1.0 and 2.0", "a", "b", True),
-        "w (moment1): element (0,) is 1.0 and 2.0: a and b differ; with --replicas report the first copy is "
-        "taken",
+        "w (moment1): element (0,) is 1.0 and 2.0: a and b differ; with --replicas report the first copy is taken",
         1,
     ),
     (
@@ -114,14 +109,12 @@ EXAMPLES = [
         1,
     ),
     (
-        MasterDriftError(
-            "w (param)", "element (0,) is 1.0, its master weight 2.0 is rounded to 2.0", "a", "b"
-        ),
+        MasterDriftError("w (param)", "element (0,) is 1.0, its master weight 2.0 is rounded to 2.0", "a", "b"),
         "w (param): element (0,) is 1.0, its master weight 2.0 is rounded to 2.0 (a and b): the files are not of one "
         "step, or have changed places; with --allow-master-drift (allow_master_drift=True) both are taken as they are",
         1,
     ),
-]
+]  # fmt: skip
 
 
 def test_every_class_has_an_example() -> None:

@@ -58,7 +58,7 @@ CASES = {
                 "rms_norm_eps": 1e-6,
                 "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
                 "attention_bias": False,
-            }
+            },
         },
         "",
     ),
@@ -89,9 +89,7 @@ CASES = {
         "",
     ),
     "channels of qwen2_5_vl": (
-        {**QWEN_VL, "vision_config": {"in_channels": 3}},
-        {"vision_config": {"in_channels": 3, "in_chans": 3}},
-        "",
+        {**QWEN_VL, "vision_config": {"in_channels": 3}}, {"vision_config": {"in_channels": 3, "in_chans": 3}}, ""
     ),
     "channels of others": ({"model_type": "paddleocr_vl", "vision_config": {"in_channels": 3}}, {}, ""),
     "class of ernie": (
@@ -103,15 +101,11 @@ CASES = {
     "routing of ernie, without a bias": ({**ERNIE, "moe_use_aux_free": False}, {}, ""),
     "routing of ernie, of another library": ({"model_type": "ernie4_5_moe"}, {}, ""),
     "interval": ({**QWEN_NEXT, "layer_types": [*LINEAR, FULL] * 2}, {"full_attention_interval": 4}, ""),
-    "interval, cut": (
-        {**QWEN_NEXT, "layer_types": [*LINEAR, FULL, *LINEAR]},
-        {"full_attention_interval": 4},
-        "",
-    ),
+    "interval, cut": ({**QWEN_NEXT, "layer_types": [*LINEAR, FULL, *LINEAR]}, {"full_attention_interval": 4}, ""),
     "interval, another": ({**QWEN_NEXT, "layer_types": [*LINEAR, FULL, FULL]}, {}, ""),
     "interval, none": ({**QWEN_NEXT, "layer_types": LINEAR}, {}, ""),
     "deepseek as published": ({**DEEPSEEK, "max_position_embeddings": 163_840, "rope_scaling": ROPE}, {}, ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

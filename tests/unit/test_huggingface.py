@@ -179,12 +179,7 @@ def _payload(
         ),
         ([("a", "U32", (2, 3)), ("b", "F32", (2,))], {}, None, "a: dtype U32 is not supported"),
         ([("a", "BF16", (2, 3)), ("b", "F32", (2,))], {}, None, "a: stored as bfloat16, planned as float32"),
-        (
-            [("a", "F32", (2, 3)), ("b", "F32", (2,))],
-            {"format": "np"},
-            None,
-            "weights in Paddle's own layout",
-        ),
+        ([("a", "F32", (2, 3)), ("b", "F32", (2,))], {"format": "np"}, None, "weights in Paddle's own layout"),
         (
             [("a", "F32", (2, 3)), ("b", "F32", (2,))],
             {},
@@ -192,7 +187,7 @@ def _payload(
             "b: the index says that no file holds it",
         ),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_refused(
     tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str], index: Any, message: str
 ) -> None:

@@ -12,16 +12,10 @@ from paddle_reshard.pipeline.training.launcher import Node, TrainerCommand, node
 
 LAUNCH = "python -u -m paddle.distributed.launch"
 HYBRID = {
-    "resume_from_checkpoint": "/local/c",
-    "tensor_model_parallel_size": 2,
-    "sharding": "stage1",
-    "sharding_parallel_size": 4,
-    "split_param": True,
-    "save_checkpoint_format": "sharding_io",
-    "load_checkpoint_format": "sharding_io",
-    "bf16": True,
-    "fp16_opt_level": "O2",
-}
+    "resume_from_checkpoint": "/local/c", "tensor_model_parallel_size": 2, "sharding": "stage1",
+    "sharding_parallel_size": 4, "split_param": True, "save_checkpoint_format": "sharding_io",
+    "load_checkpoint_format": "sharding_io", "bf16": True, "fp16_opt_level": "O2",
+}  # fmt: skip
 FLEX = {"resume_from_checkpoint": "/local/c", "load_checkpoint_format": "flex_checkpoint"}
 JOB = Topology(tp=2, sharding=4)
 
@@ -50,18 +44,13 @@ def test_a_node_is_what_its_launcher_takes_it_for(
 @pytest.mark.parametrize(
     ("variables", "command", "options", "message"),
     [
-        (
-            {"PADDLE_NNODES": "4"},
-            f"{LAUNCH} --nnodes 2 t.py",
-            (None, None),
-            "PADDLE_NNODES 4, --nnodes of COMMAND 2",
-        ),
+        ({"PADDLE_NNODES": "4"}, f"{LAUNCH} --nnodes 2 t.py", (None, None), "PADDLE_NNODES 4, --nnodes of COMMAND 2"),
         ({"PADDLE_NNODES": "4"}, "t.py", (None, None), "which this is: give --node I"),
         ({"PADDLE_NNODES": "2:4"}, "t.py", (None, 0), "is '2:4', no number; give --nodes"),
         ({"PADDLE_RANK": "1"}, "t.py", (2, 0), "--node 0, PADDLE_RANK 1"),
         ({}, "t.py", (2, 2), "numbered from 0 to 1"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_say_which_node_this_is_is_refused(
     variables: dict[str, str], command: str, options: tuple[int | None, int | None], message: str
 ) -> None:

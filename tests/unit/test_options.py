@@ -39,21 +39,9 @@ SOURCE = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 
 CONVERT = cli.commands["convert"]
 RUN_OPTIONS = sorted(declarations().keys() - {*CONVERSION_OPTIONS})
-OF_COMMANDS = {
-    "source",
-    "target",
-    "targets",
-    "cards",
-    "report_path",
-    "as_json",
-    "quiet",
-    "events",
-}
+OF_COMMANDS = {"source", "target", "targets", "cards", "report_path", "as_json", "quiet", "events"}
 """Parameters of ``convert`` that are no options of a conversion."""
-TYPES: dict[Kind, tuple[Any, ...]] = {
-    Kind.COUNT: (int | None, int | str | None),
-    Kind.FLAG: (bool,),
-}
+TYPES: dict[Kind, tuple[Any, ...]] = {Kind.COUNT: (int | None, int | str | None), Kind.FLAG: (bool,)}
 
 
 def test_the_command_line_offers_every_option_under_its_name_in_python() -> None:
@@ -181,47 +169,26 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
     [
         (lambda: paddle_reshard.ema("a", "b"), "^sources: a list of paths is expected, not str$"),
         (lambda: paddle_reshard.ls("a", targets=Path("b")), "^targets: a list of paths is expected, not "),
-        (
-            lambda: paddle_reshard.ema(["a", "b"], "c", weights="11"),
-            "^weights: a list of numbers is expected",
-        ),
+        (lambda: paddle_reshard.ema(["a", "b"], "c", weights="11"), "^weights: a list of numbers is expected"),
         (lambda: paddle_reshard.ema(["a", "b"], "c", decay="0.9"), "^decay: a number is expected, not str$"),
         (lambda: paddle_reshard.convert(["a"], "b"), "^source: a path is expected, not list of str$"),
         (lambda: paddle_reshard.plan("a", drop=[1]), "^drop: a list of texts is expected, not list of int$"),
         (lambda: paddle_reshard.plan("a", ranks=3), "^ranks: a text or a list of whole numbers is expected"),
-        (
-            lambda: paddle_reshard.plan("a", vocab_pad=300.0),
-            "^vocab_pad: a whole number is expected, not float$",
-        ),
-        (
-            lambda: paddle_reshard.plan("a", vocab_pad=True),
-            "^vocab_pad: a whole number is expected, not bool$",
-        ),
-        (
-            lambda: paddle_reshard.plan("a", to="tp=1", vocab_trim=0),
-            "^--vocab-trim 0: at least 1 is expected$",
-        ),
-        (
-            lambda: paddle_reshard.plan("a", paddle_version=3.4),
-            "^paddle_version: a text is expected, not float$",
-        ),
+        (lambda: paddle_reshard.plan("a", vocab_pad=300.0), "^vocab_pad: a whole number is expected, not float$"),
+        (lambda: paddle_reshard.plan("a", vocab_pad=True), "^vocab_pad: a whole number is expected, not bool$"),
+        (lambda: paddle_reshard.plan("a", to="tp=1", vocab_trim=0), "^--vocab-trim 0: at least 1 is expected$"),
+        (lambda: paddle_reshard.plan("a", paddle_version=3.4), "^paddle_version: a text is expected, not float$"),
         (lambda: paddle_reshard.convert("a", "b", overwrite="no"), "^overwrite: True or False is expected"),
         (lambda: paddle_reshard.convert("a", "b", layout=1), "^layout: a path or a mapping is expected"),
-        (
-            lambda: paddle_reshard.plan("a", {"b": {"files": 2.5}}),
-            "^files: a whole number or a text is expected",
-        ),
+        (lambda: paddle_reshard.plan("a", {"b": {"files": 2.5}}), "^files: a whole number or a text is expected"),
         (lambda: paddle_reshard.plan("a", {"b": "tp=1"}), "^target: the options of a location are a mapping"),
         (lambda: paddle_reshard.verify("a", "b", states=[1]), "^states: a list of texts is expected"),
         (lambda: paddle_reshard.verify("a", workers="2"), "^workers: a whole number is expected, not str$"),
-        (
-            lambda: paddle_reshard.check("a", allow_scheme=1),
-            "^allow_scheme: a list of texts is expected, not int$",
-        ),
+        (lambda: paddle_reshard.check("a", allow_scheme=1), "^allow_scheme: a list of texts is expected, not int$"),
         (lambda: paddle_reshard.clean("a", take_over="no"), "^take_over: True or False is expected"),
         (lambda: paddle_reshard.inspect("a", storage_options="s3cret"), "a mapping is expected, not str$"),
     ],
-)
+)  # fmt: skip
 def test_a_value_of_another_type_is_refused_before_anything_is_read(
     call: Callable[[], object], message: str
 ) -> None:

@@ -221,15 +221,9 @@ TRANSPOSED = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        exhaustive("Fortran order to rows"),
-        "Fortran order to columns",
-        exhaustive("rows to Fortran order"),
-    ],
+    [exhaustive("Fortran order to rows"), "Fortran order to columns", exhaustive("rows to Fortran order")],
 )
-def test_what_has_to_be_turned_is_read_several_times_and_says_the_budget_that_would_do(
-    name: str,
-) -> None:
+def test_what_has_to_be_turned_is_read_several_times_and_says_the_budget_that_would_do(name: str) -> None:
     source, target = (Files(boxes) for boxes in TRANSPOSED[name])
     plan = plan_of([LARGE], source, target, ROOM_BYTES, sizes=SMALL)
     assert plan.peak_bytes <= ROOM_BYTES
@@ -335,14 +329,7 @@ def boxes(shape: tuple[int, ...], cuts: tuple[int, ...], order: str = "C") -> li
     steps = [-(-extent // count) for extent, count in zip(shape, cuts, strict=True)]
     corners = product(*(range(0, extent, step) for extent, step in zip(shape, steps, strict=True)))
     return [
-        [
-            Stored(
-                0,
-                corner,
-                tuple(min(s, e - o) for s, e, o in zip(steps, shape, corner, strict=True)),
-                order,
-            )
-        ]
+        [Stored(0, corner, tuple(min(s, e - o) for s, e, o in zip(steps, shape, corner, strict=True)), order)]
         for corner in corners
     ]
 

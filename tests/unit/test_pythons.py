@@ -18,11 +18,7 @@ def test_every_test_of_the_sample_exists() -> None:
     names = re.search(r"^sample=\(\n.*?^\)$", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)[0]
     echo = f"{names}; echo ${{sample[@]}}"
     named = subprocess.run(
-        ["bash", "-c", echo],
-        cwd=SCRIPT.parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
+        ["bash", "-c", echo], cwd=SCRIPT.parents[1], capture_output=True, text=True, check=True
     ).stdout.split()
     collected = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *named],

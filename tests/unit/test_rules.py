@@ -22,14 +22,9 @@ from tests.conftest import case_directory, hybrid_cases
 from tests.properties import synthetic
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 2,
-    "vocab_size": 10,
-}
+    "model_type": "llama", "hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 6,
+    "num_key_value_heads": 3, "num_hidden_layers": 2, "vocab_size": 10,
+}  # fmt: skip
 
 
 LAYER = {"name": "layer", "layer_class": "DecoderLayerPipe", "repeated": True}

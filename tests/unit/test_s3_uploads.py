@@ -59,11 +59,8 @@ def test_a_part_is_found_by_where_it_starts() -> None:
 FILES = {"a": NewFile("a", 25, (0, 10, 20)), "b": NewFile("b", 4, (0,))}
 LISTED = {"a": {1: UploadedPart(10, "x"), 2: UploadedPart(10, "y")}, "b": None}
 IN_FIRST, IN_SECOND, IN_THIRD, IN_B = (
-    Receipt("a", 0, 10, '"x"'),
-    Receipt("a", 10, 10, '"y"'),
-    Receipt("a", 20, 5, '"z"'),
-    Receipt("b", 0, 4, '"w"'),
-)
+    Receipt("a", 0, 10, '"x"'), Receipt("a", 10, 10, '"y"'), Receipt("a", 20, 5, '"z"'), Receipt("b", 0, 4, '"w"')
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

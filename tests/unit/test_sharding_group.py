@@ -76,15 +76,10 @@ def test_several_copies_are_told_apart_by_their_number() -> None:
     [
         ("stage3", [stored(0, SHAPE)], {}, "1 of 2 ranks hold it; stage 3 keeps uncut tensors on every rank"),
         ("stage1v1", [stored(0, SHAPE), stored(1, SHAPE)], {}, "under stage1v1 only one may"),
-        (
-            "stage1v1",
-            [stored(0, (6,))],
-            {},
-            r"stored with shape \(6,\), under stage1v1 a rank's whole tensor",
-        ),
+        ("stage1v1", [stored(0, (6,))], {}, r"stored with shape \(6,\), under stage1v1 a rank's whole tensor"),
         ("stage1v1", [stored(0, SHAPE)], {"owners": {KEY: 1}}, "param2rank says rank 1 holds it"),
     ],
-)
+)  # fmt: skip
 def test_what_a_group_cannot_hold_is_refused(
     strategy: str, arrays: list[StoredArray], facts: dict[str, object], message: str
 ) -> None:

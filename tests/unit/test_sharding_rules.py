@@ -427,10 +427,7 @@ def test_segments_of_the_model_classes(paddle: ModuleType, layers: int, pp: int)
             "'layer:DecoderLayer' asserts that they do",
         ),
         (
-            2,
-            2,
-            1,
-            "layer:Expert",
+            2, 2, 1, "layer:Expert",
             "segmentation 'layer:Expert' matches none of DecoderLayerPipe, EmbeddingPipe, LMHeadPipe, RMSNormPipe",
         ),
         (2, 2, 1, "even", "segmentation 'even' is not 'uniform', 'layer:Regex' or a list of numbers"),
@@ -445,7 +442,7 @@ def test_segments_of_the_model_classes(paddle: ModuleType, layers: int, pp: int)
             for starts in ([0], [1, 2], [0, 0], [2, 0], [0, 5], [0, 1, 2], [])
         ],
     ],
-)
+)  # fmt: skip
 def test_segments_that_are_refused(layers: int, pp: int, vpp: int, segmentation: Any, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         segment(model_items(layers)[0], pp, vpp, segmentation)

@@ -28,14 +28,8 @@ def test_parse(text: str, expected: Topology) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "mp=2",
-            "unknown axis 'mp' in topology 'mp=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?",
-        ),
-        (
-            "TP=2",
-            "unknown axis 'TP' in topology 'TP=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?",
-        ),
+        ("mp=2", "unknown axis 'mp' in topology 'mp=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?"),
+        ("TP=2", "unknown axis 'TP' in topology 'TP=2'; axes are tp, pp, vpp, sharding, ep, dp; did you mean tp?"),
         ("tp2", "unknown axis 'tp2' in topology 'tp2'; axes are tp, pp, vpp, sharding, ep, dp; write tp=2"),
         ("", "unknown axis '' in topology ''; axes are tp, pp, vpp, sharding, ep, dp"),
         ("tp=2,", "unknown axis '' in topology 'tp=2,'; axes are tp, pp, vpp, sharding, ep, dp"),
@@ -50,7 +44,7 @@ def test_parse(text: str, expected: Topology) -> None:
         ("tp=2,tp=2", "axis 'tp' is given twice in topology 'tp=2,tp=2'"),
         ("tp=0", "axis tp has size 0; sizes are whole numbers from 1"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_a_topology(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         Topology.parse(text)

@@ -80,10 +80,7 @@ def test_a_value_gets_its_types() -> None:
         ({"pair": ["c", 4, 5]}, 'pair cannot be ["c", 4, 5]: a list is expected'),
         ({"made": {"by": "me"}}, '\'name\' is missing in {"by": "me"}'),
         ({"name": None}, "name cannot be null: a text is expected"),
-        (
-            {"colr": "red"},
-            'unknown entry \'colr\' in {"name": "a", "colr": "red"}; did you mean colour?',
-        ),
+        ({"colr": "red"}, 'unknown entry \'colr\' in {"name": "a", "colr": "red"}; did you mean colour?'),
         ({"points": [{"x": 1, "q": 2}]}, 'unknown entry \'q\' in {"x": 1, "q": 2}; known: x, y'),
     ],
 )
@@ -131,14 +128,10 @@ def test_a_session_whose_values_have_other_types_is_none(path: tuple[str, ...], 
 @pytest.mark.parametrize(
     "line",
     [
-        '["3", [], [], []]',
-        '[3, [["a", "0", 7, "", "", ""]], [], []]',
-        '[3, [["a", 0, 7]], [], []]',
-        "[3, [], [5], []]",
-        "[3, [], [], [[1, 2, 3, 4]]]",
-        "[3, [], []]",
+        '["3", [], [], []]', '[3, [["a", "0", 7, "", "", ""]], [], []]', '[3, [["a", 0, 7]], [], []]',
+        "[3, [], [5], []]", "[3, [], [], [[1, 2, 3, 4]]]", "[3, [], []]",
     ],
-)
+)  # fmt: skip
 def test_a_line_of_a_ledger_with_other_types_ends_it(line: str) -> None:
     good = b'[1,[["a",0,7,"","",""]],[],[[0,1,"00",3]]]\n'
     records, nbytes = parse_ledger(good + line.encode() + b"\n" + good)

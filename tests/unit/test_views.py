@@ -15,12 +15,7 @@ FILES = {
     "SRC10/": {"two": b"x"},
 }
 AVERAGE = {"ema.json": b"made here"}
-WANTED = {
-    "one": b"of the first",
-    "SRC0/one": b"second",
-    "SRC10/two": b"x",
-    "ema.json": b"made here",
-}
+WANTED = {"one": b"of the first", "SRC0/one": b"second", "SRC10/two": b"x", "ema.json": b"made here"}
 
 
 @pytest.fixture
