@@ -152,9 +152,7 @@ def test_as_paddle_loads_what_no_class_here_trains(family: str, variant: str, tm
 def test_heads_that_differ_in_width_are_not_fused(tmp_path: Path) -> None:
     """The map of qwen3_next fuses q, whose heads have gates, with k and v."""
     source = exported(DECLARED["qwen3_next"]["case"], tmp_path / "source")
-    with pytest.raises(
-        PlanError, match=r"found \[32, 16, 16\] elements along axis 1.*concatenate the pieces"
-    ):
+    with pytest.raises(PlanError, match=r"found \[32, 16, 16\] elements along axis 1.*concatenate"):
         paddle_reshard.plan(
             source, tmp_path / "made", format="flex", aoa=program("qwen3_next", tmp_path / "rules.json")
         )
@@ -176,9 +174,7 @@ def test_convention_says_whose_table_a_downloaded_model_has(tmp_path: Path) -> N
     config = json.loads((source / "config.json").read_text())
     del config["paddleformers_version"]
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        RuleError, match="say which with --convention paddleformers or --convention paddlenlp"
-    ):
+    with pytest.raises(RuleError, match="say which with --convention paddleformers or"):
         paddle_reshard.plan(source, to="tp=1", aoa=rules)
     asked = {"to": "tp=1", "convention": "paddleformers"}
     paddle_reshard.convert(source, tmp_path / "built in", **asked)

@@ -124,9 +124,7 @@ def test_experts_of_several_ranks_and_a_float32_router() -> None:
             state = ema.state()
             assert np.asarray(state.master_weights["linear_9.w_0"]).tobytes() == own.tobytes()
             assert np.asarray(state.params[router]).tobytes() == other.tobytes()
-        with pytest.raises(
-            CheckpointError, match=rf"{expert}: has shape .* in the checkpoint and .* cut by tp=2"
-        ):
+        with pytest.raises(CheckpointError, match=rf"{expert}: has shape .* in the .* and .* cut by tp=2"):
             ema.load(case / "checkpoint-3", RankPieces({"linear_9.w_0": Piece(expert, own.shape)}, 2, 1))
 
 
@@ -236,9 +234,7 @@ def test_an_expert_without_a_number_is_refused_naming_it() -> None:
     model = Experts()
     model.experts = paddle.nn.LayerList([expert for expert in model.experts if expert is not None])
     to_bfloat16(model)
-    with pytest.raises(
-        UnsupportedError, match=r"experts\.0\.weight: belongs to one rank of an expert-parallel"
-    ):
+    with pytest.raises(UnsupportedError, match=r"experts\.0\.weight: belongs to one rank of an expert"):
         rank_pieces(model, optimizer_of(model))
 
 

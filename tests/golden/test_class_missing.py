@@ -35,9 +35,7 @@ def test_a_class_that_every_layer_lacks_is_refused_and_filled(tmp_path: Path) ->
     source = _export_without("dense/single", "input_layernorm", tmp_path / "hf")
     [base] = case_directory("dense/single").glob("checkpoint-*")
 
-    with pytest.raises(
-        CoverageError, match=r"model\.layers\.0\.input_layernorm\.weight.*--fill BASE.*--allow-missing"
-    ):
+    with pytest.raises(CoverageError, match=r"layers\.0\.input_layernorm\.weight.*--fill.*--allow-missing"):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=2")
     with pytest.raises(CoverageError, match=r"model\.layers\.0\.input_layernorm\.weight"):
         paddle_reshard.inspect(source)
@@ -57,9 +55,7 @@ def test_a_class_that_every_layer_lacks_is_refused_and_filled(tmp_path: Path) ->
 def test_layers_of_multi_token_prediction_that_the_config_announces_are_missed(tmp_path: Path) -> None:
     source = _export_without("states/dsv3_mtp_small_single", "model.layers.3.", tmp_path / "hf")
 
-    with pytest.raises(
-        CoverageError, match=r"model\.layers\.3\.\S+: no file .*num_nextn_predict_layers: 1.*--drop mtp"
-    ):
+    with pytest.raises(CoverageError, match=r"layers\.3\.\S+: no file .*num_nextn_predict_layers: 1.*--drop"):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
 
     paddle_reshard.convert(source, tmp_path / "done", to="tp=1", drop=("mtp",))

@@ -118,9 +118,7 @@ def test_copies_that_drifted_are_refused_unless_allowed(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", [DSV3, GLM4])
 def test_what_no_file_holds_is_refused_filled_or_left_out(name: str, tmp_path: Path) -> None:
     source, truth = _case(name) / "checkpoint-3", _bits(_truth(name))
-    with pytest.raises(
-        CoverageError, match=r"e_score_correction_bias.*float32 \[4\].*--fill BASE.*same step.*--allow-m"
-    ):
+    with pytest.raises(CoverageError, match=r"e_score_correction_bias.*float32 \[4\].*--fill.*--allow-m"):
         paddle_reshard.convert(source, tmp_path / "refused", to="tp=1")
     paddle_reshard.convert(source, tmp_path / "filled", fill=_lost(name, tmp_path), to="tp=1")
     assert read_one_card(tmp_path / "filled") == truth

@@ -112,9 +112,7 @@ def test_a_section_of_the_config_that_disagrees_is_named(tmp_path: Path) -> None
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     config["vision_config"]["depth"] = 3
     (tmp_path / "one" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ReshardError, match=r"config\.json says 3 .*vision_config\.depth.*; layer 2 is in only"
-    ):
+    with pytest.raises(ReshardError, match=r"config\.json says 3 .*vision_config\.depth.*; layer 2 is"):
         paddle_reshard.inspect(tmp_path / "one")
 
 

@@ -306,9 +306,7 @@ def test_a_change_elsewhere_does_not_switch_off_the_comparison(change: Any, tmp_
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"moment1.* was changed after it was written.*--fingerprint off"
-    ):
+    with pytest.raises(CheckpointError, match=r"moment1.* was changed after it was.*--fingerprint off"):
         paddle_reshard.convert(card, tmp_path / "again", to="tp=2", fingerprint="known")
 
 
@@ -348,9 +346,7 @@ def test_a_damaged_manifest_of_the_source_does_not_switch_off_the_comparison(
         manifest.write_text(
             json.dumps(json.loads(manifest.read_text()) | {damage: {"plan_id": "0"}.get(damage, [])})
         )
-    with pytest.raises(
-        CheckpointError, match=r"paddle_reshard.json.*convert it as it is with --fingerprint off"
-    ):
+    with pytest.raises(CheckpointError, match=r"paddle_reshard.json.*convert it as it is with --fing"):
         paddle_reshard.convert(card, tmp_path / "made", to="tp=2", fingerprint="known")
     assert not (tmp_path / "made").exists()
     paddle_reshard.convert(card, tmp_path / "made", to="tp=2")

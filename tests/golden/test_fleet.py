@@ -190,9 +190,7 @@ QWEN3, GLM = "families/qwen3_single", "moe/glm4moe_single"
 
 
 def test_other_formats_are_refused(fleet_checkpoints: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        RuleError, match=r"known for the formats flex and huggingface only, not for hybrid: .*--conv"
-    ):
+    with pytest.raises(RuleError, match=r"flex and huggingface only, not for hybrid: .*--conv"):
         paddle_reshard.convert(fleet_checkpoints(QWEN3), tmp_path / "x", to="tp=2")
     with pytest.raises(RuleError, match="flex and huggingface only, not for unified"):
         paddle_reshard.convert(checkpoint(QWEN3), tmp_path / "x", format="unified", convention="paddlefleet")
@@ -449,9 +447,7 @@ def test_fused_buffers_of_fsdp_are_refused(fleet_checkpoints: Callable[..., Path
         return key.replace("model.norm.weight", "fuse_params_0")
 
     other = resaved(fleet_checkpoints(QWEN3), tmp_path / "fsdp", fused, lambda key: None)
-    with pytest.raises(
-        UnsupportedError, match=r"fuse_params_0\S* is a buffer into which FSDP .* another shard"
-    ):
+    with pytest.raises(UnsupportedError, match=r"fuse_params_0\S* is a buffer into which FSDP .* another"):
         paddle_reshard.convert(other, tmp_path / "back", format="flex")
 
 

@@ -97,9 +97,7 @@ def test_fused_projections_that_have_no_rows(tmp_path: Path) -> None:
     """The class would not find the separate ones."""
     config = DECLARED["minicpm"]["config"] | {"fuse_attention_qkv": True}
     save_exported(tmp_path / "hf", published("minicpm", "plain"), config)
-    with pytest.raises(
-        RuleError, match=r"[kqv]_proj\.weight: no row of the paddlefleet rule table 'minicpm'"
-    ):
+    with pytest.raises(RuleError, match=r"[kqv]_proj\.weight: no row of the paddlefleet .* 'minicpm'"):
         paddle_reshard.convert(tmp_path / "hf", tmp_path / "fleet", format="flex")
 
 
@@ -129,7 +127,5 @@ def test_what_a_table_of_other_formats_or_another_library_knows(
     source = _hybrid_files(tmp_path / "source", library)
     assert known in str(paddle_reshard.inspect(source).rules)
     for options in ({"to": "tp=1"}, {"format": "huggingface"}):
-        with pytest.raises(
-            RuleError, match=rf"'kimi_k2': {known}, and the source's files do not tell .*--rules"
-        ):
+        with pytest.raises(RuleError, match=rf"'kimi_k2': {known}, and the source's files.*--rules"):
             paddle_reshard.convert(source, tmp_path / "target", **options)

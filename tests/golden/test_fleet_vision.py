@@ -119,9 +119,7 @@ def test_multi_token_prediction(tmp_path: Path) -> None:
         {name: found for name, found in arrays.items() if name[0] != lacking},
         config_of("qwen3_5_moe", "mtp"),
     )
-    with pytest.raises(
-        CoverageError, match=r"layers\.3\.transformer_layer\.mlp\.experts\.2\.down_proj\.weight: no"
-    ):
+    with pytest.raises(CoverageError, match=r"layers\.3\..*\.experts\.2\.down_proj\.weight: no"):
         paddle_reshard.convert(tmp_path / "lacking", tmp_path / "x", format="flex")
 
     dense = published("qwen3_5", "plain")
@@ -204,7 +202,5 @@ def test_what_has_no_row_is_refused(tmp_path: Path) -> None:
         for (key, state), found in published("qwen3_5_moe", "plain").items()
     }
     save_exported(tmp_path / "moe", arrays, config_of("qwen3_5_moe", "plain"))
-    with pytest.raises(
-        RuleError, match=r"experts\.0\.gate_proj\.weight: no row of the paddlefleet rule table"
-    ):
+    with pytest.raises(RuleError, match=r"experts\.0\.gate_proj\.weight: no row of the paddlefleet"):
         paddle_reshard.convert(tmp_path / "moe", tmp_path / "fleet", format="flex")

@@ -189,9 +189,7 @@ def test_names_that_no_file_contains_are_predicted(tmp_path: Path) -> None:
     for row in table["rules"]:
         row["name_class"] = row["name_class"].replace("embedding", "vocabulary")
     (tmp_path / "rules.json").write_text(json.dumps(table))
-    with pytest.raises(
-        CheckpointError, match=r"^embedding_0.w_0 \(.*no parameter of the model has this name"
-    ):
+    with pytest.raises(CheckpointError, match=r"^embedding_0.w_0 \(.*no parameter of the model has"):
         convert(tmp_path / "again", tmp_path / "x", to="tp=1", config=config, rules=tmp_path / "rules.json")
 
 

@@ -428,10 +428,7 @@ def test_muon_under_sharding_is_refused(tmp_path: Path) -> None:
 
     name = "muon_fc_sh2_ema"
     source = case_directory(f"states/{name}") / "checkpoint-3"
-    with pytest.raises(
-        UnsupportedError,
-        match="the optimizer is Muon; how stage1v2 divides its tensors among ranks follows from",
-    ):
+    with pytest.raises(UnsupportedError, match="the optimizer is Muon; how stage1v2 divides"):
         plan(
             source,
             tmp_path / "made",

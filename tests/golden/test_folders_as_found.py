@@ -213,9 +213,7 @@ def test_a_tensor_in_two_of_the_files_that_an_index_names_is_refused(model: Path
     held = tensors_of(folder, second.name)
     key, tensor = next(iter(tensors_of(folder, first.name).items()))
     write_safetensors(second, {**held, key: tensor})
-    with pytest.raises(
-        ReshardError, match=rf"{key}: two files hold it; the index says that {first.name} does"
-    ):
+    with pytest.raises(ReshardError, match=rf"{key}: two files hold it; the index says that {first.name}"):
         paddle_reshard.inspect(folder)
 
 

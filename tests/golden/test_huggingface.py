@@ -494,9 +494,7 @@ def test_an_average_that_began_at_zero_is_divided_before_it_is_rounded(dtype: st
     (source / "training_args.bin").unlink()  # it says that the trainer kept the average itself
     (source / "ema.json").write_text('{"divide_by": 0.271}')
     options = {"format": "huggingface", "state": "ema", "dtype": dtype}
-    with pytest.raises(
-        paddle_reshard.ReshardError, match=r"divided by 0\.271, .*; convert it to a model separately"
-    ):
+    with pytest.raises(paddle_reshard.ReshardError, match=r"divided by 0\.271, .*; convert it to a model"):
         paddle_reshard.plan(source, {tmp_path / "hf": options, tmp_path / "one": {"to": "tp=1"}})
     paddle_reshard.convert(source, tmp_path / "hf", **options)
     made = oracle.read_truth(tmp_path / "hf" / "model.safetensors")
@@ -511,9 +509,7 @@ def test_an_average_that_began_at_zero_is_divided_before_it_is_rounded(dtype: st
 
 
 def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
-    with pytest.raises(
-        RuleError, match=r"gpt\.embeddings.*does not give its form in a Hugging Face checkpoint"
-    ):
+    with pytest.raises(RuleError, match=r"gpt\.embeddings.*does not give its form in a Hugging Face"):
         _export(case_directory("small-families/nlp_gpt_single"), tmp_path / "hf")
 
 
@@ -592,9 +588,7 @@ def test_which_library_it_is_for_must_be_said(tmp_path: Path) -> None:
     case = case_directory("mp2_tied")
     _export(case, tmp_path / "hf")
     _config_of(tmp_path / "hf", paddleformers_version=None)
-    with pytest.raises(
-        RuleError, match=r"llama \(paddleformers\), llama \(paddlenlp\).*--convention paddleformers or --conv"
-    ):
+    with pytest.raises(RuleError, match=r"llama \(paddleformers\), llama \(paddlenlp\).*--convention"):
         _read_back(tmp_path / "hf", tmp_path / "unified")
     rules = REPO / "pipeline" / "model" / "rules" / "llama.paddleformers.json"
     found = _read_back(tmp_path / "hf", tmp_path / "unified", rules=rules)
@@ -631,9 +625,7 @@ def test_a_tensor_that_is_missing(renamed: str, message: str, tmp_path: Path) ->
     content = path.read_bytes()
     other = renamed.encode()[:-1] + b"z"
     path.write_bytes(content.replace(renamed.encode(), other))
-    with pytest.raises(
-        RuleError, match=rf"{other.decode()}: no row .* has this key in a Hugging Face checkpoint"
-    ):
+    with pytest.raises(RuleError, match=rf"{other.decode()}: no row .* has this key in a Hugging Face"):
         _read_back(tmp_path / "hf", tmp_path / "unified")
     path.write_bytes(content)
     write_safetensors(path, {k: entry for k, entry in _read(tmp_path / "hf").items() if k != renamed})

@@ -142,9 +142,7 @@ def test_a_job_that_would_read_fused_parts_wrongly_is_refused(
     if right:
         assert paddle_reshard.launch(source, to=to, config=config).ranks == Topology.parse(to).world_size
         return
-    with pytest.raises(
-        paddle_reshard.UsageError, match=f"as if they were not fused.*--format flex --to {to}$"
-    ):
+    with pytest.raises(paddle_reshard.UsageError, match=f"as if they were not fused.*flex --to {to}$"):
         paddle_reshard.launch(source, to=to, config=config)
     assert not paddle_reshard.plan(source, cards=2, config=config).any_topology
     by_rank = tmp_path / "by-rank"
@@ -160,9 +158,7 @@ def test_no_flexcheckpoint_is_for_a_job_that_takes_what_its_class_cuts_for_copie
     source = case_directory("moe/gptoss_single") / CHECKPOINT
     paddle_reshard.convert(source, tmp_path / "flex", format="flex")
     assert paddle_reshard.launch(tmp_path / "flex", to="sharding=2").ranks == 2
-    with pytest.raises(
-        paddle_reshard.UsageError, match=r"sinks, which its class.*--format hybrid --to tp=2$"
-    ):
+    with pytest.raises(paddle_reshard.UsageError, match=r"sinks, which its class.*hybrid --to tp=2$"):
         paddle_reshard.launch(tmp_path / "flex", to="tp=2")
     with pytest.raises(paddle_reshard.PlanError, match=r"sinks, which its class.*choose --format hybrid$"):
         paddle_reshard.plan(source, format="flex", to="tp=2")
@@ -174,9 +170,7 @@ def test_without_config_json_a_name_that_may_be_of_fused_parts_is_enough_to_refu
     source = case_directory("families/qwen3_next_fc_sh2_s1v2") / CHECKPOINT
     assert not (source / "config.json").exists()
     assert paddle_reshard.launch(source, to="sharding=4").ranks == 4
-    with pytest.raises(
-        paddle_reshard.UsageError, match=r"is not known without its config\.json \(--config FILE\)"
-    ):
+    with pytest.raises(paddle_reshard.UsageError, match=r"not known without its config\.json \(--config"):
         paddle_reshard.launch(source, to="tp=2")
 
 

@@ -177,9 +177,7 @@ def test_a_part_of_the_base_is_refused(tmp_path: Path) -> None:
     held = oracle.read_truth(case_directory("states/lora_single") / "truth_base.safetensors")
     held.pop("model.norm.weight")
     write_safetensors(tmp_path / "part", {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items()}, "np")
-    with pytest.raises(
-        CoverageError, match=r"model\.norm\.weight: belongs to the base .* give the whole base"
-    ):
+    with pytest.raises(CoverageError, match=r"model\.norm\.weight: belongs to the base .* give the"):
         paddle_reshard.plan(checkpoint("lora_single"), format="flex", fill=tmp_path / "part")
 
 
@@ -258,8 +256,7 @@ def test_matrices_of_another_model_are_refused(tmp_path: Path) -> None:
     source = copied(checkpoint("lora_single"), tmp_path / "source")
     edit_json(source / "config.json", {"intermediate_size": 64})
     with pytest.raises(
-        ReshardError,
-        match=r"gate_proj.lora_B: shape \(4, 48\) does not fit the shape \(32, 64\) of the weight",
+        ReshardError, match=r"gate_proj.lora_B: shape \(4, 48\) does not fit the shape \(32, 64\)"
     ):
         paddle_reshard.inspect(source)
 

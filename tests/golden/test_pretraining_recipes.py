@@ -178,9 +178,7 @@ def test_the_names_of_one_card_are_those_of_the_recipe(tmp_path: Path) -> None:
     """It has no states of the correction bias, so a job with sharding would cut its slices differently."""
     paddle_reshard.convert(_case(ONE_CARD) / "checkpoint-3", tmp_path / "made", to="tp=1")
     _assert_files_of(tmp_path / "made", ONE_CARD, ONE_CARD)
-    with pytest.raises(
-        UnsupportedError, match="e_score_correction_bias has no optimizer states in the source"
-    ):
+    with pytest.raises(UnsupportedError, match="e_score_correction_bias has no optimizer states"):
         paddle_reshard.convert(_case(ONE_CARD) / "checkpoint-3", tmp_path / "sharded", to="sharding=2,ep=2")
     assert not (tmp_path / "sharded").exists()
 
@@ -370,9 +368,7 @@ def test_two_biases_of_one_name_are_two_on_different_stages(tmp_path: Path) -> N
     paddle_reshard.convert(_case(MTP_OF_EXPERTS) / "checkpoint-3", made, **STAGES_ASKED)
     found = read_expert_parallel(made, _shapes(MTP_OF_EXPERTS), of_each=EXPERTS_IN_ALL // 2)
     oracle.assert_same_tensors(found, truth)
-    with pytest.raises(
-        PlanError, match="have the same parameter name mm_layer_0_corr_bias_0 in a job that has both"
-    ):
+    with pytest.raises(PlanError, match="have the same parameter name mm_layer_0_corr_bias_0"):
         paddle_reshard.convert(made, tmp_path / "refused", **EXPERTS[META])
 
 
@@ -447,9 +443,7 @@ def test_fused_experts_are_published_one_by_one(tmp_path: Path) -> None:
 def test_of_fused_experts_other_formats_would_hold_those_of_one_rank(tmp_path: Path) -> None:
     source = _case(FUSED) / "checkpoint-3"
     for asked in ({"format": "flex"}, {"format": "flex", "to": "sharding=2,ep=2"}):
-        with pytest.raises(
-            RuleError, match="holds the experts of one rank; the format flex is not supported"
-        ):
+        with pytest.raises(RuleError, match="holds the experts of one rank; the format flex is"):
             paddle_reshard.convert(source, tmp_path / "made", **asked)
     with pytest.raises(RuleError, match=r"what a job calls its parameter is not known"):
         paddle_reshard.convert(source, tmp_path / "made", to="tp=2")
@@ -638,9 +632,7 @@ def test_experts_of_the_library_go_back_without_what_it_does_not_train(tmp_path:
     config = _library_config(tmp_path, META, "ernie4_5_moe")
     paddle_reshard.convert(given, library, to="tp=1", convention="paddleformers", config=config)
     asked: dict[str, Any] = {"convention": "paddleformers", "config": given / "config.json"}
-    with pytest.raises(
-        UnsupportedError, match="e_score_correction_bias has no optimizer states in the source"
-    ):
+    with pytest.raises(UnsupportedError, match="e_score_correction_bias has no optimizer states"):
         paddle_reshard.convert(library, tmp_path / "refused", **asked, **EXPERTS[META])
     paddle_reshard.convert(library, tmp_path / "card", to="tp=1", **asked)
     truth = {key: array.tobytes() for key, array in _truth(META).items() if f"{BIAS}." not in key}

@@ -104,9 +104,7 @@ def test_rules_may_rename_what_adamw_mini_keeps_and_not_cut_it(tmp_path: Path) -
     renamed.write_text(f"{key} -> {key}")
     cut.write_text(f"{key} -> first, second, axis=0")
     paddle_reshard.plan(checkpoint("opt_mini_single"), to="tp=1", aoa=renamed)
-    with pytest.raises(
-        ReshardError, match=rf"{key} \(mean_moment2\) is a single number computed from all elements"
-    ):
+    with pytest.raises(ReshardError, match=rf"{key} \(mean_moment2\) is a single number"):
         paddle_reshard.plan(checkpoint("opt_mini_single"), to="tp=1", aoa=cut)
 
 

