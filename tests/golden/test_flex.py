@@ -77,13 +77,17 @@ def unpickle(path: Path) -> Any:
 # ------------------------------------------------------------------------------------------------- read
 
 
+def check_against_truth(case: Case, target: Path) -> None:
+    convert(case.checkpoint, target, to="tp=1", config=case.config)
+    found = read(target, case.truth)
+    oracle.assert_same_tensors(found, case.expected(found))
+
+
 @pytest.mark.parametrize(("name", "sibling"), [*((f"small-flex/{name}", "") for name in SMALL), *REAL])
 def test_a_real_flex_checkpoint_holds_the_truth(name: str, sibling: str, tmp_path: Path) -> None:
     own = case_directory(name)
     case = case_of(name, sibling) if sibling else Case(own / "checkpoint-3", own / "config.json")
-    convert(case.checkpoint, tmp_path / "hybrid", to="tp=1", config=case.config)
-    found = read(tmp_path / "hybrid", case.truth)
-    oracle.assert_same_tensors(found, case.expected(found))
+    check_against_truth(case, tmp_path / "hybrid")
 
 
 WAYS_TO_SAVE = {"safetensors": ".safetensors", "safetensors_as_distcp": ".distcp", "zero_cost": ".distcp"}

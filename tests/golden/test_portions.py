@@ -235,7 +235,7 @@ def test_a_node_is_told_what_to_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     local = tmp_path / "local" / "checkpoint-3"
     assert manifest_of(local)["portion"]["ranks"] == "2-3"
-    assert done.output.endswith(f"paddle-reshard launch {local}\n")
+    assert done.stdout.endswith(f"paddle-reshard launch {local}\n")
     assert launch(local).arguments["resume_from_checkpoint"] == str(local)
     convert(flex, tmp_path / "ranks", format="flex", to="tp=2,sharding=2")
     assert launch(tmp_path / "ranks").node_command == ""

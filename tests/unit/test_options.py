@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pydoc
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
@@ -260,14 +258,9 @@ def test_a_variable_counts_as_if_its_option_were_given(monkeypatch: pytest.Monke
 def completed(*words: str) -> list[str]:
     """What the shell is told to offer for the last of the words; ``file,…``: paths, by its own means."""
     asked = {"COMP_WORDS": shlex.join(["paddle-reshard", *words]), "COMP_CWORD": str(len(words))}
-    environment = {**os.environ, "_PADDLE_RESHARD_COMPLETE": "bash_complete", **asked}
-    command = [
-        sys.executable,
-        "-c",
-        "from paddle_reshard.pipeline.cli.main import cli; cli(prog_name='paddle-reshard')",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
+    environment = {"_PADDLE_RESHARD_COMPLETE": "bash_complete", **asked}
+    done = CliRunner().invoke(cli, env=environment, prog_name="paddle-reshard")
+    assert done.exit_code == 0, done.stderr
     return done.stdout.splitlines()
 
 

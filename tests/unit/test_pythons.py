@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "pythons.sh"
@@ -17,13 +16,6 @@ def test_archives_are_unpacked_as_every_python_can() -> None:
 def test_every_test_of_the_sample_exists() -> None:
     names = re.search(r"^sample=\(\n.*?^\)$", SCRIPT.read_text(), re.DOTALL | re.MULTILINE)[0]
     echo = f"{names}; echo ${{sample[@]}}"
-    named = subprocess.run(
-        ["bash", "-c", echo], cwd=SCRIPT.parents[1], capture_output=True, text=True, check=True
-    ).stdout.split()
-    collected = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *named],
-        cwd=SCRIPT.parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert collected.returncode == 0, collected.stdout + collected.stderr
+    named = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, check=True).stdout.split()
+    for path, _, test in (name.partition("::") for name in named):
+        assert f"\ndef {test or 'test_'}" in (SCRIPT.parents[1] / path).read_text("utf-8"), (path, test)
