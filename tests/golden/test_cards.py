@@ -157,11 +157,8 @@ def test_the_nearest_keeps_tensor_and_pipeline_parallelism(tmp_path: Path) -> No
     assert cards.nearest is cards.alternatives[0]
     assert str(cards.nearest.topology) == "tp=2,pp=2"
     assert {str(one.topology) for one in cards.alternatives} >= {
-        "pp=4",
-        "sharding=4",
-        "tp=2,sharding=2",
-        "dp=4",
-    }
+        "pp=4", "sharding=4", "tp=2,sharding=2", "dp=4",
+    }  # fmt: skip
     assert {str(one.topology) for one in cards.refused} == {"tp=4"}  # two heads of keys and values
     assert paddle_reshard.plan(checkpoint(ALL_AXES), cards=8).nearest.command == ""  # type: ignore[union-attr]
 

@@ -291,12 +291,8 @@ def test_small_files(tmp_path: Path) -> None:
         (source / name).write_text("{}")
     report = paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", dtype="float16")
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "paddle_reshard.json",
-        "tokenizer.json",
-    }
+        "config.json", "generation_config.json", "model.safetensors", "paddle_reshard.json", "tokenizer.json",
+    }  # fmt: skip
     given = json.loads((source / "config.json").read_text())
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config == {
@@ -308,11 +304,8 @@ def test_small_files(tmp_path: Path) -> None:
         p for p, _ in report.plan.targets[0].not_carried
     }
     assert set(report.plan.targets[0].states_not_carried) == {
-        "moment1",
-        "moment2",
-        "beta1_pow_acc",
-        "beta2_pow_acc",
-    }
+        "moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc",
+    }  # fmt: skip
 
 
 def test_class_names_of_paddleformers_become_those_of_transformers(tmp_path: Path) -> None:

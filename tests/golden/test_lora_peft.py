@@ -69,20 +69,11 @@ def test_an_adapter_for_peft(name: str, tmp_path: Path) -> None:
         assert np.array_equal(found[key], array), key
     entries = json.loads((tmp_path / "made/adapter_config.json").read_bytes())
     assert (entries["peft_type"], entries["r"], entries["lora_alpha"], entries["use_rslora"]) == (
-        "LORA",
-        4,
-        8,
-        False,
-    )
+        "LORA", 4, 8, False,
+    )  # fmt: skip
     assert entries["target_modules"] == [
-        "down_proj",
-        "gate_proj",
-        "k_proj",
-        "o_proj",
-        "q_proj",
-        "up_proj",
-        "v_proj",
-    ]
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    ]  # fmt: skip
     assert (entries["base_model_name_or_path"], entries["bias"], entries["fan_in_fan_out"]) == (
         "base",
         "none",

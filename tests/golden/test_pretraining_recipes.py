@@ -109,19 +109,9 @@ def _assert_files_of(made: Path, target: str, source: str) -> None:
 
 def test_every_case_is_tested() -> None:
     named = [
-        *DENSE,
-        ONE_CARD,
-        *EXPERTS,
-        STAGES,
-        *FUSED_NORMS,
-        MTP,
-        MAGIC,
-        EMPTY,
-        MTP_OF_EXPERTS,
-        MTP_ONE_CARD,
-        FUSED,
-        *BIASES,
-    ]
+        *DENSE, ONE_CARD, *EXPERTS, STAGES, *FUSED_NORMS, MTP, MAGIC, EMPTY, MTP_OF_EXPERTS, MTP_ONE_CARD,
+        FUSED, *BIASES,
+    ]  # fmt: skip
     assert {name for name in case_names("recipes") if "/ernie" in name} == {
         f"recipes/{name}" for name in named
     }

@@ -210,11 +210,8 @@ def later(module, **attributes):
 def test_what_later_versions_say_besides_is_read():
     module = classes_of("3.3")
     remarks = {
-        "model_type": "qwen3",
-        "checkpoint_version": 2,
-        "paddle_commit_id": None,
-        "something_new": None,
-    }
+        "model_type": "qwen3", "checkpoint_version": 2, "paddle_commit_id": None, "something_new": None,
+    }  # fmt: skip
     found = parse(dumped(later(module, **remarks), module, 5))
     assert found.remarks == remarks
     assert entries(found) == expected(later(module))

@@ -39,8 +39,5 @@ def test_examples(module: ModuleType) -> None:
 def test_examples_are_found_in_the_modules_that_carry_the_rules() -> None:
     names = {module.__name__.removeprefix("paddle_reshard.") for module in _with_examples()}
     assert {
-        "pipeline.core.geometry",
-        "pipeline.core.topology",
-        "pipeline.formats.hybrid.names",
-        "tasks.cast",
-    } <= names
+        "pipeline.core.geometry", "pipeline.core.topology", "pipeline.formats.hybrid.names", "tasks.cast",
+    } <= names  # fmt: skip

@@ -119,15 +119,11 @@ def test_a_configuration_is_overridden_also_where_it_could_differ_from_a_default
     )
     assert words[:4] == command.words
     assert dict(word.split("=", 1) for word in words[4:]) == {
-        "resume_from_checkpoint": '"/a b: c"',
-        "load_checkpoint_format": "flex_checkpoint",
-        "tensor_model_parallel_size": "2",
-        "pipeline_model_parallel_size": "1",
-        "virtual_pipeline_model_parallel_size": "1",
-        "expert_model_parallel_size": "1",
-        "sharding_parallel_size": "1",
-        "sharding": '""',
-    }
+        "resume_from_checkpoint": '"/a b: c"', "load_checkpoint_format": "flex_checkpoint",
+        "tensor_model_parallel_size": "2", "pipeline_model_parallel_size": "1",
+        "virtual_pipeline_model_parallel_size": "1", "expert_model_parallel_size": "1",
+        "sharding_parallel_size": "1", "sharding": '""',
+    }  # fmt: skip
     with pytest.raises(UsageError, match="--tensor_model_parallel_size 4"):
         TrainerCommand((*command.words, "tensor_model_parallel_size=4")).check(
             FLEX, Topology(tp=2), "paddleformers"

@@ -94,20 +94,9 @@ TAKE_OPTIONS = {
 
 def test_help_lists_every_option_of_a_function_with_its_type_and_default() -> None:
     functions = {
-        "average",
-        "check",
-        "ema",
-        "ls",
-        "convert",
-        "diff",
-        "fingerprint",
-        "inspect",
-        "launch",
-        "load_into",
-        "plan",
-        "resume",
-        "verify",
-    }
+        "average", "check", "ema", "ls", "convert", "diff", "fingerprint", "inspect", "launch", "load_into",
+        "plan", "resume", "verify",
+    }  # fmt: skip
     assert TAKE_OPTIONS.keys() == functions
     told = pydoc.render_doc(paddle_reshard.verify, renderer=pydoc.plaintext)
     assert "memory: str | int = '1GiB'" in told

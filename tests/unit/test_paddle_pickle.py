@@ -67,11 +67,8 @@ class Oracle(pickle.Unpickler):
         if name == "eval":
             return lambda code, scope: scope[code]
         allowed = {
-            "ndarray": np.ndarray,
-            "dtype": np.dtype,
-            "OrderedDict": collections.OrderedDict,
-            "tuple": tuple,
-        }
+            "ndarray": np.ndarray, "dtype": np.dtype, "OrderedDict": collections.OrderedDict, "tuple": tuple,
+        }  # fmt: skip
         if name in allowed:
             return allowed[name]
         if name in ("_reconstruct", "scalar"):

@@ -135,15 +135,7 @@ def test_progress_is_reported_once_a_second_and_a_change_of_step_at_once() -> No
     assert [entries["detail"] for _, entries in told[1:3]] == ["1 of 4 files read", "3 groups"]
     # 20 bytes in 2 s, not 60: 40 were done by an earlier run
     assert told[-1][1] == {
-        "step": "move",
-        "detail": None,
-        "seconds": 2.0,
-        "done_bytes": 60,
-        "total_bytes": 100,
-        "done_groups": 3,
-        "total_groups": None,
-        "bytes_per_second": 10,
-        "seconds_left": 4.0,
-        "worker": "3",
+        "step": "move", "detail": None, "seconds": 2.0, "done_bytes": 60, "total_bytes": 100,
+        "done_groups": 3, "total_groups": None, "bytes_per_second": 10, "seconds_left": 4.0, "worker": "3",
         "retries": 2,
-    }
+    }  # fmt: skip

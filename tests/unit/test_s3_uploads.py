@@ -109,11 +109,8 @@ def test_afterwards_files_whose_uploads_are_completed_are() -> None:
     found = find_leftovers(session(Phase.FINISH), [*VISIBLE, "a"], STRAYS)
     assert found == Leftovers(OURS, ("b",), OWN)
     assert found.names() == [
-        "a (upload)",
-        ".paddle_reshard_probe-1 (upload)",
-        "b",
-        ".paddle_reshard_session.json",
-    ]
+        "a (upload)", ".paddle_reshard_probe-1 (upload)", "b", ".paddle_reshard_session.json",
+    ]  # fmt: skip
 
 
 MIB = 1 << 20
