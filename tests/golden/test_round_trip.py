@@ -21,23 +21,30 @@ from tests.golden.test_fleet_vision import DECLARED as FLEET_VISION
 from tests.golden.test_newer_checkpoints import checkpoint, truth_of
 
 TRAINED = {
-    "deepseek_v2.paddlenlp": "moe/nlp_dsv2_single", "deepseek_v3.paddleformers": "moe/dsv3_single",
+    "deepseek_v2.paddlenlp": "moe/nlp_dsv2_single",
+    "deepseek_v3.paddleformers": "moe/dsv3_single",
     "ernie4_5.paddleformers": "families/ernie4_5_single",
     "ernie4_5_moe.paddleformers": "moe/ernie45moe_single",
     "gemma3_text.paddleformers": "families/gemma3_text_single",
-    "glm4_moe.paddleformers": "moe/glm4moe_single", "glm4v_moe.paddleformers": "families/glm4v_moe_single",
-    "glm_ocr.paddleformers": "families/glm_ocr_single", "gpt_oss.paddleformers": "moe/gptoss_single",
-    "llama.paddleformers": "single", "llama.paddlenlp": "nlp_single",
+    "glm4_moe.paddleformers": "moe/glm4moe_single",
+    "glm4v_moe.paddleformers": "families/glm4v_moe_single",
+    "glm_ocr.paddleformers": "families/glm_ocr_single",
+    "gpt_oss.paddleformers": "moe/gptoss_single",
+    "llama.paddleformers": "single",
+    "llama.paddlenlp": "nlp_single",
     "paddleocr_vl.paddleformers": "families/paddleocr_vl_single",
-    "phi3.paddleformers": "families/phi3_single", "qwen2.paddleformers": "families/qwen2_single",
+    "phi3.paddleformers": "families/phi3_single",
+    "qwen2.paddleformers": "families/qwen2_single",
     "qwen2.paddlenlp": "small-families/nlp_qwen2_mp2pp2sh2_s1v2_meta",
     "qwen2_5_vl.paddleformers": "families/qwen2_5_vl_single",
-    "qwen2_moe.paddleformers": "moe/qwen2moe_single", "qwen2_moe.paddlenlp": "moe/nlp_qwen2moe_single",
-    "qwen3.paddleformers": "families/qwen3_single", "qwen3_moe.paddleformers": "moe/moe_single",
+    "qwen2_moe.paddleformers": "moe/qwen2moe_single",
+    "qwen2_moe.paddlenlp": "moe/nlp_qwen2moe_single",
+    "qwen3.paddleformers": "families/qwen3_single",
+    "qwen3_moe.paddleformers": "moe/moe_single",
     "qwen3_next.paddleformers": "families/qwen3_next_single",
     "qwen3_vl.paddleformers": "families/qwen3_vl_single",
     "qwen3_vl_moe.paddleformers": "families/qwen3_vl_moe_single",
-}  # fmt: skip
+}
 """Table → a real checkpoint of the family."""
 ALSO = [f"{family}.paddleformers" for family in EXPORTS]
 """Those that ``test_families.py`` lets come back in other topologies too."""
