@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.checkpoint.training_job import coordinates_of
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, PlanError, RuleError
 from paddle_reshard.pipeline.core.topology import Topology
 from tests import oracle
-from tests.conftest import REPO, case_directory, case_names
+from tests.conftest import REPO, case_directory
 from tests.deepseek_names import BIAS, SAME_THERE, STATES, named
 from tests.expert_oracle import read_expert_parallel
 from tests.golden.test_flex_by_rank import oracle_metadata
@@ -76,12 +76,6 @@ def _source(name: str, folder: Path, **entries: Any) -> Path:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | entries))
     return copy
-
-
-def test_every_case_is_tested() -> None:
-    assert {name for name in case_names("recipes") if "/dsv3" in name} == {
-        f"recipes/{name}" for name in CASES
-    }
 
 
 # ------------------------------------------------------------------------------------ names of the recipe
